@@ -11,17 +11,21 @@ check:
     pyright
     lint-imports
 
-# All tests, as CI runs them
+# All tests but the slow ones, as CI runs them
 test:
     pytest -n 2
+
+# The slow tests, or one third of them: `just slow --third 0`
+slow *options:
+    pytest -n 2 -m 'slow and not sglang' --durations=40 {{options}}
 
 # The same with the lines that no test reaches; Ray's workers are not looked at. It takes a seventh more time
 coverage:
     pytest -n 2 --cov=streamppo --cov-report=term-missing
 
-# Unit and property tests: no run is started
-quick:
-    pytest -q tests/unit tests/property
+# Unit and property tests that start no process: under a minute on two cores. `just quick tests/unit/queue` is a room
+quick *paths="tests/unit tests/property":
+    pytest -q -n 2 -m 'not sglang and not slow and not process' {{paths}}
 
 # The tests that run the examples and the commands of the documentation
 docs:

@@ -51,7 +51,14 @@ class TeacherFailed(TaskError):
 
 
 class EnvironmentFailed(TaskError):
-    """The environment of this trajectory raised, took too long, or gave no usable answer."""
+    """The environment of this trajectory raised, took too long, or gave no usable answer.
+
+    So many `tokens` were sampled for it, as far as is known.
+    """
+
+    def __init__(self, reason: str = "", tokens: int = 0) -> None:
+        super().__init__(reason)
+        self.tokens = tokens
 
 
 class Retryable(TaskError):

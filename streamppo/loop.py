@@ -33,19 +33,20 @@ from streamppo import durable, process
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import disk, inputs, preflight, remake, report, threads
-from streamppo.driver.cluster import ray_session
+from streamppo.driver import inputs, preflight, rebuild_metrics, report, threads
 from streamppo.driver.evaluation import evaluate
-from streamppo.driver.interrupts import Interrupts
+from streamppo.driver.folder import disk
+from streamppo.driver.ray.cluster import ray_session
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.stages import Stages
-from streamppo.driver.watch import Stage
+from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
-from streamppo.learner import manifest, remote
+from streamppo.learner.checkpoint import manifest, remote
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import display
 from streamppo.telemetry.metrics_file import FINISHED
-from streamppo.telemetry.record import Record
-from streamppo.telemetry.summary import farewell
+from streamppo.telemetry.record import RunRecord
+from streamppo.telemetry.summary import final_line
 from streamppo.telemetry.tracking.sinks import Sinks
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 
@@ -61,7 +62,7 @@ Reports = tuple[QueueReport, list[EngineReport]]
 log = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class PendingUpdate(NamedTuple):
     """An update that the learner was asked for: the version that it makes, and the call of each rank."""
 
     version: int
@@ -84,12 +85,12 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
         durable.folder(folder / "checkpoints")
         findings, sinks = Diagnosis(config), Sinks(config, folder)
         begin = (folder, started, config.seed, config.updates)
-        record = Record(*begin, display=display(config, folder, findings), diagnosis=findings, sinks=sinks)
+        record = RunRecord(*begin, display=display(config, folder, findings), diagnosis=findings, sinks=sinks)
     interrupts.run, interrupts.say = folder, record.display.say
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
         log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
-        with _summarised(record) as reports:
+        with _write_summary(record) as reports:
             ending.enter_context(ray_session(config, interrupts))
             stages = Stages(config, folder, record, interrupts)
             ending.callback(stages.end)
@@ -99,7 +100,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 
 @contextmanager
-def _summarised(record: Record) -> Generator[list[Reports]]:
+def _write_summary(record: RunRecord) -> Generator[list[Reports]]:
     """Write summary.json and report.html in every outcome of the block, which leaves the last counters in the list.
 
     Ray is ended later: it may hang.
@@ -121,15 +122,15 @@ def _summarised(record: Record) -> Generator[list[Reports]]:
         queue, engines = reports[-1] if reports else (None, [])
         summary = record.close(outcome, queue, engines)
         report.write_after(record.folder)
-    log.info(farewell(summary))
+    log.info(final_line(summary))
 
 
-def train(stages: Stages, record: Record) -> Reports:
+def train(stages: Stages, record: RunRecord) -> Reports:
     """Make every update that is missing, with as many groups of learner ranks as it takes; return the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
     # another way are not: training never waits for telemetry.
-    checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.past())
+    checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     configfile.save(config, stages.folder)
     if newest < config.updates:
@@ -138,24 +139,24 @@ def train(stages: Stages, record: Record) -> Reports:
         try:
             start = stages.start_learner(checkpoint)
             record.begin(start)
-            remake.lost_lines(record, stages.folder)
-            asked: deque[Asked] = deque()
+            rebuild_metrics.lost_lines(record, stages.folder)
+            asked: deque[PendingUpdate] = deque()
             for version in range(start + 1, config.updates + 1):
-                asked.append(Asked(version, [rank.update.remote() for rank in stages.ranks]))
+                asked.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
                 _checkpoint(stages, version)
                 _record(stages, record, asked, left=AHEAD - 1)
             _record(stages, record, asked, left=0)
             return _finish(stages, record)
         except LearnerLost as lost:
-            stages.note(Stage.LEARNER, str(lost))
-            checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.past())
+            stages.note(RunStage.LEARNER, str(lost))
+            checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
 
 
 def _checkpoint(stages: Stages, version: int) -> None:
     """Start the checkpoint of `version`, if one is due. That of the last version belongs to the end."""
     if _due(stages.config.checkpoint.every, version) and version < stages.config.updates:
         folder = str(stages.folder / "checkpoints")
-        stages.calls.watch_all([rank.save.remote(folder) for rank in stages.ranks], Stage.CHECKPOINT)
+        stages.calls.watch_all([rank.save.remote(folder) for rank in stages.ranks], RunStage.CHECKPOINT)
         _drop_batches(stages, version)
 
 
@@ -164,10 +165,10 @@ def _drop_batches(stages: Stages, version: int) -> None:
     config, whole = stages.config, manifest.complete(stages.folder / "checkpoints")
     if config.archive.keep and len(whole) >= config.checkpoint.keep:
         before = min(version - config.archive.keep, int(whole[-config.checkpoint.keep].name))
-        stages.calls.watch_all([stages.queue.forget.remote(before)], Stage.CHECKPOINT)
+        stages.calls.watch_all([stages.queue.forget.remote(before)], RunStage.CHECKPOINT)
 
 
-def _record(stages: Stages, record: Record, asked: deque[Asked], *, left: int) -> None:
+def _record(stages: Stages, record: RunRecord, asked: deque[PendingUpdate], *, left: int) -> None:
     """Wait for the oldest updates until only `left` of `asked` are under way; record them, and evaluate if due.
 
     After a signal: save a last checkpoint, record the updates that were made, and raise `Interrupted`.
@@ -177,7 +178,7 @@ def _record(stages: Stages, record: Record, asked: deque[Asked], *, left: int) -
             answers = stages.calls.wait(asked[0].refs, f"update {asked[0].version}")
         except Interrupted:
             stages.save_last(str(stages.folder / "checkpoints"))
-            for report in stages.made(update.refs[0] for update in asked):
+            for report in stages.finished_reports(update.refs[0] for update in asked):
                 record.update(report)
             raise
         asked.popleft()
@@ -187,7 +188,7 @@ def _record(stages: Stages, record: Record, asked: deque[Asked], *, left: int) -
             _evaluate(stages, record, version)
 
 
-def _finish(stages: Stages, record: Record) -> Reports:
+def _finish(stages: Stages, record: RunRecord) -> Reports:
     """The last checkpoint, the model, the last evaluation, and the counters of queue and engines."""
     ranks, folder = stages.ranks, stages.folder
     saving = [rank.save.remote(str(folder / "checkpoints")) for rank in ranks]
@@ -195,14 +196,14 @@ def _finish(stages: Stages, record: Record) -> Reports:
     exporting = [rank.export.remote(str(folder / "final")) for rank in ranks]
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
     stages.fetch_final()
-    remake.lost_lines(record, folder)
+    rebuild_metrics.lost_lines(record, folder)
     # More than `updates`, where a run that had made more of them is resumed with fewer.
     _evaluate(stages, record, record.version)
-    stages.calls.drain(Stage.EVALUATION)
+    stages.calls.drain(RunStage.EVALUATION)
     return stages.reports()
 
 
-def _evaluate(stages: Stages, record: Record, version: int) -> None:
+def _evaluate(stages: Stages, record: RunRecord, version: int) -> None:
     """Evaluate after `version`, unless that was done: the last version of a run that is resumed has its line."""
     if version in record.evaluated:
         return
@@ -228,13 +229,13 @@ def new_folder(config: Config, runs: Path) -> Path:
     configfile.save(config, aside)
     consent.give(aside, config)
     folder, number = runs / config.name, 1
-    while not _claimed(aside, folder):
+    while not _claim_folder(aside, folder):
         number += 1
         folder = runs / f"{config.name}-{number}"
     return folder
 
 
-def _claimed(aside: Path, folder: Path) -> bool:
+def _claim_folder(aside: Path, folder: Path) -> bool:
     """Give the folder `aside` its name, unless the name is taken."""
     with durable.naming(folder, RunError):
         try:

@@ -7,7 +7,8 @@ that a trajectory consists of makes cycles.
 Log lines: every module logs to `logging.getLogger(__name__)`; each process of ours calls `log_to_stdout` once. A
 warning begins with that word, and on a terminal a line is broken between words. Ray
 brings an actor's standard output to the driver's, which may lose its reader (`| head`, a terminal that is closed): the
-rest then goes to a file, and the run goes on.
+rest then goes to a file, and the run goes on. What an actor logs begins with the secret in `MARK` there: the driver
+takes that away, and writes `PRINTS` before every other line of an actor's, which rewards and environments print.
 
 Compiled kernels: a process on a GPU keeps them in ~/.cache/streamppo, for the next process and the next run.
 
@@ -32,11 +33,15 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamppo.terminal import HANGING, lines
+from streamppo.terminal import HANGING, harmless, lines
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+MARK = "STREAMPPO_LOG_MARK"
+"""The variable of actors with the driver's secret: a line of text that a policy wrote cannot begin with it."""
+PRINTS = "prints: "
+"""Before a line that somebody else than our log prints in an actor."""
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2): a signal for this process when the thread that made it ends."""
 MORE_OBJECTS = 200_000
@@ -57,7 +62,7 @@ WHOLE = "process"
 """The phase that is the process itself, with all of its threads."""
 
 
-def collect_rarely() -> None:
+def freeze_gc() -> None:
     """Freeze what is loaded, so that it is never walked again, and let the rest grow before it is.
 
     To be called once everything is loaded.
@@ -101,12 +106,21 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def take_any_text() -> None:
+    """Let this process print what its encoding does not have, half a pair of surrogates too, as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        # A stream that somebody has replaced may know no errors.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def log_to_stdout(who: str = "") -> None:
     """Write the package's log lines to standard output, each behind `who: ` where it is given. Again: no change."""
+    take_any_text()
     ours = logging.getLogger("streamppo")
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
         return
-    handler = _Lines()
+    handler = _Lines(os.environ.get(MARK, "") if who else "")
     handler.setFormatter(_Named(f"{who}: " if who else ""))
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
@@ -166,15 +180,28 @@ class _Named(logging.Formatter):
 
 
 class _Lines(logging.Handler):
-    """One line for each record, on the standard output of this moment."""
+    """One line for each record, on the standard output of this moment; each row of it behind `mark`."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self._mark = mark
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line; a reader that went away stops nothing."""
         try:
-            sys.stdout.write(f"{wrap(lines(self.format(record)), _columns())}\n")
+            rows = wrap(lines(self.format(record)), _columns()).split("\n")
+            sys.stdout.write("".join(f"{self._mark}{row}\n" for row in rows))
             sys.stdout.flush()
         except OSError:
             self.handleError(record)
+
+
+def with_origin(line: str, mark: str) -> str:
+    """Make a line of an actor's output harmless: as it is if our log wrote it, behind `PRINTS` if anybody else did.
+
+    Example: mark "5e1f", "5e1fqueue: opened" -> "queue: opened", "queue: opened" -> "prints: queue: opened".
+    """
+    return harmless(line.removeprefix(mark)) if mark and line.startswith(mark) else f"{PRINTS}{harmless(line)}"
 
 
 ESCAPE = re.compile(r"\033\[[0-9;]*[A-Za-z]")
@@ -221,7 +248,7 @@ def _columns() -> int:
 # --- phases ----------------------------------------------------------------------------------------------------------
 
 
-class Spent(NamedTuple):
+class PhaseTime(NamedTuple):
     """Time of a phase. `cpu_s` is of the threads that were in it alone, not of helpers that they wait for."""
 
     calls: int
@@ -230,7 +257,7 @@ class Spent(NamedTuple):
 
 
 _STARTED = time.perf_counter()
-_spent: dict[str, Spent] = {}
+_spent: dict[str, PhaseTime] = {}
 _lock = Lock()
 
 
@@ -257,19 +284,19 @@ def add(name: str, wall_s: float, cpu_s: float = 0.0) -> None:
     """Count one more call of a phase. A phase that awaits has no CPU time of its own: others run meanwhile."""
     with _lock:
         calls, wall, cpu = _spent.get(name, (0, 0.0, 0.0))
-        _spent[name] = Spent(calls + 1, wall + wall_s, cpu + cpu_s)
+        _spent[name] = PhaseTime(calls + 1, wall + wall_s, cpu + cpu_s)
 
 
-def spent() -> dict[str, Spent]:
+def spent() -> dict[str, PhaseTime]:
     """Return the time of every phase of this process since its start, and of the process as a whole."""
     with _lock:
-        return {**_spent, WHOLE: Spent(1, time.perf_counter() - _STARTED, time.process_time())}
+        return {**_spent, WHOLE: PhaseTime(1, time.perf_counter() - _STARTED, time.process_time())}
 
 
-def together(processes: Iterable[Mapping[str, Spent]]) -> dict[str, Spent]:
+def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:
     """Add up what several processes have `spent`."""
-    found: dict[str, list[Spent]] = {}
+    found: dict[str, list[PhaseTime]] = {}
     for one in processes:
         for name, time_of in one.items():
             found.setdefault(name, []).append(time_of)
-    return {name: Spent(*map(sum, zip(*times, strict=True))) for name, times in found.items()}
+    return {name: PhaseTime(*map(sum, zip(*times, strict=True))) for name, times in found.items()}

@@ -1,6 +1,7 @@
 """Text as a terminal and a log may have it: the words of a policy, a reward or a stranger's folder are not obeyed.
 
 harmless    one line: whatever is in it, it begins no other line
+bounded     the beginning of a text, and how much more there is
 lines       a message of ours: lines after the first are indented, so that none passes for another message
 """
 
@@ -26,3 +27,11 @@ def lines(text: str) -> str:
     if text.isprintable():
         return text
     return f"\n{HANGING}".join(map(harmless, text.split("\n")))
+
+
+def bounded(text: str, most: int) -> str:
+    """Leave out what is beyond `most` characters, and say how many that are.
+
+    Example: "aaaaa", 3 -> "aaa... (2 characters more)".
+    """
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} characters more)"

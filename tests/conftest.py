@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# Before torch's first import, also in processes that tests start: threads that wait for each other on two busy cores
+# take three times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch
-from transformers.utils import logging as transformers_logging
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue.records import Counters, Shape
+from streamppo.queue.rules.records import Counters, GroupShape
 from streamppo.types import Identity, Trajectory
 
 if TYPE_CHECKING:
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     # Without a GPU Triton interprets kernels, if that is asked for before its first import.
     os.environ["TRITON_INTERPRET"] = "1"
-transformers_logging.disable_progress_bar()
+# As transformers' own switch, whose import takes two seconds.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Before the tests of SGLang import what they share: its assertions say what they compared.
 pytest.register_assert_rewrite("sglang_case")
 
@@ -34,21 +38,59 @@ MATH = REPOSITORY / "configs" / "math.toml"
 SUPPORT = REPOSITORY / "tests" / "support"
 """Programs and modules that tests share; pytest finds what is there by its name alone."""
 COUNTERS = Counters(
-    shape=Shape("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, tokens={}, dropped={}, failed={}, fenced=()
+    shape=GroupShape("t", 1, 1),
+    version=0,
+    opened=8,
+    abandoned=0,
+    counts={},
+    tokens={},
+    dropped={},
+    failed={},
+    fenced=(),
 )
 """A queue that has just opened eight slots."""
 
 
+THIRDS = 3
+LONGEST = (REPOSITORY / "tests" / "longest.txt").read_text().split()
+"""The tests that take longest, by file or by name, in the order in which `pytest -n` starts them."""
+APART = {name.partition("::")[0] for name in LONGEST}
+SHARED_RUNS = "tests/integration/test_finished_run.py"
+"""Its tests look at the same runs: they stay in one process."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--third", type=int, choices=range(THIRDS), help="run one third of the chosen tests")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest tests first; with `--third N` keep every third of those that `-m` chose, from number N on."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: min((order[name] for name in begins(item.nodeid) if name in order), default=len(order)))
+    third = config.getoption("--third")
+    if third is not None:
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % THIRDS != third])
+        items[:] = items[third::THIRDS]
+
+
+def begins(nodeid: str) -> tuple[str, str, str]:
+    """A test's own name, that without its parameters, and its file."""
+    return nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
-    """Keep the real runs of a file in one process of `pytest -n`, where they come first: they take longest."""
+    """Give out files in their order, but the long ones, other than that of shared runs, test after test."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class FilesOfRuns(LoadScopeScheduling):
+    class LongestFirst(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.split("::", maxsplit=1)[0] if nodeid.startswith("tests/integration/") else nodeid
+            file = nodeid.partition("::")[0]
+            return nodeid if file in APART and file != SHARED_RUNS else file
 
-    return FilesOfRuns(config, log)
+    config.option.loadscopereorder = False
+    return LongestFirst(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

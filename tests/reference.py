@@ -9,10 +9,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec import inspect
 
-from streamppo.config.describe import expected, shown
+from streamppo.config.describe import describe_type, format_value
 from streamppo.config.sections import Config
 from streamppo.telemetry import catalogue
-from tests.house import REPOSITORY
+from tests.architecture import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "reference.md"
 HEAD = """\
@@ -53,7 +53,7 @@ SIGNS = {
     r" and below ": ", <",
     r" below ": " <",
 }
-"""How the page writes the words of `config.describe.expected`, in this order."""
+"""How the page writes the words of `config.describe.describe_type`, in this order."""
 PLAIN = re.compile(r"^(?:int|number|bool|text)\b")
 """Types that a default shows."""
 
@@ -93,7 +93,7 @@ def fields(node: inspect.Type, at: str, known: Mapping[tuple[str, str], str]) ->
                 if isinstance(field.type, inspect.DictType) and isinstance(field.type.value_type, inspect.UnionType):
                     name = name if below else f"{name}.NAME"
                 if plain := _without_tables(field.type) if below else field.type:
-                    yield Field(name, expected(plain), _default(field), sentence)
+                    yield Field(name, describe_type(plain), _default(field), sentence)
                 yield from below
         case inspect.UnionType(types=types) if any(isinstance(one, inspect.StructType) for one in types):
             for one in types:
@@ -121,8 +121,8 @@ def _default(field: inspect.Field) -> str:
     if field.default is msgspec.NODEFAULT:
         return ""
     if isinstance(field.default, tuple):
-        return "[" + ", ".join(shown(value) for value in field.default) + "]"
-    return "none" if field.default is None else shown(field.default)
+        return "[" + ", ".join(format_value(value) for value in field.default) + "]"
+    return "none" if field.default is None else format_value(field.default)
 
 
 def page() -> str:

@@ -25,7 +25,7 @@ VARIANCE_FLOOR = 1e-8
 """Added to the variance before whitening divides by its root, so that a batch of equal values becomes zero, not NaN."""
 
 
-class Estimate(NamedTuple):
+class AdvantageEstimate(NamedTuple):
     """[B, T] each, zero where masked: the policy learns from advantages, the critic learns returns."""
 
     advantages: Tensor
@@ -54,7 +54,7 @@ def gae(
     *,
     gamma: float,
     lam: float | Tensor,
-) -> Estimate:
+) -> AdvantageEstimate:
     """GAE: an exponentially weighted sum of TD errors trades the critic's bias against the sampling variance.
 
         delta_t      = rewards_t + gamma * values_{t+1} - values_t
@@ -74,7 +74,7 @@ def gae(
     delta_BT = rewards_BT + gamma * next_values_BT - values_BT
     decay_BT = (gamma * column(lam, values_BT)).expand_as(values_BT)
     advantages_BT = reverse_scan(delta_BT, decay_BT, mask_BT)
-    return Estimate(advantages_BT, advantages_BT + values_BT)
+    return AdvantageEstimate(advantages_BT, advantages_BT + values_BT)
 
 
 def gae_actor_critic(
@@ -86,7 +86,7 @@ def gae_actor_critic(
     gamma: float,
     lam_actor: float | Tensor,
     lam_critic: float | Tensor,
-) -> Estimate:
+) -> AdvantageEstimate:
     """Actor and critic want different lambdas: advantages from lam_actor, returns from lam_critic.
 
     VC-PPO (https://arxiv.org/abs/2503.01491) and VAPO (https://arxiv.org/abs/2504.05118) use lam_critic = 1,
@@ -94,7 +94,7 @@ def gae_actor_critic(
     """
     actor = gae(rewards_BT, values_BT, mask_BT, bootstrap_B, gamma=gamma, lam=lam_actor)
     critic = gae(rewards_BT, values_BT, mask_BT, bootstrap_B, gamma=gamma, lam=lam_critic)
-    return Estimate(actor.advantages, critic.returns)
+    return AdvantageEstimate(actor.advantages, critic.returns)
 
 
 def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
@@ -112,7 +112,7 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * lengths_B)).clamp(0.0, 1.0)
 
 
-def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Estimate:
+def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> AdvantageEstimate:
     """The whole response is one action: every token carries the same advantage and the same return.
 
         advantages_t = score - baseline
@@ -125,7 +125,7 @@ def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> Est
     check_tokens(mask_BT)
     check_sequences(mask_BT, scores_B=scores_B, baseline_B=baseline_B)
     advantages_B = at_least_float32(scores_B) - at_least_float32(baseline_B).detach()
-    return Estimate(spread(advantages_B, mask_BT), spread(at_least_float32(scores_B), mask_BT))
+    return AdvantageEstimate(spread(advantages_B, mask_BT), spread(at_least_float32(scores_B), mask_BT))
 
 
 class Moments(NamedTuple):

@@ -36,7 +36,7 @@ WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
 """Products of 16-bit factors, summed and returned in float32: a GPU's tensor cores have them, a CPU has not."""
 
 
-class Shape(NamedTuple):
+class LogitShape(NamedTuple):
     """The way from a head's products, with its bias, to logits: soft_cap * tanh(scale * product / soft_cap).
 
     Gemma has a cap, Granite and Cohere have a scale. A cap of 0 is none.
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     soft_cap: float = 0.0
 
 
-AS_IT_IS = Shape()
+AS_IT_IS = LogitShape()
 """Products are logits."""
 PIECE = 3 * 2**26
 """Logits that a GPU's head has at one time, with their gradients: 1.5 GiB of both."""
@@ -58,7 +58,7 @@ class Extent(NamedTuple):
     chunk: int
     candidates: Candidates | None
     products: Products = PLAIN
-    shape: Shape = AS_IT_IS
+    shape: LogitShape = AS_IT_IS
 
 
 class HeadContext(FunctionCtx):
@@ -339,7 +339,7 @@ def chunked_logprobs_entropy(
     float32_matmul: bool = True,
     candidates: Candidates | None = None,
     bias_V: Tensor | None = None,
-    shape: Shape = AS_IT_IS,
+    shape: LogitShape = AS_IT_IS,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_N, entropy_N) of a linear head, differentiable in hidden, weight and bias.
 

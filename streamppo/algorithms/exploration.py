@@ -16,7 +16,7 @@ from streamppo.algorithms.masked import check_tokens, fill
 from streamppo.algorithms.ratios import LOG_RATIO_BOUND
 
 
-def least_certain(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
+def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
     """[B, T] bool: the `share` of the tokens at which the policy's entropy is highest.
 
         threshold = the ceil(share * n)-th largest entropy of the n unmasked tokens
@@ -79,12 +79,12 @@ def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
     return _at(places_N2[highest], mask_BT)
 
 
-def left_out(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
+def drop_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
     """[B, T]: the chosen tokens have no loss; they still count in the denominator. Without any, the loss as it was."""
     return loss_BT.masked_fill(chosen_BT, 0.0)
 
 
-def penalised(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *, coefficient: float) -> Tensor:
+def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *, coefficient: float) -> Tensor:
     """[B, T]: the chosen tokens pay for the distance to the proximal policy, each at most K3_BOUND * coefficient.
 
         d    = logprobs - proximal_logprobs

@@ -22,7 +22,7 @@ STD_FLOOR = 1e-6
 """Added to a group's standard deviation before `grpo` divides by it, so that a group of equal scores gets 0."""
 
 
-class Compared(NamedTuple):
+class GroupStats(NamedTuple):
     """[B] each, float64: a trajectory's score minus its group's mean, that mean, and the group's size."""
 
     centred: Tensor
@@ -38,13 +38,13 @@ def check_scores(scores_B: Tensor, group_ids_B: Tensor) -> None:
         raise ValueError(f"scores must be finite, got {scores_B}")
 
 
-def compare(scores_B: Tensor, group_ids_B: Tensor) -> Compared:
+def compare(scores_B: Tensor, group_ids_B: Tensor) -> GroupStats:
     """Compare each trajectory with the mean of its group."""
     check_scores(scores_B, group_ids_B)
     scores_B = scores_B.double()
     total_B, size_B = group_sums(torch.stack([scores_B, torch.ones_like(scores_B)]), group_ids_B)
     mean_B = total_B / size_B
-    return Compared(scores_B - mean_B, mean_B, size_B)
+    return GroupStats(scores_B - mean_B, mean_B, size_B)
 
 
 def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:

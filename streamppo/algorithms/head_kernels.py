@@ -25,7 +25,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """The maximum of no logits: its distances are finite."""
 
 
-class Tokens(NamedTuple):
+class TokenInputs(NamedTuple):
     """All that the way from a token's products to its log-prob depends on; see `chunked_head` and `Candidates`."""
 
     scale: float
@@ -44,13 +44,13 @@ def tokens(
     targets_N: Tensor,
     inverse_temperature_N: Tensor | None,
     candidates: Candidates | None,
-) -> Tokens:
+) -> TokenInputs:
     """`Tokens` as the kernels read them: one number after another."""
     bias_V, inverse_temperature_N, *sets = (
         None if column is None else column.contiguous()
         for column in (bias_V, inverse_temperature_N, *(candidates or (None, None, None)))
     )
-    return Tokens(*shape, bias_V, targets_N.contiguous(), inverse_temperature_N, *sets)
+    return TokenInputs(*shape, bias_V, targets_N.contiguous(), inverse_temperature_N, *sets)
 
 
 def fault(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -73,7 +73,7 @@ def softmax(rows: Tensor) -> Tensor:
     return made_4N
 
 
-def read(logits_NP: Tensor, first: int, tokens: Tokens, softmax_4N: Tensor) -> None:
+def read(logits_NP: Tensor, first: int, tokens: TokenInputs, softmax_4N: Tensor) -> None:
     """Go on with each token's softmax over the piece of the vocabulary that begins at `first`.
 
     maximum = max(z),  total = sum(exp(z - maximum)),  moment = sum(exp(z - maximum) * (z - maximum)),  z[target]
@@ -83,7 +83,7 @@ def read(logits_NP: Tensor, first: int, tokens: Tokens, softmax_4N: Tensor) -> N
         read_logits[(N,)](logits_NP, tokens, softmax_4N, size, BLOCK, num_warps=WARPS)
 
 
-def write(logits_NP: Tensor, first: int, tokens: Tokens, scores: tuple[Tensor, ...], gradient_QP: Tensor) -> None:
+def write(logits_NP: Tensor, first: int, tokens: TokenInputs, scores: tuple[Tensor, ...], gradient_QP: Tensor) -> None:
     """Write the gradient with respect to the products of a piece, as a sum of Q / N numbers.
 
     `scores` are log-normalisers, entropies, and the gradients of log-probs and entropies, [N] each.

@@ -33,7 +33,7 @@ LEAST_RATE = 1 / 16
 FIRST_LAG_OF_BUCKET = (0, *(last + 1 for last in LAST_LAG_OF_BUCKET))
 
 
-class Lag(NamedTuple):
+class AdmittedLag(NamedTuple):
     """The lag that is admitted, in versions; a share of the learning rate; updates for which older data may come."""
 
     admitted: int
@@ -42,26 +42,26 @@ class Lag(NamedTuple):
 
 
 def next_lag(
-    lag: Lag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int], *, at_most: int, ess: float
-) -> Lag:
+    lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int], *, at_most: int, ess: float
+) -> AdmittedLag:
     """The lag to admit after an update on a batch with these tokens; `ess_by_bucket` is by `LAG_BUCKETS`."""
-    found = _counted(lag, ess_by_bucket, tokens_by_lag)
+    found = _bucket_ess(lag, ess_by_bucket, tokens_by_lag)
     failing = [first for first, value in found.items() if value < ess]
     if failing:
         # Data that were admitted before come for as many updates.
         hold, none_is_at_fault = max(lag.hold - 1, lag.admitted), min(failing) == 0
         rate = max(LEAST_RATE, lag.lr_share / 2) if none_is_at_fault else lag.lr_share
-        return Lag(max(0, min(failing) - 1), rate, hold)
+        return AdmittedLag(max(0, min(failing) - 1), rate, hold)
     waited = lag._replace(hold=max(0, lag.hold - 1))
     if lag.lr_share < 1:
         return waited._replace(lr_share=min(1.0, 2 * lag.lr_share))
     reached = _share(tokens_by_lag, lambda one: one >= lag.admitted) >= LEAST
     if lag.hold or not found or not reached or min(found.values()) < (1 + ess) / 2:
         return waited
-    return waited._replace(admitted=min(at_most, farther(lag.admitted, min(found.values()), (1 + ess) / 2)))
+    return waited._replace(admitted=min(at_most, extrapolate_lag(lag.admitted, min(found.values()), (1 + ess) / 2)))
 
 
-def farther(admitted: int, worst: float, least: float) -> int:
+def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
     """The lag to which data reach whose lowest ESS, of at least `least`, is `worst` as far as lag `admitted`.
 
     The variance of a policy's log-ratios grows with the square of the distance that it moves, which is at most
@@ -73,7 +73,7 @@ def farther(admitted: int, worst: float, least: float) -> int:
     return max(admitted + 1, int(reach * (admitted + 1)) - 1)
 
 
-def lr_share(lag: Lag, tokens_by_lag: Mapping[int, int]) -> float:
+def lr_share(lag: AdmittedLag, tokens_by_lag: Mapping[int, int]) -> float:
     """The share of the learning rate for the update on a batch with these tokens."""
     if not lag.hold or not tokens_by_lag:
         return lag.lr_share
@@ -81,7 +81,9 @@ def lr_share(lag: Lag, tokens_by_lag: Mapping[int, int]) -> float:
     return lag.lr_share * young / sum(tokens_by_lag.values())
 
 
-def _counted(lag: Lag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int]) -> dict[int, float]:
+def _bucket_ess(
+    lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int]
+) -> dict[int, float]:
     """The effective sample sizes of the buckets that count, by the first lag of each."""
     found: dict[int, float] = {}
     for name, first, last in zip(LAG_BUCKETS, FIRST_LAG_OF_BUCKET, (*LAST_LAG_OF_BUCKET, inf), strict=True):

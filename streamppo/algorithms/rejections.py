@@ -14,7 +14,7 @@ from streamppo.algorithms.masked import sequence_mean, spread
 from streamppo.algorithms.ratios import bounded_exp
 
 
-class Rule(NamedTuple):
+class RejectionRule(NamedTuple):
     """`keeps` is (proximal, behavior, mask), [B, T] each, -> [B, T] bool; `name` stands in the metrics."""
 
     name: str
@@ -26,7 +26,7 @@ def rejecting(
     proximal_logprobs_BT: Tensor,
     behavior_logprobs_BT: Tensor,
     mask_BT: Tensor,
-    rules_N: Sequence[Rule],
+    rules_N: Sequence[RejectionRule],
 ) -> Correction:
     """Drop what at least one of the rules rejects; the weights of the rest stay.
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.advantages import Estimate, check_fraction, column
+from streamppo.algorithms.advantages import AdvantageEstimate, check_fraction, column
 from streamppo.algorithms.corrections import log_weights
 from streamppo.algorithms.masked import check_sequences, check_tokens, fill
 from streamppo.algorithms.ratios import bounded_exp
@@ -54,7 +54,7 @@ def vtrace(
     gamma: float | Tensor,
     lam: float | Tensor = 1.0,
     clip: TraceClip = PUBLISHED,
-) -> Estimate:
+) -> AdvantageEstimate:
     """GAE with every step weighted by how likely the proximal policy was to take it; rho = exp(log_rho).
 
         delta_t      = min(rho_bar, rho_t) * (rewards_t + gamma * values_{t+1} - values_t)
@@ -91,7 +91,7 @@ def vtrace(
     returns_BT = values_BT + error_BT
     next_returns_BT = next_unmasked(returns_BT, mask_BT, bootstrap_B.detach())
     q_BT = rewards_BT + gamma_ * (lam_ * next_returns_BT + (1 - lam_) * next_values_BT)
-    return Estimate((q_BT - values_BT).masked_fill(~mask_BT, 0.0), returns_BT)
+    return AdvantageEstimate((q_BT - values_BT).masked_fill(~mask_BT, 0.0), returns_BT)
 
 
 def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask_BT: Tensor, c_bar: float) -> Tensor:

@@ -17,14 +17,15 @@ from threading import Thread
 import msgspec
 
 from streamppo import __version__, durable, process
-from streamppo.api.messages import Given, Request, Told, line
-from streamppo.commands import end, subject
-from streamppo.commands.checks import quick
-from streamppo.config import change, consent
+from streamppo.api.messages import RewardSource, RunReply, RunRequest, line
+from streamppo.commands import end, run_argument
+from streamppo.commands.checks import light_checks
+from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, lock, threads
-from streamppo.driver.interrupts import Interrupts
+from streamppo.driver import completion, threads
+from streamppo.driver.folder import lock
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import StreamppoError
 
 STARTED = time.perf_counter()
@@ -39,13 +40,13 @@ def main(descriptor: int) -> int:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     channel = socket.socket(fileno=descriptor)
     lines = channel.makefile("rb")
-    request = msgspec.json.decode(lines.readline(), type=Request)
+    request = msgspec.json.decode(lines.readline(), type=RunRequest)
     Thread(target=_stop_with_script, args=(lines,), daemon=True).start()
     process.log_to_stdout()
     try:
         return _resume(request, channel) if request.folder else _begin(request, channel)
     except StreamppoError as error:
-        channel.sendall(line(Told(error=type(error).__name__, text=str(error))))
+        channel.sendall(line(RunReply(error=type(error).__name__, text=str(error))))
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -56,10 +57,10 @@ def _stop_with_script(lines: BufferedReader) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _begin(request: Request, channel: socket.socket) -> int:
+def _begin(request: RunRequest, channel: socket.socket) -> int:
     with tempfile.TemporaryDirectory() as aside:
         config = configfile.load(Path(request.config), [*request.overrides, *_reward(request.reward, Path(aside))])
-        quick.refuse(config)
+        light_checks.refuse(config)
         log.info(f"streamppo {__version__}: {request.config}, {config.updates} updates; starting Ray")
         interrupts = Interrupts()
         from streamppo import loop
@@ -72,32 +73,32 @@ def _begin(request: Request, channel: socket.socket) -> int:
     return _train(request, config, folder, channel, interrupts)
 
 
-def _resume(request: Request, channel: socket.socket) -> int:
+def _resume(request: RunRequest, channel: socket.socket) -> int:
     folder = configfile.existing(Path(request.folder))
     config = threads.kept(configfile.load(folder / configfile.CONFIG, request.overrides), folder)
     with lock.driver_lock(folder):
         if complete := completion.sentence(config, folder):
-            channel.sendall(line(Told(folder=str(folder))))
+            channel.sendall(line(RunReply(folder=str(folder))))
             log.info(complete)
             return 0
-    subject.ask(folder, config)
+    run_argument.ask(folder, config)
     consent.give(folder, config)
-    for text in change.described(configfile.load(folder / configfile.CONFIG), config):
+    for text in diff.describe_changes(configfile.load(folder / configfile.CONFIG), config):
         log.info(text)
-    quick.refuse(config)
+    light_checks.refuse(config)
     return _train(request, config, folder, channel, Interrupts())
 
 
-def _train(request: Request, config: Config, folder: Path, channel: socket.socket, interrupts: Interrupts) -> int:
+def _train(request: RunRequest, config: Config, folder: Path, channel: socket.socket, interrupts: Interrupts) -> int:
     from streamppo import loop
 
     with lock.driver_lock(folder):
-        channel.sendall(line(Told(folder=str(folder))))
+        channel.sendall(line(RunReply(folder=str(folder))))
         changes = request.accept_changes
         return loop.run(config, folder, started=STARTED, interrupts=interrupts, accept_changes=changes)
 
 
-def _reward(given: Given | None, folder: Path) -> list[str]:
+def _reward(given: RewardSource | None, folder: Path) -> list[str]:
     """The override that names the script's reward, if there is one; its source is written to `folder`."""
     if given is None:
         return []

@@ -6,28 +6,28 @@ run -> script    Told: the run's folder once there is one, and the error that ha
 
 import msgspec
 
-from streamppo.types import Crossing
+from streamppo.types import WireStruct
 
 
-class Given(Crossing, frozen=True):
+class RewardSource(WireStruct, frozen=True):
     """A reward: the value of `reward.function`; or, with a `source`, the name of the reward in it."""
 
     function: str
     source: str = ""
 
 
-class Request(Crossing, frozen=True):
+class RunRequest(WireStruct, frozen=True):
     """A run to start, by its `config` file, or to go on with, by its `folder`."""
 
     config: str = ""
     folder: str = ""
     overrides: tuple[str, ...] = ()
     runs: str = ""
-    reward: Given | None = None
+    reward: RewardSource | None = None
     accept_changes: bool = False
 
 
-class Told(Crossing, frozen=True):
+class RunReply(WireStruct, frozen=True):
     """The folder of the run, or the class of an error of streamppo and its words."""
 
     folder: str = ""
@@ -35,6 +35,6 @@ class Told(Crossing, frozen=True):
     text: str = ""
 
 
-def line(message: Request | Told) -> bytes:
+def line(message: RunRequest | RunReply) -> bytes:
     """Write a message as one line."""
     return msgspec.json.encode(message) + b"\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from streamppo import errors
-from streamppo.api.messages import Request, Told, line
+from streamppo.api.messages import RunReply, RunRequest, line
 from streamppo.errors import Interrupted, RunError, StreamppoError
 
 CHILD = "streamppo.api.child"
@@ -30,7 +30,7 @@ Watcher = Callable[[Path], None]
 """Called with the run's folder now and then while it is running, and once after its end."""
 
 
-def drive(request: Request, watch: Watcher | None = None) -> Path:
+def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
     """Have a process of its own do what `request` asks for; return the run's folder when it has made all updates.
 
     Raises the error of streamppo that has ended it, or `RunError` if it was killed; `KeyboardInterrupt` after a Ctrl-C.
@@ -71,7 +71,7 @@ class _Child:
             os.set_blocking(self._process.stdout.fileno(), False)
             self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
-    def send(self, request: Request) -> None:
+    def send(self, request: RunRequest) -> None:
         """Say what to do; a process that died at once is found out by `follow`."""
         with suppress(OSError):
             self._channel.sendall(line(request))
@@ -133,14 +133,14 @@ class _Child:
         if data == b"" and stream in self._selector.get_map():
             self._selector.unregister(stream)
 
-    def _messages(self) -> list[Told]:
-        return [msgspec.json.decode(text, type=Told) for text in self._told.splitlines()]
+    def _messages(self) -> list[RunReply]:
+        return [msgspec.json.decode(text, type=RunReply) for text in self._told.splitlines()]
 
     def _folder(self) -> Path | None:
         return next((Path(told.folder) for told in self._messages() if told.folder), None)
 
 
-def _error(told: Told, code: int) -> StreamppoError:
+def _error(told: RunReply, code: int) -> StreamppoError:
     if told.error == Interrupted.__name__:
         return Interrupted(code - 128)
     kind: type[StreamppoError] = getattr(errors, told.error)

@@ -8,19 +8,19 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamppo.api import notebook, own_reward
-from streamppo.api.messages import Request
+from streamppo.api import custom_reward, notebook
+from streamppo.api.messages import RunRequest
 from streamppo.api.parent import drive
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import StreamppoError
-from streamppo.learner import manifest
+from streamppo.learner.checkpoint import manifest
 from streamppo.telemetry import metrics_file, summary
 
 if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
 
-    from streamppo.queue.archive import Archive
+    from streamppo.queue.store.archive import Archive
 
 
 class Run:
@@ -49,9 +49,9 @@ class Run:
         `accuracy` is the held-out accuracy of the version that the update made, if it was evaluated.
         """
         lines = metrics_file.read(self.folder)
-        accuracy = dict(summary.of_lines(lines)["evaluations"])
+        accuracy = dict(summary.summarise(lines)["evaluations"])
         rows: list[dict[str, float]] = []
-        for line in summary.in_order(lines):
+        for line in summary.updates_in_order(lines):
             version = line["remade"] if "remade" in line else line["update"]
             numbers = metrics_file.numbers(line)
             row = {"update": version} | {
@@ -75,9 +75,9 @@ class Run:
     @property
     def summary(self) -> dict[str, object]:
         """The content of summary.json, or as much of it as is known while the run is running or after it was killed."""
-        from streamppo.commands.summary import known
+        from streamppo.commands.look.summary import current_summary
 
-        return known(self.folder)
+        return current_summary(self.folder)
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -90,14 +90,14 @@ class Run:
 
         Raises `JournalError` if nothing was archived yet.
         """
-        from streamppo.queue import archive
+        from streamppo.queue.store import archive
 
         return archive.open(self.folder)
 
     @property
     def is_running(self) -> bool:
         """True if a process trains it at this moment."""
-        from streamppo.driver import lock
+        from streamppo.driver.folder import lock
 
         return lock.is_running(self.folder)
 
@@ -115,8 +115,8 @@ def run(
     is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
     Raises `StreamppoError`, of the kind that the command reports.
     """
-    given = None if reward is None else own_reward.given(reward)
-    return _drive(Request(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=given))
+    given = None if reward is None else custom_reward.write_out(reward)
+    return _drive(RunRequest(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=given))
 
 
 def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept_changes: bool = False) -> Run:
@@ -125,7 +125,7 @@ def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept
     With `accept_changes` also where data or model are not what they were. Raises as `run` does.
     """
     found = str(configfile.existing(Path(folder)))
-    return _drive(Request(folder=found, overrides=tuple(overrides), accept_changes=accept_changes))
+    return _drive(RunRequest(folder=found, overrides=tuple(overrides), accept_changes=accept_changes))
 
 
 def open(folder: str | PathLike[str]) -> Run:
@@ -133,5 +133,5 @@ def open(folder: str | PathLike[str]) -> Run:
     return Run(configfile.existing(Path(folder)))
 
 
-def _drive(request: Request) -> Run:
+def _drive(request: RunRequest) -> Run:
     return Run(drive(request, notebook.watcher()))

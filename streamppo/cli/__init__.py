@@ -25,14 +25,15 @@ from cyclopts.validators import Number
 from streamppo import __version__, process
 from streamppo.cli import prepare as prepare
 from streamppo.cli.words import ConfigFile, Override, RunFolder, Trust, Whole, app
+from streamppo.commands import run_argument
 from streamppo.commands import scale as rollouts_of_run
-from streamppo.commands import subject
-from streamppo.commands.echo import complain, echo, flush
-from streamppo.config import change, consent
+from streamppo.commands.console import complain, echo, flush
+from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, inputs, lock, threads
-from streamppo.driver.interrupts import Interrupts
+from streamppo.driver import completion, inputs, threads
+from streamppo.driver.folder import lock
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import ConfigError, RunError, StreamppoError
 
 STARTED = time.perf_counter()
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected errors are one sentence on standard error."""
+    process.take_any_text()
     words = sys.argv[1:] if arguments is None else arguments
     # Ray's usage report has no place in a training log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -95,7 +97,7 @@ def run(
         folder = configfile.existing(runs / loaded.name)
         loaded = inputs.with_clock(loaded, folder)
         return _go_on(loaded, folder, f"{config}", accept_changes=False, trust=trust)
-    subject.refuse(loaded)
+    run_argument.refuse(loaded)
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     interrupts = Interrupts()
     from streamppo import loop
@@ -135,14 +137,14 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
         if complete := completion.sentence(config, folder):
             log.info(complete)
             return 0
-        subject.ask(folder, config, trust=trust)
+        run_argument.ask(folder, config, trust=trust)
         consent.give(folder, config)
-        changes = change.described(configfile.load(folder / configfile.CONFIG), config)
+        changes = diff.describe_changes(configfile.load(folder / configfile.CONFIG), config)
         for line in changes:
             log.info(line)
         if by and not changes:
             log.info("%s: the run has this configuration already", by)
-        subject.refuse(config)
+        run_argument.refuse(config)
         interrupts = Interrupts()
         from streamppo import loop
 
@@ -179,7 +181,7 @@ def replay(
     With --set: show what the same batches would have done under another configuration.
     """
     folder = configfile.existing(folder)
-    subject.ask(folder, trust=trust)
+    run_argument.ask(folder, trust=trust)
     from streamppo.commands import replay as command
 
     return command.replay(folder, to, changes)
@@ -199,11 +201,11 @@ def inspect(
     """Show text, tokens, rewards, versions and lag of what a run was trained on."""
     folder = configfile.existing(folder)
     if time:
-        from streamppo.commands import time_table
+        from streamppo.commands.look import views
 
-        return time_table.show(folder)
+        return views.time_table(folder)
     config = configfile.load(folder / configfile.CONFIG)
-    from streamppo.commands import inspect as command
+    from streamppo.commands.look import inspect as command
 
     if dead_letters:
         return command.inspect_dead_letters(folder, n)
@@ -222,8 +224,8 @@ def report(
     ] = None,
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
-    chosen = subject.runs_and_replays("report", found)
-    from streamppo.commands import report as command
+    chosen = run_argument.runs_and_replays("report", found)
+    from streamppo.commands.look import views as command
 
     return command.report(chosen, to)
 
@@ -237,7 +239,7 @@ def summary(
 ) -> int:
     """Show a run on one screen: how far it is, what it has learnt, and what looks wrong."""
     folder = configfile.existing(folder)
-    from streamppo.commands import summary as command
+    from streamppo.commands.look import summary as command
 
     return command.summary(folder, as_json=json)
 
@@ -253,8 +255,8 @@ def watch(
     ] = None,
 ) -> int:
     """Show a run on a live page in the browser: curves, pipeline, trajectories token by token, failures."""
-    chosen = subject.runs_and_replays("watch", found)
-    from streamppo.commands import watch as command
+    chosen = run_argument.runs_and_replays("watch", found)
+    from streamppo.commands.look import watch as command
 
     return command.watch(chosen[0], chosen[1:], host, port)
 
@@ -268,7 +270,7 @@ def trace(
 ) -> int:
     """Write a file for Perfetto: updates, waits, pushes and restarts over time, with queue, engines and phases."""
     folder = configfile.existing(folder)
-    from streamppo.commands import trace as command
+    from streamppo.commands.look import views as command
 
     return command.trace(folder, to)
 
@@ -279,7 +281,7 @@ def list_runs(
     runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
 ) -> int:
     """List the runs that there are: state, updates, reward, held-out accuracy, and when something last happened."""
-    from streamppo.commands import summary as command
+    from streamppo.commands.look import summary as command
 
     return command.list_runs(runs)
 
@@ -296,7 +298,7 @@ def export(
     """Write the weights of a checkpoint as a Hugging Face folder, also of a run that died."""
     folder = configfile.existing(folder)
     config = configfile.load(folder / configfile.CONFIG)
-    from streamppo.commands import export as command
+    from streamppo.commands.models import export as command
 
     return command.export(config, folder, version, to, adapter=adapter)
 
@@ -320,9 +322,9 @@ def evaluate(
     trust: Trust = False,
 ) -> int:
     """Measure held-out accuracy and pass@k of a checkpoint with the run's own reward, or of a model."""
-    own, config = subject.configured(model, words, version)
+    own, config = run_argument.configuration_of(model, words, version)
     if own is not None:
-        subject.ask(model.resolve(), trust=trust)
-    from streamppo.commands import eval as command
+        run_argument.ask(model.resolve(), trust=trust)
+    from streamppo.commands.models import eval as command
 
     return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)

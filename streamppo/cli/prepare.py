@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from streamppo.cli.words import ConfigFile, Override, Whole, app
-from streamppo.commands import data as data_sets
+from streamppo.commands.start import data as data_sets
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
 
@@ -29,7 +29,7 @@ def init(
 
     With --model, --data and --reward the sizes of NAME.toml are taken from them.
     """
-    from streamppo.commands import init as command
+    from streamppo.commands.start import init as command
 
     yours = {"--model": model, "--data": data, "--reward": reward}
     missing = [option for option, value in yours.items() if not value]
@@ -38,7 +38,7 @@ def init(
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(f"--model, --data and --reward go together: {' and '.join(missing)} {verb} missing")
-    return command.bring(name, command.Given(model, data, reward, prompt, answer, gpu))
+    return command.bring(name, command.UserInputs(model, data, reward, prompt, answer, gpu))
 
 
 @app.command
@@ -53,7 +53,7 @@ def reward_test(
 ) -> int:
     """Score a few completions as a run would, and show rewards, times and errors."""
     loaded = configfile.load(config, overrides)
-    from streamppo.commands import reward_test as command
+    from streamppo.commands.start import reward_test as command
 
     return command.reward_test(loaded, n, completions)
 
@@ -73,7 +73,7 @@ def check(
     The exit code is 1 if no run can be made of it.
     """
     loaded = configfile.load(config, overrides)
-    from streamppo.commands import check as command
+    from streamppo.commands.checks import check as command
 
     return command.check(loaded, str(config), gpu_gib, call=not no_score)
 
@@ -87,7 +87,7 @@ def doctor(
 
     The exit code is 1 if no run can be made here.
     """
-    from streamppo.commands import doctor as command
+    from streamppo.commands.start import doctor as command
 
     return command.doctor(runs)
 
@@ -115,7 +115,7 @@ def bench(
     rounds: Annotated[Whole, Parameter(validator=Number(gte=1), help="How often to measure (default: 3).")] = 3,
 ) -> int:
     """Measure how fast streamppo is on this machine, in under five minutes. Needs the repository."""
-    from streamppo.commands import bench as command
+    from streamppo.commands.start import bench as command
 
     return command.bench(command.PARTS, rounds, json, compare)
 

@@ -10,15 +10,15 @@ import sys
 import threading
 from typing import NoReturn
 
-from streamppo.commands.echo import complain, flush
-from streamppo.tasks import places
+from streamppo.commands.console import complain, flush
+from streamppo.tasks import user_traceback
 
 GRACE_S, HOOKS_S = 2.0, 5.0
 
 
 def leave(code: int) -> NoReturn:
     """End this process with the exit code `code`, after everything is written."""
-    theirs = {thread: place for thread in _lasting() if (place := places.of_thread(thread.ident or 0))}
+    theirs = {thread: place for thread in _lasting() if (place := user_traceback.locate_thread(thread.ident or 0))}
     for thread in theirs:
         thread.join(GRACE_S / len(theirs))
     endless = [place for thread, place in theirs.items() if thread.is_alive()]

@@ -17,21 +17,23 @@ from msgspec import structs
 from ray.exceptions import RayError
 
 from streamppo import durable
-from streamppo.commands.echo import console, echo, table
+from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
-from streamppo.config.change import moved
+from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
-from streamppo.driver import orphans, threads
-from streamppo.driver.actors import make_ranks
-from streamppo.driver.cluster import describe, here, init_ray
-from streamppo.driver.placement import Placement
+from streamppo.driver import threads
+from streamppo.driver.ray import orphans
+from streamppo.driver.ray.actors import make_ranks
+from streamppo.driver.ray.cluster import describe, here, init_ray
+from streamppo.driver.ray.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
-from streamppo.learner import history, manifest, remote
-from streamppo.learner.history import History
-from streamppo.queue import archive, continuation
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
-from streamppo.queue.source import ArchiveSource, as_source
+from streamppo.learner.checkpoint import history, manifest, remote
+from streamppo.learner.checkpoint.history import History
+from streamppo.queue import resume_checks
+from streamppo.queue.batch_source import ArchiveSource, as_source
+from streamppo.queue.rules.records import PublishedVersion
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode
 
@@ -41,7 +43,7 @@ LINES = 20
 """Versions of the printed tables."""
 
 
-class Curve(TypedDict):
+class ReplayedUpdate(TypedDict):
     """One update as it was in the run, if its line is there, and as it is in the replay."""
 
     version: int
@@ -56,9 +58,9 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 
     Raises `Diverged` if there are no changes, the run was exact, and a version has other weights than it had.
     """
-    journal = Journal.of(run)
+    journal = Journal.open_run(run)
     recorded = journal.versions()
-    configs = continuation.configs(journal)
+    configs = resume_checks.configs(journal)
     journal.close()
     last = max(recorded, default=0) if to is None else to
     if last not in recorded:
@@ -66,7 +68,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if not configs:
         raise JournalError(f"{run}: the journal has no configuration of any version: nothing can be made as it was")
     present = configfile.load(run / configfile.CONFIG)
-    chosen = {version: _changed(config, present, changes) for version, config in configs.items()}
+    chosen = {version: _with_changes(config, present, changes) for version, config in configs.items()}
     if changes:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in chosen.values()))
@@ -96,9 +98,9 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     return 0
 
 
-def _changed(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
+def _with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
     """A recorded configuration with `changes`, and with the `present` places of files that were moved since."""
-    places = [f"{name}={json.dumps(place)}" for name, place in moved(recorded, present).items()]
+    places = [f"{name}={json.dumps(place)}" for name, place in moved_paths(recorded, present).items()]
     return threads.resolved(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
@@ -137,8 +139,8 @@ def _oldest_start(run: Path, past: History) -> Path | None:
     """
     if not (first := min(archive.open(run).versions(), default=0)):
         return None
-    folder, address = run / "checkpoints", remote.known(run)
-    copies = remote.Remote(address).versions(past) if address else []
+    folder, address = run / "checkpoints", remote.known_address(run)
+    copies = remote.CheckpointStore(address).versions(past) if address else []
     here = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
     found = {*(int(path.name) for path in here), *copies}
     if not (covered := sorted(version for version in found if version >= first)):
@@ -148,7 +150,7 @@ def _oldest_start(run: Path, past: History) -> Path | None:
     return path
 
 
-def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact: bool) -> list[int]:
+def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str], *, exact: bool) -> list[int]:
     """Print one row for each version, and a sentence about all. Returns the versions whose digest is another one."""
     rows = table("version", "weights", "")
     other: list[int] = []
@@ -165,7 +167,7 @@ def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact:
     return other
 
 
-def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[Curve]:
+def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[ReplayedUpdate]:
     recorded = {line["update"]: line for line in metrics_file.updates(run)}
     return [
         {"version": report.version, "recorded": recorded.get(report.version), "replayed": report.metrics}
@@ -173,7 +175,7 @@ def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[Curve]:
     ]
 
 
-def _print_curves(curves: Sequence[Curve]) -> None:
+def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
     """Print two rows for each shown version: the run's metrics, and below them those of the replay."""
     rows = table("version", "", *SHOWN)
     for column in rows.columns[2:]:
@@ -192,7 +194,7 @@ def _number(metrics: Mapping[str, object], name: str) -> str:
 def _report(
     run: Path,
     changes: Sequence[str],
-    recorded: Mapping[int, Made],
+    recorded: Mapping[int, PublishedVersion],
     digests: Mapping[int, str],
     reports: Sequence[UpdateReport],
 ) -> Path:
@@ -206,12 +208,12 @@ def _report(
     folder = run / "replays"
     with durable.naming(folder, RunError):
         durable.folder(folder)
-        path = _claimed(folder)
+        path = _claim_name(folder)
         durable.write(path, (json.dumps(content, indent=1) + "\n").encode())
     return path
 
 
-def _claimed(folder: Path) -> Path:
+def _claim_name(folder: Path) -> Path:
     """A new name, above every number there: whoever makes the file beside it (durable.py) has it for his own."""
     taken = [path.name.partition(".")[0] for path in folder.iterdir()]
     for number in count(1 + max((int(name) for name in taken if name.isdecimal()), default=0)):

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from streamppo.commands.echo import echo
+from streamppo.commands.console import echo
 from streamppo.config import file as configfile
-from streamppo.driver import lock
+from streamppo.driver.folder import lock
 from streamppo.errors import RunError
 
 

@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, PositiveFloat, Section
 from streamppo.config.correction import (
     Correction,
+    CustomCorrection,
     Filter,
     NoCorrection,
-    OwnCorrection,
     Resample,
     SecondMoment,
     Topr,
@@ -17,7 +17,7 @@ from streamppo.config.correction import (
 )
 from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
 from streamppo.config.kl import Kl
-from streamppo.config.policy_loss import Clip, OwnLoss, PolicyLoss, Reinforce, SequenceClip
+from streamppo.config.policy_loss import Clip, CustomLoss, PolicyLoss, Reinforce, SequenceClip
 from streamppo.config.teacher import Teacher
 
 
@@ -110,7 +110,7 @@ class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_base
     """score - mean of the group, whitened over the batch (arXiv:2501.03262)."""
 
 
-class OwnAdvantage(Kind, frozen=True, tag="function"):
+class CustomAdvantage(Kind, frozen=True, tag="function"):
     """An advantage of your own, without a critic, tried on a made-up batch before the first update."""
 
     function: str
@@ -130,11 +130,11 @@ Advantage: TypeAlias = (
     | Gdpo
     | ReinforcePlusPlus
     | ReinforcePlusPlusBaseline
-    | OwnAdvantage
+    | CustomAdvantage
 )
 CRITIC_BASED = (Gae, VTrace, SequenceLevel)
 """Estimators that need a critic; with the others it is not trained."""
-PER_TOKEN = (Gae, VTrace, ReinforcePlusPlus, OwnAdvantage)
+PER_TOKEN = (Gae, VTrace, ReinforcePlusPlus, CustomAdvantage)
 """Estimators whose advantages differ within a response."""
 GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, Gdpo, ReinforcePlusPlusBaseline)
 """Estimators that need the whole group of a prompt in one batch."""
@@ -251,7 +251,7 @@ class Algorithm(Section, frozen=True):
         return {
             field: choice.function
             for field, choice in choices.items()
-            if isinstance(choice, OwnAdvantage | OwnCorrection | OwnLoss)
+            if isinstance(choice, CustomAdvantage | CustomCorrection | CustomLoss)
         }
 
     @property
@@ -263,7 +263,7 @@ class Algorithm(Section, frozen=True):
             return "V-trace, which weighs TD errors by them"
         if isinstance(self.correction, SecondMoment):
             return "the second-moment correction, whose threshold is over the whole batch"
-        if isinstance(self.correction, OwnCorrection):
+        if isinstance(self.correction, CustomCorrection):
             return "the correction of your own, which is given the whole batch"
         if not isinstance(self.exploration, NoExploration):
             return f"exploration {self.exploration.__struct_config__.tag!r}, whose tokens are found in the whole batch"
@@ -286,7 +286,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def _advantage_compares(self) -> bool:
-        own = isinstance(self.advantage, OwnAdvantage) and self.advantage.compares_samples
+        own = isinstance(self.advantage, CustomAdvantage) and self.advantage.compares_samples
         return own or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ import hmac
 import logging
 import os
 import secrets
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ BUILT_IN = frozenset(
 
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Bytes of RUN/consent, and of a file of code in the run's folder, that are read."""
+CODE = ("environment.name", "environment.agent", "rollout.limit", "task.environment")
+"""Fields that name code."""
 SHOWN, LENGTH = 10, 300
 """Names that a refusal shows, and characters of each."""
 
@@ -45,10 +48,10 @@ log = logging.getLogger(__name__)
 
 def code(config: Config) -> set[str]:
     """The code that a run of `config` imports or lets others run, and is not built in; the addresses that get a key."""
-    return set(_named(cast(Tree, msgspec.to_builtins(config)), "")) - BUILT_IN
+    return set(_file_names(cast(Tree, msgspec.to_builtins(config)), "")) - BUILT_IN
 
 
-def _named(tree: Tree, path: str) -> Iterator[str]:
+def _file_names(tree: Tree, path: str) -> Iterator[str]:
     """The names in `tree`, which stands at `path` of the configuration."""
     for urls, key_env in (("url", "key_env"), ("urls", "api_key_env")):
         if tree.get(urls) and tree.get(key_env):
@@ -57,7 +60,7 @@ def _named(tree: Tree, path: str) -> Iterator[str]:
         at = f"{path}.{key}" if path else key
         for table in cast(Sequence[object], value if isinstance(value, list | tuple) else [value]):
             if isinstance(table, dict):
-                yield from _named(cast(Tree, table), at)
+                yield from _file_names(cast(Tree, table), at)
         if at.startswith("rollout.engine.args.") or (
             at == "cluster.address" and value not in ("", "local", "auto", None)
         ):
@@ -65,8 +68,10 @@ def _named(tree: Tree, path: str) -> Iterator[str]:
         elif isinstance(value, str) and value:
             # A scorer's or an environment's argument may name a class too, the sandbox, or an environment of verifiers.
             is_argument = ".arguments." in at and (":" in value or key == "environment")
-            if key == "function" or at in ("environment.name", "rollout.limit", "task.environment") or is_argument:
+            if key == "function" or at in CODE or is_argument:
                 yield value
+        elif at == "environment.command" and value:
+            yield shlex.join(cast(Sequence[str], value))
 
 
 def _listed(urls: object) -> str:
@@ -80,7 +85,7 @@ def give(run: Path, config: Config) -> None:
         return
     try:
         secret = _secret(make=True)
-        lines = _lines(run) | {_signed(secret, name, run) for name in named}
+        lines = _lines(run) | {_hmac_of(secret, name, run) for name in named}
         durable.write(run / FILE, "".join(f"{line}\n" for line in sorted(lines)).encode())
     except (OSError, RuntimeError, StreamppoError) as error:
         log.warning(f"{run}: that you trust this run's code cannot be recorded ({error}): `resume` asks for --trust")
@@ -98,7 +103,7 @@ def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
         return
     try:
         secret, lines = _secret(make=False), _lines(run)
-        unknown = {name for name in named if _signed(secret, name, run) not in lines}
+        unknown = {name for name in named if _hmac_of(secret, name, run) not in lines}
     except (OSError, RuntimeError):
         unknown = named
     if unknown:
@@ -143,7 +148,7 @@ def _lines(run: Path) -> set[str]:
         return set(opened.read(MOST_LINES).decode("ascii", "replace").split())
 
 
-def _signed(secret: bytes, name: str, run: Path) -> str:
+def _hmac_of(secret: bytes, name: str, run: Path) -> str:
     """The HMAC of `name`. A path into the run or beside it is relative to it; a file in it has its digest in it."""
     file, colon, attribute = name.rpartition(":")
     # A name with NUL or half a surrogate is that of no file.

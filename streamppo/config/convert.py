@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from msgspec import NODEFAULT, inspect
 
 from streamppo.config import hints
-from streamppo.config.describe import expected, shown
+from streamppo.config.describe import describe_type, format_value
 from streamppo.config.overrides import Tree
 from streamppo.config.sections import Config
 
@@ -70,7 +70,7 @@ class _Reader:
         return WRONG
 
     def _unlike(self, node: inspect.Type, value: object, name: str) -> object:
-        return self._add(name, f"must be {expected(node)}, not {shown(value)}")
+        return self._add(name, f"must be {describe_type(node)}, not {format_value(value)}")
 
     # --- tables ----------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class _Reader:
         if tag is None:
             return self._add(name, f"missing required field `kind`: kinds are {', '.join(tags)}", at)
         if not isinstance(tag, str) or tag not in tags:
-            return self._add(at, f"unknown kind {shown(tag)}: kinds are {', '.join(tags)}")
+            return self._add(at, f"unknown kind {format_value(tag)}: kinds are {', '.join(tags)}")
         return self._struct(tags[tag], tree, name)
 
     def _items(self, node: inspect.Type, types: Sequence[inspect.Type], value: object, name: str) -> object:

@@ -114,14 +114,14 @@ class SecondMoment(Kind, frozen=True, tag="second_moment"):
     """The second moment that is left."""
 
 
-class OwnCorrection(Kind, frozen=True, tag="function"):
+class CustomCorrection(Kind, frozen=True, tag="function"):
     """A correction of your own, tried on a made-up batch before the first update."""
 
     function: str
     """`package.module:name` or `path/file.py:name` of a function: `CorrectionInputs` -> one weight for each token."""
 
 
-Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | Topr | SecondMoment | OwnCorrection
+Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | Topr | SecondMoment | CustomCorrection
 
 
 class FilterTruncated(Kind, frozen=True, tag="truncated"):

@@ -7,7 +7,7 @@ from msgspec import inspect
 BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of at most {}"}
 
 
-def expected(node: inspect.Type) -> str:
+def describe_type(node: inspect.Type) -> str:
     """The values of a type: "a number above 0"."""
     match node:
         case inspect.BoolType():
@@ -19,19 +19,19 @@ def expected(node: inspect.Type) -> str:
         case inspect.FloatType():
             return _bounded("a number", node)
         case inspect.LiteralType(values=values):
-            return listed([f'"{value}"' for value in values], "or")
+            return join_names([f'"{value}"' for value in values], "or")
         case inspect.TupleType(item_types=types):
-            return f"a list of {len(types)}: {listed([expected(item) for item in types])}"
+            return f"a list of {len(types)}: {join_names([describe_type(item) for item in types])}"
         case inspect.VarTupleType(item_type=item):
-            return f"a list, each of it {expected(item)}"
+            return f"a list, each of it {describe_type(item)}"
         case inspect.UnionType(types=types):
-            words = [expected(option) for option in types if not isinstance(option, inspect.NoneType)]
-            return listed(list(dict.fromkeys(words)), "or")
+            words = [describe_type(option) for option in types if not isinstance(option, inspect.NoneType)]
+            return join_names(list(dict.fromkeys(words)), "or")
         case _:
             return "a table"
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as the file would have it; a table is called one."""
     if isinstance(value, dict):
         return "a table"
@@ -40,7 +40,7 @@ def shown(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def listed(names: Sequence[str], last: str = "and") -> str:
+def join_names(names: Sequence[str], last: str = "and") -> str:
     """Names in a sentence: "a, b and c"."""
     return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 

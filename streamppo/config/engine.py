@@ -1,6 +1,6 @@
 """The engines that a configuration may choose, and the rules of each.
 
-Other rooms ask an engine here, and never which of them it is.
+Other packages ask an engine through `Engine`'s methods, and never which of them it is.
 """
 
 import re

@@ -19,10 +19,10 @@ from streamppo import durable
 from streamppo.config import overrides as dotted
 from streamppo.config import paths
 from streamppo.config.convert import convert
-from streamppo.config.expand import as_kinds, expand, with_kinds
 from streamppo.config.explain import explain
 from streamppo.config.overrides import Tree
 from streamppo.config.sections import Config
+from streamppo.config.short_forms import as_kinds, expand, with_kinds
 from streamppo.errors import CheckpointError, ConfigError, RunError
 
 CONFIG = "config.toml"

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from msgspec import inspect
 
-from streamppo.config.describe import listed
+from streamppo.config.describe import join_names
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
@@ -140,7 +140,7 @@ def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[st
             yield from ((leaf, _sentence(leaf, said)) for leaf, said in inside.items())
             return
     hint = hint or _elsewhere(name) or nearest(key, names) or _nearly_elsewhere(key)
-    yield name, _sentence(name, hint or (f": known here are {listed(names)}" if names else ""))
+    yield name, _sentence(name, hint or (f": known here are {join_names(names)}" if names else ""))
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = NEAR) -> str:
@@ -168,10 +168,10 @@ def _elsewhere(name: str) -> str:
     key = name.rpartition(".")[2]
     same = [field for field in _fields() if field.key == key]
     if here := [f'kind "{field.kind}"' for field in same if field.kind and field.name == name]:
-        return f": {listed(list(dict.fromkeys(here)))} {'has' if len(here) == 1 else 'have'} it"
+        return f": {join_names(list(dict.fromkeys(here)))} {'has' if len(here) == 1 else 'have'} it"
     depth = min((field.depth for field in same), default=0)
     shallow = list(dict.fromkeys(repr(field.name) for field in same if field.depth == depth))
-    return f": did you mean {listed(shallow[:MOST], 'or')}?" if shallow else ""
+    return f": did you mean {join_names(shallow[:MOST], 'or')}?" if shallow else ""
 
 
 def _nearly_elsewhere(key: str) -> str:

@@ -15,7 +15,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model": ("path",),
     "task": ("data", "evaluation"),
     "reward": ("function", "path"),
-    "environment": ("name",),
+    "environment": ("name", "agent", "command"),
     "algorithm": ("function", "model", "pretrain"),
     "rollout": ("folder", "limit"),
 }
@@ -54,6 +54,14 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
     for name, value in table.items():
         if isinstance(value, dict):
             _walk(cast(Tree, value), names, change)
-        elif isinstance(value, str) and name in names and value and "\0" not in value:
-            path, colon, attribute = value.partition(".py:")
-            table[name] = change(path + ".py") + ":" + attribute if colon else change(value)
+        elif isinstance(value, list) and name in names:
+            table[name] = [_changed(one, change) for one in cast("list[object]", value)]
+        elif name in names:
+            table[name] = _changed(cast(object, value), change)
+
+
+def _changed(value: object, change: Callable[[str], str]) -> object:
+    if not isinstance(value, str) or not value or "\0" in value:
+        return value
+    path, colon, attribute = value.partition(".py:")
+    return change(path + ".py") + ":" + attribute if colon else change(value)

@@ -95,7 +95,7 @@ class Sapo(Kind, frozen=True, tag="sapo"):
     """Steepness for positive and for negative advantages."""
 
 
-class OwnLoss(Kind, frozen=True, tag="function"):
+class CustomLoss(Kind, frozen=True, tag="function"):
     """A loss of your own, tried on a made-up micro-batch before the first update."""
 
     function: str
@@ -106,4 +106,4 @@ SequenceLoss: TypeAlias = Gspo | Gmpo | Vespo | SequenceClip
 """Losses whose ratio is of a whole response."""
 RatioLoss: TypeAlias = Clip | Cispo | SequenceLoss | Reinforce | ImportanceWeighted | DppoTv | DppoKl | Ipo | Sapo
 """Losses of the current and the proximal policy."""
-PolicyLoss: TypeAlias = RatioLoss | OwnLoss
+PolicyLoss: TypeAlias = RatioLoss | CustomLoss

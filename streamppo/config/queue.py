@@ -99,7 +99,7 @@ class Queue(Section, frozen=True):
         """The lag that admission and cuts aim at, at most where it is steered; the rest of the bound is room.
 
         If possible, segments that are due have a version's time to come. A window has room for three tenths of what is
-        held (queue/window.py).
+        held (queue/rules/window.py).
         """
         if self.too_old == "windowed":
             return max(min(1, self.bound), (10 * self.bound - 3) // 13)

@@ -20,7 +20,7 @@ from streamppo.config.learner import Learner
 from streamppo.config.lora import Lora
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
-from streamppo.config.task import DataTask, Environment, Task
+from streamppo.config.task import AgentEnvironment, AnyEnvironment, DataTask, Task
 from streamppo.config.telemetry import Telemetry
 
 BUILTIN = "builtin:tiny"
@@ -226,7 +226,7 @@ class Config(Section, frozen=True):
     """The ranks that train."""
     reward: Reward = Reward()
     """The source of scores; with an environment, which gives rewards of its own, there may be none."""
-    environment: Environment | None = None
+    environment: AnyEnvironment | None = None
     """Several turns, if there is one; its rewards are added to those of [reward]."""
     seed: Count = 1
     """Everything random is derived from it."""
@@ -244,6 +244,12 @@ class Config(Section, frozen=True):
     """Bounds on waiting."""
     telemetry: Telemetry = Telemetry()
     """Other programs that get the run's numbers."""
+
+    @property
+    def linear(self) -> tuple[str, ...]:
+        """The choices that take no branches: with them a trajectory whose tokens are a tree cannot be trained on."""
+        segments = ("queue.segments",) if self.queue.segments else ()
+        return (*segments, *self.learner.mesh.own_attention)
 
     def contradictions(self) -> Iterator[str]:
         """Rules between fields. `ValueError` becomes a ConfigError that names the file."""
@@ -268,6 +274,8 @@ class Config(Section, frozen=True):
             yield refused
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
+        if isinstance(self.environment, AgentEnvironment):
+            yield from self.environment.refuses(self.linear)
         yield from _kept(self)
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused

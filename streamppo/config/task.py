@@ -1,11 +1,11 @@
 """The `[task]` part of the configuration: the source of prompts. docs/rewards.md has examples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Section, Timed
+from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section, Timed
 
 ControlTokens: TypeAlias = Literal["text", "parse"]
 
@@ -111,18 +111,62 @@ class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="v
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 
 
-class Environment(Timed, frozen=True, kw_only=True):
+class Conversation(Timed, frozen=True, kw_only=True):
+    """Fields of every environment: bounds of its turns, and how its words become tokens."""
+
+    template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Further arguments of the chat template for its messages."""
+    control_tokens: ControlTokens = "text"
+    """Names of control tokens in its words are text; or they are parsed, where it writes a chat template by itself."""
+    max_turns: Positive = 8
+    """Turns of the policy at most; for an agent, its requests."""
+    max_tokens: Positive = 4096
+    """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
+
+
+class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="class"):
     """Several turns: an environment answers each turn of the policy, until it is done."""
 
     name: str
     """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
     arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Keyword arguments of the class's constructor."""
-    template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
-    """Further arguments of the chat template for the environment's messages."""
-    control_tokens: ControlTokens = "text"
-    """Names of control tokens in its words are text; or they are parsed, where it writes a chat template by itself."""
-    max_turns: Positive = 8
-    """Turns of the policy at most."""
-    max_tokens: Positive = 4096
-    """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
+
+    @property
+    def module(self) -> str:
+        """The code that it is loaded from; "" for a program."""
+        return self.name
+
+
+class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="agent"):
+    """Several turns: a program of yours asks an OpenAI-compatible endpoint, whose answers are the policy's."""
+
+    agent: str = ""
+    """`package.module:function` or `path/file.py:function`, run once for each trajectory."""
+    command: tuple[str, ...] = ()
+    """Or a program and its arguments, which finds the endpoint in OPENAI_BASE_URL or ANTHROPIC_BASE_URL."""
+    host: str = "127.0.0.1"
+    """The address at which each rollout actor's endpoint listens; other machines reach any but this one."""
+    timeout_s: Seconds = 600.0
+    """A run that takes longer fails its trajectory."""
+
+    @property
+    def module(self) -> str:
+        """The code that it is loaded from; "" for a program."""
+        return self.agent
+
+    def contradictions(self) -> Iterator[str]:
+        """There is one program."""
+        if bool(self.agent) == bool(self.command):
+            yield (
+                'an agent is a function, agent = "mine.py:run", or a program, command = ["python", "agent.py"]: give '
+                "one of them"
+            )
+
+    def refuses(self, linear: Sequence[str]) -> Iterator[str]:
+        """A sentence for each of the choices that take no branches: an agent's requests make some."""
+        for choice in linear:
+            yield f"{choice} takes rows without branches, and an agent's run may have them: leave it out"
+
+
+AnyEnvironment: TypeAlias = Environment | AgentEnvironment

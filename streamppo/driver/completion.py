@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from streamppo.config.sections import Config
-from streamppo.learner import manifest
+from streamppo.learner.checkpoint import manifest
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import FINISHED
 
@@ -18,7 +18,7 @@ def sentence(config: Config, run: Path) -> str:
     there.
     """
     lines = metrics_file.read(run)
-    made = metrics_file.recorded(lines)
+    made = metrics_file.recorded_versions(lines)
     newest = max(made, default=0)
     last = lines[-1] if lines else None
     if last is None or "end" not in last or last["end"] != FINISHED:

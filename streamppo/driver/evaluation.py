@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from ray import ObjectRef
 
-from streamppo.driver.crew import Crew
-from streamppo.driver.watch import Calls, Stage
+from streamppo.driver.watch.rollout_pool import RolloutPool
+from streamppo.driver.watch.watch import RunStage, WatchedCalls
 from streamppo.types import EvaluationReport, decode
 
 PARTS = 32
@@ -17,7 +17,11 @@ PARTS = 32
 
 
 def evaluate(
-    calls: Calls, crew: Crew, prompts: int, min_version: int, done: Callable[[list[EvaluationReport]], None]
+    calls: WatchedCalls,
+    crew: RolloutPool,
+    prompts: int,
+    min_version: int,
+    done: Callable[[list[EvaluationReport]], None],
 ) -> None:
     """Ask for greedy answers by engines at `min_version` or later; `done` gets the parts when all are there.
 
@@ -28,7 +32,7 @@ def evaluate(
 
     def collect(answer: bytes) -> None:
         reports.append(decode(answer, EvaluationReport))
-        calls.progressed()
+        calls.reset_stall()
         if len(reports) == parts:
             done(reports)
 
@@ -37,4 +41,4 @@ def evaluate(
         return actors[part % len(actors)].actor.evaluate.remote(part, parts, min_version)
 
     for part in range(parts):
-        calls.watch(ask(part), Stage.EVALUATION, collect, again=lambda part=part: ask(part))
+        calls.watch(ask(part), RunStage.EVALUATION, collect, again=lambda part=part: ask(part))

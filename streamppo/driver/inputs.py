@@ -43,7 +43,7 @@ class Input(msgspec.Struct, frozen=True):
     files: dict[str, str]
 
 
-class Named(NamedTuple):
+class NamedInput(NamedTuple):
     """A place that the configuration names in `field`; the run keeps what is there if it is `kept`."""
 
     field: str
@@ -68,8 +68,8 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
 
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """
-    named, before = list(_named(config, folder)), _recorded(folder)
-    present = {one.field: _found(one) for one in named}
+    named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
+    present = {one.field: _find_input(one) for one in named}
     changed = {one.field: _change(before.get(one.field), present[one.field]) for one in named}
     refused = [f"{one.field}: {changed[one.field]}" for one in named if one.kept and changed[one.field]]
     if refused and not accept_changes:
@@ -87,7 +87,7 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
             durable.write(folder / INPUTS, msgspec.json.format(msgspec.json.encode(there)))
 
 
-def _recorded(folder: Path) -> dict[str, Input]:
+def _recorded_inputs(folder: Path) -> dict[str, Input]:
     path = folder / INPUTS
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Input])
@@ -97,30 +97,30 @@ def _recorded(folder: Path) -> dict[str, Input]:
         raise RunError(f"{path}: cannot be read: {error}") from error
 
 
-def _named(config: Config, folder: Path) -> Iterator[Named]:
-    yield Named("model.path", model_path(config, folder), kept=True)
+def _named_inputs(config: Config, folder: Path) -> Iterator[NamedInput]:
+    yield NamedInput("model.path", model_path(config, folder), kept=True)
     if config.algorithm.critic.model not in CRITICS:
-        yield Named("algorithm.critic.model", config.algorithm.critic.model, kept=True)
+        yield NamedInput("algorithm.critic.model", config.algorithm.critic.model, kept=True)
     if config.algorithm.teacher.model:
-        yield Named("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
+        yield NamedInput("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
     for field, function in config.algorithm.own_functions.items():
-        yield Named(f"algorithm.{field}.function", _source(function), kept=False)
+        yield NamedInput(f"algorithm.{field}.function", _source(function), kept=False)
     if isinstance(config.task, DataTask):
         for name, source in config.task.sources.items():
-            yield Named(f"task.sources.{name}.data", source.data, kept=True)
+            yield NamedInput(f"task.sources.{name}.data", source.data, kept=True)
             if source.evaluation is not None:
-                yield Named(f"task.sources.{name}.evaluation", source.evaluation, kept=True)
+                yield NamedInput(f"task.sources.{name}.evaluation", source.evaluation, kept=True)
     for name, scorer in config.reward.scorers.items():
         match scorer:
             case FunctionScorer(function=function):
-                yield Named(f"reward.scorers.{name}.function", _source(function), kept=False)
+                yield NamedInput(f"reward.scorers.{name}.function", _source(function), kept=False)
             case ModelScorer(path=path):
-                yield Named(f"reward.scorers.{name}.path", path, kept=False)
+                yield NamedInput(f"reward.scorers.{name}.path", path, kept=False)
             case _:
                 pass
-    environment = config.environment.name if config.environment else ""
+    environment = config.environment.module if config.environment else ""
     plugged = {"environment.name": environment, "rollout.limit": config.rollout.limit}
-    yield from (Named(field, _source(name), kept=False) for field, name in plugged.items() if name)
+    yield from (NamedInput(field, _source(name), kept=False) for field, name in plugged.items() if name)
 
 
 def _source(name: str) -> str:
@@ -131,7 +131,7 @@ def _source(name: str) -> str:
     return str(next((path for path in found if path.is_file()), relative))
 
 
-def _found(named: Named) -> Input:
+def _find_input(named: NamedInput) -> Input:
     path = Path(named.path)
     if path.is_file():
         return Input(named.path, {path.name: fingerprint(path)})

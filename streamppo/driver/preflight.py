@@ -4,10 +4,11 @@ from pathlib import Path
 
 from streamppo.config.sections import Config
 from streamppo.driver import inputs
-from streamppo.learner import remote
-from streamppo.queue import continuation, snapshot
-from streamppo.queue.journal import Journal
-from streamppo.queue.state import settings_of
+from streamppo.learner.checkpoint import remote
+from streamppo.queue import resume_checks
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.journal import Journal
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
@@ -16,7 +17,7 @@ def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> Non
     Changed data and models are refused too, unless `accept_changes`; they are remembered from here on. Raises
     `JournalError`, `CheckpointError` or `RunError`.
     """
-    continuation.refuse_without_journal(folder)
+    resume_checks.refuse_without_journal(folder)
     if (folder / "journal.sqlite").is_file():
         _verify_journal(config, folder)
     remote.refuse_copy(config, folder)
@@ -24,13 +25,13 @@ def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> Non
 
 
 def _verify_journal(config: Config, folder: Path) -> None:
-    journal = Journal.of(folder)
+    journal = Journal.open_run(folder)
     try:
-        before, counters = continuation.newest_config(journal), journal.counters()
+        before, counters = resume_checks.newest_config(journal), journal.counters()
         if counters is not None:
             snapshot.refuse_other_shape(settings_of(config), counters, journal.path)
     finally:
         journal.close()
-    continuation.refuse_other(before, config)
+    resume_checks.refuse_other(before, config)
     if before is not None:
-        continuation.refuse_without_shards(folder, config)
+        resume_checks.refuse_without_shards(folder, config)

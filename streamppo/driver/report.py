@@ -19,14 +19,15 @@ from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError, RunError
-from streamppo.queue import archive, report, snapshot
-from streamppo.queue.journal import Journal
-from streamppo.queue.state import settings_of
+from streamppo.queue import report
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store import archive, snapshot
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
-from streamppo.telemetry.report.view import Piece, Row, Sample, View, attempt
+from streamppo.telemetry.report.view import NamedNumber, TextPiece, TrainedSample, View, attempt
 from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
@@ -82,32 +83,32 @@ ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_h
 
 def _run(folder: Path) -> View:
     view = View(folder.name, [])
-    config = tried(view, lambda: configfile.load(folder / configfile.CONFIG))
+    config = try_part(view, lambda: configfile.load(folder / configfile.CONFIG))
     if config is not None:
         view.config = configfile.show(config)
         # Before the lines: a running run writes the line of an update after its transaction.
-        told = tried(view, lambda: of_journal(config, folder, view.notes))
+        told = try_part(view, lambda: read_counters(config, folder, view.notes))
         view.queue, view.failures = told or (None, ())
-    if content := tried(view, lambda: metrics_file.content(folder)):
+    if content := try_part(view, lambda: metrics_file.content(folder)):
         view.lines = content.lines
         view.notes += content.damage
-    view.summary = tried(view, lambda: read_summary(folder))
+    view.summary = try_part(view, lambda: read_summary(folder))
     if config is not None:
-        view.findings = tried(view, lambda: diagnosis.of_lines(config, view.lines, view.summary)) or ()
-        view.samples = tried(view, lambda: _samples(config, folder)) or []
+        view.findings = try_part(view, lambda: diagnosis.diagnose_lines(config, view.lines, view.summary)) or ()
+        view.samples = try_part(view, lambda: _samples(config, folder)) or []
     return view
 
 
-def tried(view: View, part: Callable[[], T]) -> T | None:
+def try_part(view: View, part: Callable[[], T]) -> T | None:
     """Make a part of the report, or note why it cannot be made."""
     made, why = attempt(part)
     view.notes += [why] if why and why not in view.notes else []
     return made
 
 
-def of_journal(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[Row]]:
+def read_counters(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[NamedNumber]]:
     """The queue's counters and the reasons of its failures, both as of one transaction; `notes` get what lacks."""
-    with closing(Journal.of(folder)) as journal:
+    with closing(Journal.open_run(folder)) as journal:
         parts = attempt(lambda: _counters(config, journal)), attempt(lambda: _failures(journal))
     notes += [why for _, why in parts if why]
     return parts[0][0], parts[1][0] or ()
@@ -118,12 +119,12 @@ def _counters(config: Config, journal: Journal) -> QueueReport | None:
     return None if saved is None else report.report(snapshot.rebuild(settings_of(config), saved, journal.path))
 
 
-def _failures(journal: Journal) -> list[Row]:
+def _failures(journal: Journal) -> list[NamedNumber]:
     """The reasons for which attempts came to nothing, the most frequent first."""
-    reasons = Counter((one.state.replace("_", " "), _first_line(one.reason)) for one in journal.ended())
-    rows = [Row(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
+    reasons = Counter((one.state.replace("_", " "), _first_line(one.reason)) for one in journal.ended_attempts())
+    rows = [NamedNumber(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:
-        rows.append(Row(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))
+        rows.append(NamedNumber(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))
     return rows
 
 
@@ -131,14 +132,14 @@ def _first_line(reason: str) -> str:
     return (reason.strip().splitlines() or [""])[0][:200]
 
 
-def _samples(config: Config, folder: Path) -> list[Sample]:
+def _samples(config: Config, folder: Path) -> list[TrainedSample]:
     """The first trajectories of the oldest batch that is kept, of the middle one and of the newest."""
     found = archive.open(folder)
     if not (versions := found.versions()):
         raise JournalError(f"{folder}: no batch is kept in its archive")
     decode = decoder(Path(model_path(config, folder)))
     chosen = dict.fromkeys((versions[0], versions[len(versions) // 2], versions[-1]))
-    return [sample for version in chosen for sample in _of_batch(found.batch(version), decode)]
+    return [sample for version in chosen for sample in _batch_samples(found.batch(version), decode)]
 
 
 def decoder(model: Path) -> Decode:
@@ -149,22 +150,22 @@ def decoder(model: Path) -> Decode:
     return lambda tokens: tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
 
-def _of_batch(batch: Batch, decode: Decode) -> Iterable[Sample]:
+def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:
     step = max(1, len(batch.trajectories) // SAMPLES)
     for one in batch.trajectories[::step][:SAMPLES]:
         identity = one.identity
         cut = f", the first {SHOWN_TOKENS} shown" if one.num_tokens > SHOWN_TOKENS else ""
         title = f"prompt {identity.prompt} sample {identity.sample}: {one.num_tokens} tokens, {one.finish}{cut}"
         prompt = decode(ints(one.prompt_tokens))
-        yield Sample(batch.version + 1, title, one.reward, prompt, _pieces(batch, one, decode))
+        yield TrainedSample(batch.version + 1, title, one.reward, prompt, _pieces(batch, one, decode))
 
 
-def _pieces(batch: Batch, one: Trajectory, decode: Decode) -> list[Piece]:
+def _pieces(batch: Batch, one: Trajectory, decode: Decode) -> list[TextPiece]:
     """The completion, cut where the version changes or another than the policy speaks."""
     tokens, mask = ints(one.tokens)[:SHOWN_TOKENS], flags(one.mask).tolist()
     lags = [batch.version - version for version in ints(one.versions).tolist()]
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     places = range(len(tokens))
     for lag, same in groupby(places, lambda place: lags[place] if mask[place] else None):
-        pieces.append(Piece(decode(tokens[list(same)]), lag))
+        pieces.append(TextPiece(decode(tokens[list(same)]), lag))
     return pieces

@@ -25,25 +25,26 @@ from ray.exceptions import RayActorError, RayError
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
-from streamppo.driver import lock, nodes
-from streamppo.driver.actors import make_queue, make_ranks, make_rollout, make_shards
-from streamppo.driver.cluster import actor_id, describe, inside, kill, refuse_dead_ray
-from streamppo.driver.crew import Crew
-from streamppo.driver.interrupts import Interrupts
-from streamppo.driver.memory import MemoryKills
-from streamppo.driver.placement import Placement, refuse_impossible
-from streamppo.driver.reports import Reports
-from streamppo.driver.restarts import Restarts
-from streamppo.driver.silence import Silence
-from streamppo.driver.watch import TICK_S, Calls, Stage
+from streamppo.driver.folder import lock
+from streamppo.driver.ray import nodes
+from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, make_shards
+from streamppo.driver.ray.cluster import actor_id, describe, inside, kill, refuse_dead_ray
+from streamppo.driver.ray.interrupts import Interrupts
+from streamppo.driver.ray.placement import Placement, refuse_impossible
+from streamppo.driver.watch.heartbeats import Heartbeats
+from streamppo.driver.watch.memory import MemoryKills
+from streamppo.driver.watch.polling import ReportPolling
+from streamppo.driver.watch.restarts import Restarts
+from streamppo.driver.watch.rollout_pool import RolloutPool
+from streamppo.driver.watch.watch import TICK_S, RunStage, WatchedCalls
 from streamppo.errors import ConfigError, LearnerLost, RunError
-from streamppo.learner import history, manifest, remote
-from streamppo.learner.history import History
-from streamppo.queue.source import as_source
+from streamppo.learner.checkpoint import history, manifest, remote
+from streamppo.learner.checkpoint.history import History
+from streamppo.queue.batch_source import as_source
 from streamppo.tasks.rewards import reward_model
-from streamppo.telemetry.record import Record
+from streamppo.telemetry.record import RunRecord
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
-from streamppo.weights import store, ways
+from streamppo.weights import factory, store
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -60,31 +61,31 @@ class Stages:
     number of rollout actors that is wanted at present.
     """
 
-    def __init__(self, config: Config, folder: Path, record: Record, interrupts: Interrupts) -> None:
+    def __init__(self, config: Config, folder: Path, record: RunRecord, interrupts: Interrupts) -> None:
         self.config = config
         self.folder = folder
         self._record = record
         self._interrupts = interrupts
         self._restarts = Restarts(config.watchdog)
         self._memory = MemoryKills()
-        self.calls = Calls(self._died, self._tick)
-        self._told = remote.told(config, folder)
+        self.calls = WatchedCalls(self._replace_dead, self._tick)
+        self._told = remote.config_for_actors(config, folder)
         self.address = self._told.checkpoint.remote
-        ways.begin(self._told)
+        factory.create_folder(self._told)
         self._shards = make_shards(config, folder)
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
-        self._needs = nodes.of_rank(self._told, folder) if config.cluster.address != LOCAL else None
+        self._needs = nodes.needs_of_rank(self._told, folder) if config.cluster.address != LOCAL else None
         self._reward_models = reward_model.create(config.reward, self._placement.model)
-        self.crew = Crew(
+        self.crew = RolloutPool(
             self._rollout,
             self.queue,
             self.calls,
             self.note,
             model_path=model_path(config, folder),
         )
-        self._silence = Silence(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
-        self._reports = Reports(self.queue, self.calls, record)
+        self._silence = Heartbeats(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
+        self._reports = ReportPolling(self.queue, self.calls, record)
         self.crew.resize(config.rollout.actors)
         self._groups = itertools.count()
         self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
@@ -102,9 +103,9 @@ class Stages:
             self._follow_shard(number, "")
         return newest
 
-    def past(self) -> History:
+    def history(self) -> History:
         """All that the journal says of the run's versions at present."""
-        return history.of_run(self.folder, self._told)
+        return history.read_history(self.folder, self._told)
 
     def start_learner(self, checkpoint: Path | None) -> int:
         """Load model and `checkpoint` in ranks that were never used, push the weights, let the rollout actors generate.
@@ -115,11 +116,11 @@ class Stages:
         if not self._ranks_are_new:
             for rank in self.ranks:
                 kill(rank)
-            self.calls.forget(Stage.CHECKPOINT)
+            self.calls.forget(RunStage.CHECKPOINT)
             self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = False
         if self._needs is not None:
-            proofs = [inside(rank, nodes.prove, self._needs) for rank in self.ranks]
+            proofs = [inside(rank, nodes.check_visible, self._needs) for rank in self.ranks]
             self.calls.wait(proofs, "proofs that ranks see the run's folder")
         model = model_path(self.config, self.folder)
         if self.config.model.path == BUILTIN:
@@ -127,14 +128,14 @@ class Stages:
             store.bring_model(self._told, model)
         address = self.ranks[0].rendezvous.remote()
         resume_from = str(checkpoint) if checkpoint else None
-        past = history.encode(self.past())
+        past = history.encode(self.history())
         loading = [rank.setup.remote(address, model, resume_from, past) for rank in self.ranks]
         version = self.calls.wait(loading, "loading the model")[0]
         self._loaded_ranks = {actor_id(rank): f"learner-{number}" for number, rank in enumerate(self.ranks)}
         self.crew.generate()
         return version
 
-    def note(self, stage: Stage, reason: str, who: str = "") -> None:
+    def note(self, stage: RunStage, reason: str, who: str = "") -> None:
         """Write down a restart of a stage, or of `who` in it. Raises `RunError` instead after too many of late."""
         watchdog = self.config.watchdog
         if killed := self._memory.explain():
@@ -142,7 +143,7 @@ class Stages:
         if (many := self._restarts.add(who or stage, time.monotonic())) > watchdog.max_restarts:
             raise RunError(f"{many} restarts within {watchdog.restarts_s:g} s; the last reason: {reason}")
         self._record.restart(stage, reason)
-        self.calls.progressed()
+        self.calls.reset_stall()
 
     # --- the end ---------------------------------------------------------------------------------------------
 
@@ -154,8 +155,8 @@ class Stages:
             engines.append(decode(answer, EngineReport))
 
         for seat in self.crew.at_work():
-            self.calls.watch(seat.actor.report.remote(), Stage.REPORT, collect)
-        self.calls.drain(Stage.REPORT)
+            self.calls.watch(seat.actor.report.remote(), RunStage.REPORT, collect)
+        self.calls.drain(RunStage.REPORT)
         (queue,) = self.calls.wait([self.queue.report.remote()], "reports")
         return decode(queue, QueueReport), sorted(engines, key=lambda engine: engine.actor)
 
@@ -177,7 +178,7 @@ class Stages:
         if late:
             log.info("no checkpoint in time; the journal and the archive have everything since the last one")
 
-    def made(self, updates: Iterable[ObjectRef[bytes]]) -> list[UpdateReport]:
+    def finished_reports(self, updates: Iterable[ObjectRef[bytes]]) -> list[UpdateReport]:
         """Return the reports of those of `updates`, calls to one rank, that were made before the learner stopped."""
         refs = list(updates)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -202,7 +203,7 @@ class Stages:
             refuse_dead_ray()
             for actor in (*(seat.actor for seat in self.crew.seats), *self.ranks):
                 kill(actor)
-        ways.end(self._told)
+        factory.end(self._told)
 
     # --- lives -----------------------------------------------------------------------------------------------
 
@@ -211,8 +212,8 @@ class Stages:
         config = structs.replace(self._told, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
         actor = make_rollout(config, name, self.queue, self._reward_models, self._placement.actor(place))
         if self._needs is not None:
-            proof = inside(actor, nodes.prove, nodes.of_rollout(self._told, self._needs))
-            self.calls.watch(proof, Stage.ROLLOUT, lambda _: None, name=name)
+            proof = inside(actor, nodes.check_visible, nodes.needs_of_rollout(self._told, self._needs))
+            self.calls.watch(proof, RunStage.ROLLOUT, lambda _: None, name=name)
         return actor
 
     def _follow_queue(self, life: str) -> None:
@@ -220,27 +221,29 @@ class Stages:
 
         def follow(another: str) -> None:
             if life:
-                self.note(Stage.QUEUE, "the queue died and was rebuilt from its journal")
+                self.note(RunStage.QUEUE, "the queue died and was rebuilt from its journal")
             self._follow_queue(another)
 
-        self.calls.watch(self.queue.another_life.remote(life), Stage.QUEUE, follow)
+        self.calls.watch(self.queue.another_life.remote(life), RunStage.QUEUE, follow)
 
     def _follow_shard(self, number: int, life: str) -> None:
         """Learn of every new process of one of the queue's shards."""
 
         def follow(another: str) -> None:
             if life:
-                self.note(Stage.QUEUE, f"shard {number} of the queue died and has its journal again", f"shard {number}")
+                self.note(
+                    RunStage.QUEUE, f"shard {number} of the queue died and has its journal again", f"shard {number}"
+                )
             self._follow_shard(number, another)
 
-        self.calls.watch(self._shards[number].another_life.remote(life), Stage.QUEUE, follow)
+        self.calls.watch(self._shards[number].another_life.remote(life), RunStage.QUEUE, follow)
 
-    def _died(self, name: str, error: RayActorError) -> None:
+    def _replace_dead(self, name: str, error: RayActorError) -> None:
         """Replace a rollout actor. Raises `LearnerLost` for a rank, `RunError` for a queue that cannot be rebuilt."""
         if error.actor_id in {actor_id(rank) for rank in self.ranks}:
             raise LearnerLost(f"{name}: {describe(error)}") from error
         if error.actor_id in map(actor_id, (self.queue, *self._shards)):
-            raise RunError(f"{Stage.QUEUE}: {describe(error)}") from error
+            raise RunError(f"{RunStage.QUEUE}: {describe(error)}") from error
         self.crew.replace(error.actor_id, describe(error))
 
     def _silent(self, name: str, reason: str) -> None:

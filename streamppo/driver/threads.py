@@ -104,7 +104,7 @@ def parameters(model: Model) -> int | None:
         except (OSError, ValueError):
             return None
     try:
-        found = headers.of_folder(folder)
+        found = headers.folder_headers(folder)
         if found is None:
             return sum(file.stat().st_size for file in headers.weight_files(folder)) // BYTES
     except ModelError:

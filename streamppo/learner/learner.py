@@ -10,33 +10,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.algorithms.exploration import Bonus
-from streamppo.algorithms.lag import Lag, lr_share
+from streamppo.algorithms.lag import AdmittedLag, lr_share
 from streamppo.config.sections import LOCAL, Config
-from streamppo.learner import (
-    checkpoint,
-    loading,
-    memory,
-    objective,
-    optimizer,
-    policy,
-    pretrained,
-    reference,
-    steering,
-    teacher,
-    ulysses,
-)
-from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.checkpoint import Trained
-from streamppo.learner.fetch import OwnRows
-from streamppo.learner.history import History
-from streamppo.learner.manifest import State
-from streamppo.learner.policy import Policy
-from streamppo.learner.reference import Without
-from streamppo.learner.snapshot import Copies, is_on_gpu
-from streamppo.learner.speed import Size, size_of, speed
-from streamppo.learner.update import Updated, Updater
-from streamppo.weights import ways
-from streamppo.weights.pusher import Publish, Pushed, Pusher
+from streamppo.learner import memory
+from streamppo.learner.batch.fetch import OwnRows
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import TrainState
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.model import frozen, hf_files, load_policy, optimizer, policy
+from streamppo.learner.model.frozen import NoReferenceWeights
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.model.snapshot import WeightSnapshots, is_on_gpu
+from streamppo.learner.objective import adaptive_lag, objective
+from streamppo.learner.parallel import context_parallel
+from streamppo.learner.throughput import ModelSize, size_of, speed
+from streamppo.learner.update import Updater, UpdateResult
+from streamppo.weights import factory
+from streamppo.weights.pusher import Publish, PushedVersion, Pusher
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +49,9 @@ class Learner:
     pusher: Pusher
     saver: checkpoint.Saver
     version: int
-    size: Size
-    lag: Lag | None
-    copies: Copies
+    size: ModelSize
+    lag: AdmittedLag | None
+    copies: WeightSnapshots
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or update everything that depends on it."""
@@ -69,18 +61,18 @@ class Learner:
         self.policy.float32_head = config.model.float32_head
         self.policy.set_context(config.queue.prefix)
         self.policy.set_routes(replayed=config.rollout.engine.routes)
-        followed = reference.load(
-            config, self.model_path, self.mesh, self.policy, reference.own(self.updater.reference)
+        followed = frozen.load_reference(
+            config, self.model_path, self.mesh, self.policy, frozen.separate_reference(self.updater.reference)
         )
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
-        taught_by = teacher.load(
+        taught_by = frozen.load_teacher(
             config, self.model_path, self.mesh, self.updater.teacher if same else None, self.policy.slices
         )
         before = self.updater
         self.updater = _updater(config, self.policy, self.optimizer, (followed, taught_by))
         moved = before.reference_moved
-        self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
-        self.lag = steering.go_on(config, self.lag)
+        self.updater.remember(before.beta, before.nonfinite_steps, before.steered_bonus, reference_moved=moved)
+        self.lag = adaptive_lag.go_on(config, self.lag)
         self.config = config
 
     @property
@@ -104,14 +96,14 @@ class Learner:
         Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
         made: dict[str, float] = {}
-        if self.lag is not None or steering.is_lowered_by_ess(self.config):
+        if self.lag is not None or adaptive_lag.is_lowered_by_ess(self.config):
             made["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
         if self.lag is not None:
-            self.lag = steering.steered(self.config, self.lag, self.version, metrics, tokens_by_lag)
+            self.lag = adaptive_lag.lag_after_update(self.config, self.lag, self.version, metrics, tokens_by_lag)
             made["admitted_lag"] = float(self.lag.admitted)
         return made
 
-    def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
+    def speed(self, updated: UpdateResult, metrics: Mapping[str, float]) -> dict[str, float]:
         """The speed of an update with these `metrics`."""
         return speed(self.size, updated, metrics, dist.get_world_size())
 
@@ -124,7 +116,7 @@ class Learner:
             run = self.config.algorithm.critic.pretrain
             log.info("the critic has learned from %d batches of %s: %s", len(explained), run, shares)
 
-    def push(self, learned: bytes = b"") -> Pushed:
+    def push(self, learned: bytes = b"") -> PushedVersion:
         """Publish the present version concurrently with training: every rank copies and pushes its own shards.
 
         `learned` is the encoded `Learned` of its batch. Returns the push before.
@@ -135,24 +127,24 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written during training."""
-        state = State(
+        state = CheckpointState(
             version=self.version,
             digest="",
             ranks=self.config.learner.ranks,
             beta=self.updater.beta,
-            bad_steps=self.updater.in_a_row,
+            bad_steps=self.updater.nonfinite_steps,
             bonus=self.updater.steered_bonus,
             reference_moved=self.updater.reference_moved,
             lag=self.lag,
         )
-        trained = Trained(self.policy, self.optimizer, reference.own(self.updater.reference))
+        trained = TrainState(self.policy, self.optimizer, frozen.separate_reference(self.updater.reference))
         self.saver.start(folder, state, trained, self.pusher.last)
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
-        whole = policy.gathered(self.policy, self.config.model.dtype, self.config.model.lora)
+        whole = policy.gather_weights(self.policy, self.config.model.dtype, self.config.model.lora)
         if dist.get_rank() == 0:
-            for note in pretrained.export(whole, self.model_path, folder, self.config.model.dtype):
+            for note in hf_files.export(whole, self.model_path, folder, self.config.model.dtype):
                 log.info("%s: %s", folder, note)
         return self.pusher.last.result().digest
 
@@ -172,28 +164,28 @@ def build(
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
-    slices = ulysses.slices_of(mesh.device_type, config.learner.mesh)
+    slices = context_parallel.slices_of(mesh.device_type, config.learner.mesh)
     lora, offload = config.model.lora, config.learner.offload
     model = memory.choose_checkpointing(config, model_path, mesh.device_type)
-    loaded = loading.load(model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
+    loaded = load_policy.load(model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)
     has_moved = resume_from is not None and checkpoint.reference_has_moved(Path(resume_from))
-    followed = reference.load(config, model_path, mesh, loaded, None, has_moved=has_moved)
-    frozen = followed, teacher.load(config, model_path, mesh, None, slices)
+    followed = frozen.load_reference(config, model_path, mesh, loaded, None, has_moved=has_moved)
+    second_models = followed, frozen.load_teacher(config, model_path, mesh, None, slices)
     adamw = optimizer.adamw(loaded, config)
-    updater = _updater(config, loaded, adamw, frozen)
-    trained, version, lag = Trained(loaded, adamw, reference.own(updater.reference)), 0, None
+    updater = _updater(config, loaded, adamw, second_models)
+    trained, version, lag = TrainState(loaded, adamw, frozen.separate_reference(updater.reference)), 0, None
     if resume_from is not None and (
         state := checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote, past)
     ):
-        version, lag = state.version, Lag(*state.lag) if state.lag else None
+        version, lag = state.version, AdmittedLag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)
         bonus = None if state.bonus is None else Bonus(*state.bonus)
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(
         publish,
-        ways.outlet(config, dist.get_rank()),
+        factory.outlet(config, dist.get_rank()),
         config.learner.bucket_bytes,
         deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
         rank=dist.get_rank(),
@@ -201,8 +193,8 @@ def build(
         frozen=policy.frozen(loaded, config.model.dtype),
         pinned=is_on_gpu(loaded),
     )
-    saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
-    lag, copies = steering.go_on(config, lag), Copies(loaded, adamw)
+    saver = checkpoint.Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
+    lag, copies = adaptive_lag.go_on(config, lag), WeightSnapshots(loaded, adamw)
     return Learner(
         config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag, copies
     )
@@ -212,9 +204,9 @@ def _updater(
     config: Config,
     trained: Policy,
     adamw: torch.optim.Optimizer,
-    frozen: tuple[Policy | Without | None, Policy | None],
+    second_models: tuple[Policy | NoReferenceWeights | None, Policy | None],
 ) -> Updater:
-    """The updater of the policy `trained`, with the reference and teacher of `frozen`."""
-    chosen, (followed, taught_by) = objective.build(config), frozen
-    group = trained.slices.apart()
+    """The updater of the policy `trained`, with the reference and teacher of `second_models`."""
+    chosen, (followed, taught_by) = objective.build(config), second_models
+    group = trained.slices.data_ranks()
     return Updater(trained, adamw, chosen, config, group=group, reference=followed, teacher=taught_by)

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from streamppo.algorithms.chunked_head import PIECE
 from streamppo.config.sections import Config, Model, longest_row
 from streamppo.errors import ModelError
-from streamppo.learner import adapters, parallel
-from streamppo.learner.loading import SHARD_LAYERS_ABOVE, is_whole
-from streamppo.learner.policy import HEAD_CHUNK
-from streamppo.weights.models.settings import as_written
+from streamppo.learner.model import adapters
+from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
+from streamppo.learner.model.policy import HEAD_CHUNK
+from streamppo.learner.parallel import tensor_parallel
+from streamppo.weights.models.settings import read_settings
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes of a trained parameter, its gradient and AdamW's two moments: float32, and sharded over the ranks."""
@@ -38,7 +39,7 @@ FITS = 0.85
 log = logging.getLogger(__name__)
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """A model in numbers: parameters as counts, of which `trained` ones are not frozen, and bytes of one token in the
     compute type.
 
@@ -96,7 +97,7 @@ class RankMemory(NamedTuple):
         return sum(self.parts.values())
 
 
-def sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
+def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     """Build the model of `hf_config` without memory and count.
 
     Raises `ModelError` for a model that is not built like llama, of `layers` with keys and values of their own, or that
@@ -110,7 +111,7 @@ def sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
         ) from error
 
 
-def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
+def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     dtype = getattr(torch, model.dtype)
     with torch.device("meta"):
         lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
@@ -120,9 +121,9 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
     head_width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     pair = 2 * hf_config.num_key_value_heads * head_width
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
-    by_tensor, by_expert = parallel.cut_parameters(lm.base_model, layers[0])
+    by_tensor, by_expert = tensor_parallel.cut_parameters(lm.base_model, layers[0])
     activations, widest = _activations(lm)
-    return Sizes(
+    return ModelSizes(
         parameters=parameters,
         trained=sum(one.numel() for one in lm.parameters() if one.requires_grad),
         layers=len(layers),
@@ -152,12 +153,12 @@ def _activations(lm: Any) -> tuple[int, int]:
     all_layers, kept = body.layers, list[list[int]]()
     for count in (1, 2):
         body.layers, body.config.num_hidden_layers = all_layers[:count], count
-        kept.append(_kept(body))
+        kept.append(_activation_bytes(body))
     body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
     return (sum(kept[1]) - sum(kept[0])) // PROBED, max(kept[0]) // PROBED
 
 
-def _kept(body: torch.nn.Module) -> list[int]:
+def _activation_bytes(body: torch.nn.Module) -> list[int]:
     """Bytes of each that a forward pass keeps, parameters left out."""
     own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # The storages themselves are held, so that no address is used twice.
@@ -201,7 +202,7 @@ class _Kept(torch.autograd.Function):
         return attended
 
 
-def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
+def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     """One learner rank, where `longest` is the longest row in tokens.
 
     A critic of its own, which learns after the policy, and a teacher are taken to be as large.
@@ -254,7 +255,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     )
 
 
-def _head(config: Config, model: Sizes, tokens: int) -> int:
+def _head(config: Config, model: ModelSizes, tokens: int) -> int:
     """Logits of a chunk and the head in float32; on a GPU, whose head has kernels, those of a piece."""
     if not config.learner.gpus:
         copies = 2 * config.model.float32_head
@@ -263,19 +264,19 @@ def _head(config: Config, model: Sizes, tokens: int) -> int:
     return min(PIECE, tokens * model.vocabulary) * 8 + model.hidden * (model.vocabulary * model.element + tokens * 16)
 
 
-def state(config: Config, model: Sizes) -> int:
+def state(config: Config, model: ModelSizes) -> int:
     """Bytes that a rank has of weights, gradients and moments, on its GPU or in the memory of its machine."""
     frozen = (model.parameters - model.trained) * model.element
     trained = (model.trained + _own_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
     return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
 
 
-def _own_body(config: Config, model: Sizes) -> int:
+def _own_body(config: Config, model: ModelSizes) -> int:
     """The parameters of a critic with a transformer of its own."""
     return model.body if config.algorithm.critic.model != "head" else 0
 
 
-def checkpointing(config: Config, model: Sizes, longest: int, free: int) -> Literal["off", "full"]:
+def checkpointing(config: Config, model: ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
     """What `model.gradient_checkpointing = "auto"` is on a device with `free` bytes, where the `longest` row is known.
 
     off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of what is free
@@ -305,7 +306,7 @@ def choose_checkpointing(config: Config, path: str, device: str) -> Model:
 def _choice(config: Config, path: str, free: int) -> tuple[Literal["off", "full"], str]:
     longest = longest_row(config)
     try:
-        model = sizes(as_written(path), config.model)
+        model = sizes(read_settings(path), config.model)
     except ModelError as error:
         return "off", str(error)
     needed = rank(config, model, longest).total

@@ -20,12 +20,12 @@ from ray.actor import ActorProxy
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.learner import history
-from streamppo.learner.history import History
-from streamppo.queue.source import BEAT_S, BatchSource
+from streamppo.learner.checkpoint import history
+from streamppo.learner.checkpoint.history import History
+from streamppo.queue.batch_source import BEAT_S, BatchSource
 from streamppo.types import UpdateReport, decode, encode
 from streamppo.weights import store
-from streamppo.weights.ledger import Published
+from streamppo.weights.ledger import PublishReply
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +58,7 @@ class Rank:
         import torch
         import transformers
 
-        from streamppo.learner.fetch import Fetcher
+        from streamppo.learner.batch.fetch import Fetcher
         from streamppo.learner.learner import build
 
         self._rank = rank
@@ -81,7 +81,7 @@ class Rank:
     @ray.method
     def make_model(self, folder: str) -> None:
         """Create builtin:tiny at `folder`, unless it is already there or at the run's address."""
-        from streamppo.learner import tiny
+        from streamppo.learner.model import tiny
 
         store.bring_model(self._config, folder)
         if not Path(folder).exists():
@@ -129,7 +129,7 @@ class Rank:
         scheduled = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
-        metrics, learned = updater.metrics(updated), encode(updater.learned(updated))
+        metrics, learned = updater.metrics(updated), encode(updater.token_record(updated))
         metrics |= learner.steer(metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1
         pushed = learner.push(learned)
@@ -174,7 +174,7 @@ class Rank:
             learner = self._build(self._history.at(asked), model_path, mesh, self._publish, resume_from, self._history)
             if resume_from is None:
                 if critic := learner.config.algorithm.critic.pretrain:
-                    learner.pretrain(self._fetcher.archived(critic))
+                    learner.pretrain(self._fetcher.of_archive(critic))
                 return learner
             if learner.version == asked or (learner.version and self._history.at(learner.version) is learner.config):
                 return learner
@@ -198,10 +198,10 @@ class Rank:
         assert self._built is not None, "setup comes first"
         return self._built
 
-    def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> Published:
+    def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> PublishReply:
         # With shards the queue holds records only: it forwards a reference to its shards.
         told = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
-        return decode(ray.get(self._queue.publish.remote(push, refs, told, self._epoch)), Published)
+        return decode(ray.get(self._queue.publish.remote(push, refs, told, self._epoch)), PublishReply)
 
     def _beat(self) -> None:
         """Send heartbeats to the queue forever, concurrently with all work; they do not detect a hanging collective."""
@@ -215,7 +215,7 @@ class Rank:
         """Push the weights again after each restart of the queue, which then has none."""
         while True:
             life = ray.get(self._queue.another_life.remote(life))
-            learner.pusher.again()
+            learner.pusher.republish()
 
 
 def _version(checkpoint: str | None) -> int:

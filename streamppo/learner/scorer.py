@@ -11,13 +11,13 @@ from torch import Tensor
 
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.batching import STAND_IN
 from streamppo.learner.device import add_up, to_device
-from streamppo.learner.division import STAND_IN
-from streamppo.learner.objective import Objective
-from streamppo.learner.policy import Part, Policy, Scored, nothing, release
-from streamppo.learner.reference import Without
-from streamppo.learner.targets import Frozen, Targets, find_targets, of_server
+from streamppo.learner.model.frozen import NoReferenceWeights
+from streamppo.learner.model.policy import Part, Policy, PolicyOutput, empty_output, release
+from streamppo.learner.objective.objective import Objective
+from streamppo.learner.objective.targets import Frozen, Targets, compute_targets, teacher_logprobs_from_batch
 from streamppo.process import phase
 
 
@@ -28,7 +28,7 @@ class Scorer(NamedTuple):
     """
 
     policy: Policy
-    reference: Policy | Without | None
+    reference: Policy | NoReferenceWeights | None
     teacher: Policy | None
     config: Config
     group: dist.ProcessGroup
@@ -36,30 +36,30 @@ class Scorer(NamedTuple):
     scored_B: Tensor
     is_last: bool
 
-    def prepare(self, objective: Objective, batch: PaddedBatch, *, beta: float) -> tuple[Targets, Scored | None]:
+    def prepare(self, objective: Objective, batch: PaddedBatch, *, beta: float) -> tuple[Targets, PolicyOutput | None]:
         """The targets of `batch`, and their pass with its graph if the step can reuse it, else None.
 
         `beta` is the weight of the KL in the reward. Raises `UpdateError` for data that must not be trained on.
         """
-        scored, graph = self._before(objective, batch)
+        scored, graph = self._score_batch(objective, batch)
         try:
             frozen = Frozen(self._frozen(self.reference, batch), self._taught(batch))
             with phase("targets"):
-                return find_targets(objective, self.config, batch, scored, frozen, self.scored_B, beta=beta), graph
+                return compute_targets(objective, self.config, batch, scored, frozen, self.scored_B, beta=beta), graph
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
-    def _before(self, objective: Objective, batch: PaddedBatch) -> tuple[Scored, Scored | None]:
+    def _score_batch(self, objective: Objective, batch: PaddedBatch) -> tuple[PolicyOutput, PolicyOutput | None]:
         """The scores of the whole batch; and the pass with its graph, if it is the same as the only step's."""
         part = objective.scored
         if part is None:
-            return nothing(batch), None
+            return empty_output(batch), None
         single = self.is_last and part != "critic" and objective.one_step and len(self.pieces) == 1
         with torch.set_grad_enabled(single):
             scores = [score(self.policy, batch, rows, part) for rows in self.pieces]
         return self._gather(batch, scores), scores[0] if single else None
 
-    def _frozen(self, model: Policy | Without | None, batch: PaddedBatch) -> Tensor | None:
+    def _frozen(self, model: Policy | NoReferenceWeights | None, batch: PaddedBatch) -> Tensor | None:
         """[B, T] log-probs of `model`, the reference or the teacher, by its own routes; None without a model."""
         if model is None:
             return None
@@ -72,11 +72,11 @@ class Scorer(NamedTuple):
     def _taught(self, batch: PaddedBatch) -> Tensor | None:
         """[B, T] log-probs of the teacher, from a pass here or from its server; None without a teacher."""
         is_server = bool(self.config.algorithm.teacher.url)
-        return of_server(batch) if is_server else self._frozen(self.teacher, batch)
+        return teacher_logprobs_from_batch(batch) if is_server else self._frozen(self.teacher, batch)
 
-    def _gather(self, batch: PaddedBatch, scores: list[Scored]) -> Scored:
+    def _gather(self, batch: PaddedBatch, scores: list[PolicyOutput]) -> PolicyOutput:
         """The scores of every rank's rows, whole and detached, on every rank."""
-        whole = nothing(batch)
+        whole = empty_output(batch)
         for rows, scored in zip(self.pieces, scores, strict=True):
             here = to_device(rows, batch.mask_BT.device)
             for into, part in zip(whole, scored, strict=True):
@@ -88,7 +88,7 @@ class Scorer(NamedTuple):
 
 
 @phase("forward")
-def score(policy: Policy | Without, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
+def score(policy: Policy | NoReferenceWeights, batch: PaddedBatch, rows: Tensor, part: Part) -> PolicyOutput:
     """The scores of `rows` by `policy`. An empty micro-batch passes one row: the pass is a collective."""
     if isinstance(policy, Policy):
         policy.routers.counts = len(rows) > 0

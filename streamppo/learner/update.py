@@ -22,34 +22,35 @@ from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
-from streamppo.learner import attention, idle_rows, steering
-from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.batching import Division
 from streamppo.learner.device import add_up, to_device
-from streamppo.learner.division import Division
-from streamppo.learner.left_out import left_out_shares
-from streamppo.learner.loss import Loss, Share
-from streamppo.learner.metrics import (
+from streamppo.learner.model.frozen import NoReferenceWeights, follow
+from streamppo.learner.model.optimizer import clip
+from streamppo.learner.model.policy import Part, Policy, PolicyOutput, device_of
+from streamppo.learner.objective import adaptive_lag, idle_rows
+from streamppo.learner.objective.loss import Loss, MicroBatchLoss
+from streamppo.learner.objective.metrics import (
     Minibatch,
     PolicyPass,
     Sums,
     batch_metrics,
     distances,
+    dropped_shares,
     first_logprobs,
     step_metrics,
 )
-from streamppo.learner.objective import Epoch, Objective
-from streamppo.learner.optimizer import clip
-from streamppo.learner.policy import Part, Policy, Scored, device_of
-from streamppo.learner.reference import Without, follow
+from streamppo.learner.objective.objective import Epoch, Objective
+from streamppo.learner.objective.targets import Targets, correct_answer_mask, per_token_record
 from streamppo.learner.scorer import Scorer, score
-from streamppo.learner.targets import Targets, in_right_answers, learned
 from streamppo.process import phase
-from streamppo.types import Learned
+from streamppo.types import TokenRecord
 
 log = logging.getLogger(__name__)
 
 
-class Updated(NamedTuple):
+class UpdateResult(NamedTuple):
     """The result of an update on the rows `chosen` of a batch.
 
     `age` is the distance between proximal and behavior policy, if the learning rate follows it, else None.
@@ -59,7 +60,7 @@ class Updated(NamedTuple):
 
     objective: Objective
     batch: PaddedBatch
-    chosen: idle_rows.Rows
+    chosen: idle_rows.IdleRows
     targets: Targets
     minibatches: Sequence[Minibatch]
     age: OffPolicy | None
@@ -84,7 +85,7 @@ class Updater:
         config: Config,
         *,
         group: dist.ProcessGroup,
-        reference: Policy | Without | None = None,
+        reference: Policy | NoReferenceWeights | None = None,
         teacher: Policy | None = None,
     ) -> None:
         self.policy = policy
@@ -119,7 +120,7 @@ class Updater:
             self.bonus = bonus
 
     @property
-    def in_a_row(self) -> tuple[int, int]:
+    def nonfinite_steps(self) -> tuple[int, int]:
         """Skipped optimizer steps in a row: the policy's, and the critic's if it has its own steps."""
         return self.bad_steps, self.critic_bad_steps
 
@@ -130,10 +131,10 @@ class Updater:
 
     def own_rows(self, batch: PaddedBatch) -> list[int]:
         """The rows of `batch` whose tokens this rank reads in its update; `batch` may be without tokens."""
-        chosen, tokens_B = idle_rows.find(self.config, batch), batch.start_B + batch.length_B
-        return self.division.own_rows(tokens_B, batch.version, self.objective.epochs, chosen)
+        chosen, (tokens_B, lines_B) = idle_rows.find(self.config, batch), self.policy.sizes(batch.on_host)
+        return self.division.own_rows(tokens_B, batch.version, self.objective.epochs, chosen, lines_B)
 
-    def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> Updated:
+    def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> UpdateResult:
         """Train on `batch` for `epochs`, by default those of the objective.
 
         Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
@@ -143,7 +144,7 @@ class Updater:
             objective = objective.warm_up()
         chosen = idle_rows.find(self.config, batch)
         targets, graph = self._scorer(batch, chosen).prepare(objective, batch, beta=self.beta)
-        age = steering.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
+        age = adaptive_lag.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []
@@ -151,7 +152,7 @@ class Updater:
             for rows in self.division.minibatches(len(batch.reward_B), batch.version, epoch):
                 if _has_ended(epoch, minibatches):
                     break
-                shares: list[Share] = []
+                shares: list[MicroBatchLoss] = []
                 counts = self._counts(batch, rows)
                 self.optimizer.zero_grad(set_to_none=True)
                 for piece in self._pieces(batch, rows, chosen):
@@ -160,11 +161,11 @@ class Updater:
                     self.backward(share.loss)
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, batch.version, rows, shares, chosen))
-        self._tell_of_empty_steps(batch.version, minibatches)
-        return Updated(objective, batch, chosen, targets, minibatches, age, start, scored)
+        self._warn_empty_steps(batch.version, minibatches)
+        return UpdateResult(objective, batch, chosen, targets, minibatches, age, start, scored)
 
     @phase("metrics")
-    def metrics(self, updated: Updated) -> dict[str, float]:
+    def metrics(self, updated: UpdateResult) -> dict[str, float]:
         """Return an update's metrics, equal on every rank but for times, and adapt `beta` and `bonus`. A collective.
 
         Call it once after each update. It also moves a reference that follows the policy, every `kl.follow_every`.
@@ -182,7 +183,7 @@ class Updater:
         made = {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.age),
             **steps,
-            **left_out_shares(self.objective.rules, minibatches, batch, self.group),
+            **dropped_shares(self.objective.rules, minibatches, batch, self.group),
             "tokens_idle": float(batch.mask_BT[~updated.chosen.taught_B.to(self.device)].sum()),
             **self._kl_metrics(batch, targets, scored, passed_B),
             **self._exploration_metrics(batch.version, targets, steps["entropy"]),
@@ -195,9 +196,9 @@ class Updater:
         self._move_reference(batch.version)
         return made
 
-    def learned(self, updated: Updated) -> Learned:
+    def token_record(self, updated: UpdateResult) -> TokenRecord:
         """The per-token numbers from before the first step, as far as the archive keeps them."""
-        return learned(self.objective, self.config, updated.batch, updated.targets, updated.chosen.scored_B)
+        return per_token_record(self.objective, self.config, updated.batch, updated.targets, updated.chosen.scored_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
         """Train only the critic on the returns of `batch`, which may be another run's.
@@ -209,7 +210,7 @@ class Updater:
         targets = self.update(batch, self.objective.critic_epochs()).targets
         return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
 
-    def _scorer(self, batch: PaddedBatch, chosen: idle_rows.Rows) -> Scorer:
+    def _scorer(self, batch: PaddedBatch, chosen: idle_rows.IdleRows) -> Scorer:
         """The passes over `batch` before its first step."""
         pieces = self._micro_batches(batch, chosen.scored_B.nonzero()[:, 0])
         models, is_last = (self.policy, self.reference, self.teacher), torch.equal(chosen.scored_B, chosen.taught_B)
@@ -221,17 +222,18 @@ class Updater:
         counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
         if not self.config.algorithm.positive_nll:
             return counts
-        return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
+        return counts._replace(right=float(correct_answer_mask(batch, self.config)[rows].sum()))
 
-    def _pieces(self, batch: PaddedBatch, rows: Tensor, chosen: idle_rows.Rows) -> list[Tensor]:
+    def _pieces(self, batch: PaddedBatch, rows: Tensor, chosen: idle_rows.IdleRows) -> list[Tensor]:
         """This rank's micro-batches of a minibatch; one empty micro-batch if no row is left but a step is due."""
-        pieces = self._micro_batches(batch, chosen.of(rows))
+        pieces = self._micro_batches(batch, chosen.select(rows))
         return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
-        return self.division.micro_batches(batch.on_host.start_B + batch.on_host.length_B, rows)
+        tokens_B, lines_B = self.policy.sizes(batch.on_host)
+        return self.division.micro_batches(tokens_B, rows, lines_B)
 
-    def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: Scored | None) -> Scored:
+    def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: PolicyOutput | None) -> PolicyOutput:
         """The scores of `rows` by the current weights: `graph` if it can be reused, else a new pass."""
         return score(self.policy, batch, rows, part) if graph is None or part == "critic" else graph
 
@@ -242,19 +244,19 @@ class Updater:
         loss.backward()
 
     def _step(
-        self, epoch: Epoch, version: int, whole: Tensor, shares: Sequence[Share], chosen: idle_rows.Rows
+        self, epoch: Epoch, version: int, whole: Tensor, shares: Sequence[MicroBatchLoss], chosen: idle_rows.IdleRows
     ) -> Minibatch:
         """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective."""
-        sums, rows, idle = Sums.zero(self.device), chosen.of(whole), whole[~chosen.taught_B[whole]]
+        sums, rows, idle = Sums.zero(self.device), chosen.select(whole), whole[~chosen.taught_B[whole]]
         for share in shares:
             sums = sums.plus(share.sums)
         passes = [share.policy_pass for share in shares if share.policy_pass is not None]
         if not chosen.idle_B[whole].any() and not self._has_tokens(sums, passes):
             return Minibatch(epoch.part, rows, sums, passes, None, stopped_early=False, is_empty=True, idle=idle)
         target_kl = self.config.algorithm.target_kl
-        moved = self._moved(sums) if target_kl and epoch.part != "critic" else 0.0
+        moved = self._kl_from_proximal(sums) if target_kl and epoch.part != "critic" else 0.0
         if not math.isfinite(moved):
-            norm = self._left_out(epoch.part, moved)
+            norm = self._skip_step(epoch.part, moved)
             return Minibatch(epoch.part, rows, sums, passes, norm, stopped_early=False, idle=idle)
         too_far = stop_early(moved, target_kl or None)
         norm = None if too_far else self._optimize(epoch, version)
@@ -266,7 +268,7 @@ class Updater:
         add_up(tokens, self.group)
         return bool(tokens.item())
 
-    def _tell_of_empty_steps(self, version: int, minibatches: Sequence[Minibatch]) -> None:
+    def _warn_empty_steps(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         if self.rank == 0 and (empty := sum(minibatch.is_empty for minibatch in minibatches)):
             log.warning(
                 "batch %d: %d of %d optimizer steps were left out: no token of theirs was left to learn from "
@@ -276,7 +278,7 @@ class Updater:
                 len(minibatches),
             )
 
-    def _moved(self, sums: Sums) -> float:
+    def _kl_from_proximal(self, sums: Sums) -> float:
         """KL(proximal || current) of a minibatch, k3 per trained token over all ranks. A collective."""
         tokens_6 = sums.tokens_6.clone()
         add_up(tokens_6, self.group)
@@ -296,12 +298,12 @@ class Updater:
                 return None
         norm = clip(self.policy.parameters(), epoch.max_grad_norm, self.config.learner.norm)
         if not math.isfinite(norm):
-            return self._left_out(epoch.part, norm)
+            return self._skip_step(epoch.part, norm)
         self._count_bad(epoch.part, 0)
         self.optimizer.step()
         return norm
 
-    def _left_out(self, part: Part, number: float) -> float:
+    def _skip_step(self, part: Part, number: float) -> float:
         """Count a skipped step, whose `number` (gradient norm or KL) is not finite; return `number`.
 
         Raises `UpdateError` after `learner.max_bad_steps` in a row.
@@ -318,7 +320,9 @@ class Updater:
         else:
             self.bad_steps = in_a_row
 
-    def _kl_metrics(self, batch: PaddedBatch, targets: Targets, learner: Scored, passed_B: Tensor) -> dict[str, float]:
+    def _kl_metrics(
+        self, batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passed_B: Tensor
+    ) -> dict[str, float]:
         """The KL of the policy to the reference; adapts `beta` if a target is set."""
         if targets.reference_BT is None:
             return {}

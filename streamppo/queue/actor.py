@@ -28,25 +28,28 @@ import ray
 from msgspec import structs
 
 from streamppo import process
-from streamppo.config.change import learning
+from streamppo.config.diff import learning
 from streamppo.config.sections import Config
 from streamppo.errors import Diverged, QueueError
-from streamppo.queue import continuation, handout, report, snapshot, standby
-from streamppo.queue.archive import Archive, checksums
-from streamppo.queue.commits import Commits, Transaction
-from streamppo.queue.defects import limits_of
-from streamppo.queue.handout import BatchRef, Handout, Put
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Archived, Made
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.shards import Shards
-from streamppo.queue.slot import Record
-from streamppo.queue.source import ArchivedRuns
-from streamppo.queue.state import QueueState, Settings, settings_of
-from streamppo.queue.waiting import BatchWaiters, Polls, TicketLine, VersionWaiters
-from streamppo.types import Batch, Failure, Identity, Learned, Push, Trajectory, decode, encode
-from streamppo.weights.ledger import Ledger, Published
-from streamppo.weights.shares import Joining, Share, Told
+from streamppo.queue import report, resume_checks
+from streamppo.queue.batch_source import ArchivedRuns
+from streamppo.queue.group_commit import Commits, Transaction
+from streamppo.queue.replication import standby
+from streamppo.queue.rules.records import ArchivedBatch, PublishedVersion
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.slot import TrajectoryRecord
+from streamppo.queue.rules.state import QueueSettings, QueueState, settings_of
+from streamppo.queue.shards import batch_refs
+from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
+from streamppo.queue.shards.shards import Shards
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.token_limits import limits_of
+from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
+from streamppo.types import Batch, Failure, Identity, Push, TokenRecord, Trajectory, decode, encode
+from streamppo.weights.ledger import Ledger, PublishReply
+from streamppo.weights.shares import RankShare, ShareCollector, Told
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -66,22 +69,22 @@ class QueueActor(ArchivedRuns):
         config: bytes,
         run: str,
         model_path: str,
-        put: Put = handout.put,
-        shards: Callable[[Config], Shards] = Shards.of,
+        put: Put = batch_refs.put,
+        shards: Callable[[Config], Shards] = Shards.attach,
     ) -> None:
         process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
-        continuation.refuse_without_journal(Path(run))
+        resume_checks.refuse_without_journal(Path(run))
         self._journal = standby.journal_of(Path(run), self.config)
         self._journal.fence()
         self._queue = _rebuilt(settings_of(self.config), self._journal)
         self._made = self._journal.versions()
         self._archive = Archive(Path(run) / "archive", checksums(self._made.values()))
         self._archive.sweep()
-        self._archiving: dict[int, asyncio.Task[Archived]] = {}
+        self._archiving: dict[int, asyncio.Task[ArchivedBatch]] = {}
         self._ledger = Ledger[PushedRefs]()
-        self._joining = Joining(self._publish)
+        self._joining = ShareCollector(self._publish)
         self._learner = 0
         self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
         self._versions = VersionWaiters()
@@ -90,7 +93,7 @@ class QueueActor(ArchivedRuns):
         self._polls = Polls(POLL_S)
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
-        process.collect_rarely()
+        process.freeze_gc()
 
     # --- the driver's side -----------------------------------------------------------------------------------
 
@@ -103,8 +106,8 @@ class QueueActor(ArchivedRuns):
         """
         self._queue.lost_all()
         self._tickets.lost_all()
-        before, newest = continuation.newest_config(self._journal), self._queue.state.version
-        continuation.refuse_other(before, self.config)
+        before, newest = resume_checks.newest_config(self._journal), self._queue.state.version
+        resume_checks.refuse_other(before, self.config)
         if version < newest:
             log.info("versions %d to %d are made again, as they were made", version + 1, newest)
         if before is None or learning(before) != learning(self.config):
@@ -128,8 +131,8 @@ class QueueActor(ArchivedRuns):
     @ray.method
     async def lost(self, actor: str) -> None:
         """Have others sample again what `actor` was sampling; it never gets another ticket."""
-        self._queue.lost(actor)
-        self._tickets.lost(actor)
+        self._queue.mark_dead(actor)
+        self._tickets.refuse_dead(actor)
         self._serve()
         await self._commits.commit()
 
@@ -155,7 +158,7 @@ class QueueActor(ArchivedRuns):
     @ray.method
     async def report(self) -> bytes:
         """The queue's counters."""
-        phases = process.together([process.spent(), *await self._shards.spent()])
+        phases = process.sum_phases([process.spent(), *await self._shards.phase_times()])
         return encode(structs.replace(report.report(self._queue.state), phases=phases))
 
     @ray.method
@@ -174,7 +177,7 @@ class QueueActor(ArchivedRuns):
         """
         self._hear(actor, engine_version)
         try:
-            async with self._polls.one():
+            async with self._polls.bound_wait():
                 tickets = await self._tickets.tickets(actor, engine_version, limit, call)
         except TimeoutError:
             return encode(())
@@ -225,11 +228,11 @@ class QueueActor(ArchivedRuns):
         self._hear(actor, version)
         if (newest := self._newest()) is None or newest <= version:
             with suppress(TimeoutError):
-                async with self._polls.one():
+                async with self._polls.bound_wait():
                     await self._versions.above(version)
             if (newest := self._newest()) is None or newest <= version:
                 return []
-        return [entry.handle for entry in self._ledger.after(have)]
+        return [entry.handle for entry in self._ledger.versions_after(have)]
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
@@ -239,17 +242,17 @@ class QueueActor(ArchivedRuns):
 
         A batch that one rank has got before `stop` all ranks get. A batch that was trained on comes from the archive.
         """
-        return await self._handed(version, lambda read: self._handout.batch(version, read), self._shards.take)
+        return await self._hand_out(version, lambda read: self._handout.batch(version, read), self._shards.take)
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
         """The outline of the same batch, in the same way, for a rank that reads some of its rows."""
-        return await self._handed(version, lambda read: self._handout.outline(version, read), self._shards.outline)
+        return await self._hand_out(version, lambda read: self._handout.outline(version, read), self._shards.outline)
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
         """The token ids of the trajectories at `rows` (int32) of the same batch, in the same way."""
-        return await self._handed(
+        return await self._hand_out(
             version,
             lambda read: self._handout.tokens(version, rows, read),
             lambda batch: self._shards.tokens(batch, rows),
@@ -265,13 +268,13 @@ class QueueActor(ArchivedRuns):
         `Diverged` if it has others, `QueueError` for a learner that was given up for dead, and `WeightsError` if the
         shares are not those of one version.
         """
-        share = Share(decode(push, Push), refs, learned)
+        share = RankShare(decode(push, Push), refs, learned)
         if learner < self._learner:
             raise QueueError(f"version {share.push.version} comes from learner {learner}, which was given up for dead")
         if learner > self._learner:
             # Weights of a learner that has died are gone with it.
             self._learner, self._ledger = learner, Ledger[PushedRefs]()
-            self._joining = Joining(self._publish)
+            self._joining = ShareCollector(self._publish)
         return encode(await self._joining.result(share))
 
     # --- the pieces ------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class QueueActor(ArchivedRuns):
         """Store a delivery, and give what it has made to those that wait: they come before who delivers."""
         try:
             if self._shards:
-                self._queue.put_records(decode(trajectories, tuple[Record, ...]))
+                self._queue.put_records(decode(trajectories, tuple[TrajectoryRecord, ...]))
             else:
                 self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
             for failure in decode(failures, tuple[Failure, ...]):
@@ -289,19 +292,19 @@ class QueueActor(ArchivedRuns):
         finally:
             self._serve()
 
-    async def _publish(self, whole: "Share[BucketRef]") -> Published:
+    async def _publish(self, whole: "RankShare[BucketRef]") -> PublishReply:
         described, refs, learned = whole
         version, digest, ledger = described.version, described.digest, self._ledger
         archived = await self._archive_of(version - 1, learned) if version and version not in self._made else None
         known = self._made.get(version)
         if known is None:
-            consumed = _names(self._queue.leased(version - 1)) if version else []
+            consumed = _names(self._queue.leased_batch(version - 1)) if version else []
             self._queue.publish(version, described.admitted_lag)
             self._serve()
-            self._made[version] = Made(version=version, digest=digest, archived=archived)
+            self._made[version] = PublishedVersion(version=version, digest=digest, archived=archived)
             self._commits.publish(self._made[version], consumed)
             self._archiving.pop(version - 1, None)
-        elif known.digest != digest and continuation.is_exact(continuation.configs(self._journal), version):
+        elif known.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
             raise Diverged(
                 f"version {version} was made again and has other weights ({digest[:12]}, first "
                 f"{known.digest[:12]}): the software, the device or the number of ranks is another one"
@@ -309,15 +312,15 @@ class QueueActor(ArchivedRuns):
         await self._commits.commit()
         ledger.publish(described, (encode(described), refs))
         if (newest := self._newest()) is not None:
-            self._versions.published(newest)
-        return ledger.published(digest)
+            self._versions.wake(newest)
+        return ledger.reply_to(digest)
 
     def _newest(self) -> int | None:
         """The newest version that engines can pull; none while a learner makes again what was there before."""
         newest = self._ledger.newest
         return newest if newest is not None and newest >= self._queue.state.version else None
 
-    async def _handed(
+    async def _hand_out(
         self,
         version: int,
         whole: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
@@ -357,21 +360,21 @@ class QueueActor(ArchivedRuns):
         if self._shards and (one.consumed or one.changes.ended):
             self._shards.drop([*one.consumed, *(ended.identity for ended in one.changes.ended)], one.horizon)
 
-    async def _archive_of(self, version: int, learned: Told) -> Archived:
+    async def _archive_of(self, version: int, learned: Told) -> ArchivedBatch:
         """Write a leased batch, once; what failed is begun anew by the next call."""
         if version not in self._archiving:
-            self._archiving[version] = asyncio.create_task(self._write(self._queue.leased(version), learned))
+            self._archiving[version] = asyncio.create_task(self._write(self._queue.leased_batch(version), learned))
         task = self._archiving[version]
         await asyncio.wait([task])
         if task.exception() is not None and self._archiving.get(version) is task:
             del self._archiving[version]
         return task.result()
 
-    async def _write(self, batch: Batch, learned: Told) -> Archived:
+    async def _write(self, batch: Batch, learned: Told) -> ArchivedBatch:
         if self._shards:
             told = [] if isinstance(learned, bytes) else learned
             return self._archive.gather(batch.version, await self._shards.archive(batch, told))
-        numbers = decode(learned, Learned) if isinstance(learned, bytes) and learned else Learned()
+        numbers = decode(learned, TokenRecord) if isinstance(learned, bytes) and learned else TokenRecord()
         return await asyncio.to_thread(self._archive.write, batch, numbers)
 
     def _hear(self, actor: str, engine_version: int) -> None:
@@ -383,7 +386,7 @@ def _names(batch: Batch) -> list[Identity]:
     return [trajectory.identity for trajectory in batch.trajectories]
 
 
-def _rebuilt(settings: Settings, journal: Journal) -> QueueRules:
+def _rebuilt(settings: QueueSettings, journal: Journal) -> QueueRules:
     """The queue as of the journal's last transaction; a new one where there is none."""
     saved = journal.read()
     if saved is None:

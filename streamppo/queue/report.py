@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from streamppo.queue.records import GIVEN_UP, Ending
-from streamppo.queue.slot import ISSUED, OPEN, READY
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue.rules.records import GIVEN_UP, Ending
+from streamppo.queue.rules.slot import ISSUED, OPEN, READY
+from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.types import QueueReport
 
 DROPPED: tuple[Ending, ...] = ("too_old", *GIVEN_UP)
@@ -48,7 +48,7 @@ def _ledger(state: QueueState) -> dict[str, int]:
     }
 
 
-def waiting_for(settings: Settings, state: QueueState) -> str:
+def waiting_for(settings: QueueSettings, state: QueueState) -> str:
     """Say in one sentence what the next batch waits for."""
     actors = Counter(slot.actor for slot in state.slots.values() if slot.actor is not None)
     in_flight = ", ".join(f"{count} at {actor}" for actor, count in sorted(actors.items())) or "none"

@@ -1,4 +1,4 @@
-"""Makes the folder of a run of its copies at an address (standby.py): `resume` goes on with it. Pure: no Ray."""
+"""Makes the folder of a run of its copies at an address (standby.py): `resume` goes on with it."""
 
 import logging
 import shutil
@@ -13,25 +13,27 @@ import msgspec
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.errors import CheckpointError, JournalError
-from streamppo.queue import continuation, copies, shards
-from streamppo.queue.archive import Archive, checksums
-from streamppo.queue.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS
-from streamppo.queue.journal import Journal
-from streamppo.queue.standby import (
+from streamppo.queue import resume_checks
+from streamppo.queue.replication import copies
+from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS
+from streamppo.queue.replication.standby import (
     BASE,
     DIGITS,
     FILES,
-    Configured,
+    ConfigureEntry,
     CopiedBodies,
     Entry,
-    Forgot,
-    Wrote,
+    ForgetEntry,
+    WriteEntry,
     copy_name,
     crc,
     is_of_journal,
     number_of,
     token_of,
 )
+from streamppo.queue.shards import shards
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
 from streamppo.types import Identity, Trajectory, decode
 from streamppo.weights import owner, store
 from streamppo.weights.store import Store
@@ -73,7 +75,7 @@ def _fill(found: Store, life: str, run: Path) -> None:
         durable.write(run / LIFE, copies.next_life(life).encode())
     if found.names(store.MODEL):
         found.fetch_folder(store.MODEL, run / store.MODEL)
-    journal, token = _restored(found, f"{JOURNAL}/{life}", run)
+    journal, token = _restore_journal(found, f"{JOURNAL}/{life}", run)
     try:
         _restore_archive(found, run / ARCHIVE, journal)
         _restore_shards(found, f"{SHARDS}/{life}", run, journal, token)
@@ -101,7 +103,7 @@ def _restore_files(found: Store, folder: str, run: Path, journal: Journal) -> No
         if (content := _newest_whole(found, folder, file)) is not None:
             with durable.naming(run / file, CheckpointError):
                 durable.write(run / file, content)
-    config = continuation.newest_config(journal)
+    config = resume_checks.newest_config(journal)
     if not (run / configfile.CONFIG).is_file() and config is not None:
         log.info("%s/%s: no whole copy of %s: that of the journal is taken", found.address, folder, configfile.CONFIG)
         configfile.save(config, run)
@@ -116,7 +118,7 @@ def _newest_whole(found: Store, folder: str, file: str) -> bytes | None:
     return None
 
 
-def _restored(found: Store, folder: str, run: Path) -> tuple[Journal, str]:
+def _restore_journal(found: Store, folder: str, run: Path) -> tuple[Journal, str]:
     """Make the journal of a run of the newest copy that is whole, and of the transactions behind it.
 
     Returns the token of the claim under which they were written too.
@@ -125,16 +127,16 @@ def _restored(found: Store, folder: str, run: Path) -> tuple[Journal, str]:
     bases = [one for one in names if one.endswith(BASE)]
     # Those of the folder that claimed the address last; of the one before if it has copied nothing yet.
     bases.sort(key=lambda base: token_of(base) == owner.newest(claims))
-    journal, token = _based(found, folder, bases, run)
+    journal, token = _restore_base(found, folder, bases, run)
     by_it = [one for one in names if not one.endswith(BASE) and token_of(one) == token]
-    for one, entry in _whole(found, folder, [one for one in by_it if number_of(one) > journal.number]):
+    for one, entry in _read_transactions(found, folder, [one for one in by_it if number_of(one) > journal.number]):
         if number_of(one) != journal.number + 1:
             raise JournalError(f"{found.address}/{folder}: transaction {journal.number + 1} is missing")
         _repeat(journal, entry)
     return journal, token
 
 
-def _whole(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
+def _read_transactions(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
     """Read transactions; the last one may be cut off: its writer has died, and acknowledged it to nobody."""
     for one in names:
         row = copies.read(found, folder, one)
@@ -146,7 +148,7 @@ def _whole(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[st
             raise JournalError(f"{found.address}/{folder}/{one}: damaged, and transactions follow")
 
 
-def _based(found: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
+def _restore_base(found: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
     """The journal of the last of `bases` that is whole, and the token of the claim under which it was written."""
     for base in reversed(bases):
         checksum = base[DIGITS + 1 :].partition(".")[0]
@@ -154,36 +156,36 @@ def _based(found: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[
         if f"{crc(run / base):08x}" == checksum:
             with durable.naming(run, JournalError):
                 durable.rename(run / base, run / "journal.sqlite")
-            return Journal.restored(run / "journal.sqlite", number_of(base)), token_of(base)
+            return Journal.from_copy(run / "journal.sqlite", number_of(base)), token_of(base)
         (run / base).unlink()
     raise JournalError(f"{found.address}/{folder}: no whole copy of the journal is there")
 
 
 def _repeat(journal: Journal, entry: Entry) -> None:
     match entry:
-        case Wrote(changes=changes, made=made):
+        case WriteEntry(changes=changes, made=made):
             journal.write(changes, made)
-        case Configured(version=version, config=config):
+        case ConfigureEntry(version=version, config=config):
             journal.configure(version, config)
-        case Forgot(before=before, first_slot=first_slot):
+        case ForgetEntry(before=before, first_slot=first_slot):
             journal.forget(before, first_slot)
 
 
 def _restore_shards(found: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
     """Make the journals of a run's shards. Raises `JournalError` if one lacks what the queue has a record of."""
-    config = continuation.newest_config(journal)
+    config = resume_checks.newest_config(journal)
     held = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
         # Written again as by the shard itself, it is copied for the life that begins.
         bodies = CopiedBodies(run, number, found.address)
-        for trajectories in _stored(found, f"{folder}/{number}", token):
+        for trajectories in _shard_trajectories(found, f"{folder}/{number}", token):
             bodies.write(trajectories)
         bodies.read([one for one in held if one.prompt % len(numbers) == number])
         bodies.close()
 
 
-def _stored(found: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
+def _shard_trajectories(found: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
     """The encoded trajectories of each file of a shard's; one that is cut off was acknowledged to nobody.
 
     Files under the claim of `token` come first, and count: another folder may have gone on with the address.

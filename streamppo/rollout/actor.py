@@ -52,14 +52,14 @@ class RolloutActor:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
         await asyncio.to_thread(store.bring_model, self._config, model_path)
         made = await self._begin(self._config, self._name, self._queue, self._reward_models, model_path)
-        process.collect_rarely()
+        process.freeze_gc()
         self._worker.set_result(made)
         return made.version
 
     @ray.method
     async def run(self) -> None:
         """Generate until the actor is killed. Ends only by an exception: the driver watches for it."""
-        await (await self._started()).run()
+        await (await self._start()).run()
 
     @ray.method
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
@@ -67,12 +67,12 @@ class RolloutActor:
 
         Returns an `EvaluationReport`.
         """
-        return encode(await (await self._started()).evaluate(first, step, min_version))
+        return encode(await (await self._start()).evaluate(first, step, min_version))
 
     @ray.method
     async def report(self) -> bytes:
         """Return the counters since the start, as an `EngineReport`."""
-        return encode((await self._started()).report())
+        return encode((await self._start()).report())
 
-    async def _started(self) -> "Worker":
+    async def _start(self) -> "Worker":
         return await asyncio.wrap_future(self._worker)

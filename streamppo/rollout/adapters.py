@@ -15,8 +15,8 @@ from streamppo.config.sections import Config
 from streamppo.errors import WeightsError
 from streamppo.process import phase
 from streamppo.types import Push
-from streamppo.weights.adapters import merged
-from streamppo.weights.content import check, content
+from streamppo.weights.adapters import merge_adapters
+from streamppo.weights.content import check, hash_tensor
 from streamppo.weights.models import loading as models
 from streamppo.weights.replica import Replica
 
@@ -28,30 +28,30 @@ class Loadable(NamedTuple):
     contents: Mapping[str, int]
 
 
-class Source(Protocol):
+class EngineTensors(Protocol):
     """Makes the tensors that an engine loads of the version in `replica`. Raises `WeightsError` if it is damaged."""
 
-    async def of(self, replica: Replica) -> Loadable:
+    async def materialize(self, replica: Replica) -> Loadable:
         """Make it; it may change with the next version that `replica` takes."""
         ...
 
 
-class Pushed:
+class WholeModel:
     """Versions that are whole models."""
 
-    async def of(self, replica: Replica) -> Loadable:
+    async def materialize(self, replica: Replica) -> Loadable:
         """See `Source.of`. The engine compares what it has copied: here nothing is read."""
         return Loadable(replica.tensors, replica.contents)
 
 
-class Merged:
+class MergedAdapters:
     """Versions that are adapters of `frozen` weights, which count `scale` times."""
 
     def __init__(self, frozen: Mapping[str, Tensor], scale: float) -> None:
         self._frozen, self._scale = frozen, scale
-        self._contents = {name: content(tensor) for name, tensor in frozen.items()}
+        self._contents = {name: hash_tensor(tensor) for name, tensor in frozen.items()}
 
-    async def of(self, replica: Replica) -> Loadable:
+    async def materialize(self, replica: Replica) -> Loadable:
         """See `Source.of`. The event loop stays free for rewards and deliveries."""
         return await asyncio.to_thread(self._merge, replica)
 
@@ -60,10 +60,11 @@ class Merged:
         assert replica.push is not None, "there is a version"
         self._compare(replica.push)
         check(replica.contents, replica.tensors.items())
-        tensors = merged(self._frozen, replica.tensors, self._scale)
+        tensors = merge_adapters(self._frozen, replica.tensors, self._scale)
         same = self._contents
         contents = {
-            name: same[name] if tensor is self._frozen[name] else content(tensor) for name, tensor in tensors.items()
+            name: same[name] if tensor is self._frozen[name] else hash_tensor(tensor)
+            for name, tensor in tensors.items()
         }
         return Loadable(tensors, contents)
 
@@ -77,11 +78,13 @@ class Merged:
             )
 
 
-def source(config: Config, model_path: str) -> Source:
+def source(config: Config, model_path: str) -> EngineTensors:
     """Choose by the configuration. With adapters the model at `model_path` is read: raises `ModelError`."""
     if config.model.lora is None:
-        return Pushed()
+        return WholeModel()
     # As the learner does: read in float32, then rounded once.
     lm = models.load(model_path).model
     dtype = getattr(torch, config.model.dtype)
-    return Merged({name: one.detach().to(dtype) for name, one in lm.named_parameters()}, config.model.lora.scale)
+    return MergedAdapters(
+        {name: one.detach().to(dtype) for name, one in lm.named_parameters()}, config.model.lora.scale
+    )

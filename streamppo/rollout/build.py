@@ -18,18 +18,18 @@ from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import positions
 from streamppo.rollout.embedded import engine as embedded
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Engine, Sampling
-from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import engine as sglang
-from streamppo.rollout.sglang import own, push, server, wire
-from streamppo.rollout.sglang.life import Setup
-from streamppo.rollout.sglang.link import Start
+from streamppo.rollout.sglang import in_process, push, server, wire
+from streamppo.rollout.sglang.client import Start
+from streamppo.rollout.sglang.session import SessionSetup
+from streamppo.rollout.weight_checks import Architecture
 from streamppo.tasks import stop as stops
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints
-from streamppo.weights.models.settings import as_pushed, as_written, is_tied
+from streamppo.weights.models.settings import as_pushed, is_tied, read_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,7 +46,7 @@ def sampling(config: Config) -> Sampling:
 
 def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
     """Find all that ends a completion. Raises `ModelError` for an end that is no token."""
-    return _stop(config, model_path, as_written(model_path), tokenizer)
+    return _stop(config, model_path, read_settings(model_path), tokenizer)
 
 
 def _stop(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> Stop:
@@ -68,7 +68,7 @@ async def engine(
     """
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
-    written = as_written(model_path)
+    written = read_settings(model_path)
     hf_config = as_pushed(deepcopy(written), tensors)
     model = _model(config, model_path, hf_config, tokenizer or _tokenizer(model_path))
     seed = crc32(f"{config.seed}/{actor}".encode())
@@ -79,21 +79,21 @@ async def engine(
                 tensors,
                 version=version,
                 slots=config.rollout.slots,
-                max_total_tokens=positions.embedded(model.hf_config, model.room),
-                ends=Ends(model.stop.ids, model.completes, model.unknown),
+                max_total_tokens=positions.embedded_limit(model.hf_config, model.room),
+                ends=EndTokens(model.stop.ids, model.completes, model.unknown),
                 seed=seed,
                 kv=kv,
                 dtype=getattr(torch, config.model.dtype),
                 float32_head=config.model.float32_head,
                 device="cuda" if config.rollout.gpus else "cpu",
             )
-            made.reserve(model.room)
+            made.reserve(model.room, turns=config.environment is not None)
             return made
         case SGLangEngine() as chosen:
             positions.check(model.hf_config, model.room)
             await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
             untied = is_tied(written) and not is_tied(hf_config)
-            setup = Setup(
+            setup = SessionSetup(
                 _start(config, chosen, model_path, model, seed, untied=untied),
                 _connect(config, chosen, actor),
                 chosen.kv,
@@ -115,7 +115,7 @@ async def engine(
             )
 
 
-class Model(NamedTuple):
+class EngineModel(NamedTuple):
     """The settings of a model, and the bounds of its rows: `room` tokens by the configuration, `context` by the model.
 
     `unknown` are the tokens of its `vocabulary` that the tokenizer does not have; `completes` is that of `Ends`.
@@ -130,17 +130,17 @@ class Model(NamedTuple):
     completes: Callable[[Ints], bool] | None = None
 
 
-def _model(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> Model:
+def _model(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> EngineModel:
     """Read the model, and tell the log once of its ends and of the tokens that are never sampled."""
     ends, longest = _stop(config, model_path, hf_config, tokenizer), longest_row(config)
     vocabulary, context = hf_config.get_text_config().vocab_size, positions.longest(hf_config, longest)
-    model = Model(hf_config, ends, vocabulary, context, min(context, longest))
+    model = EngineModel(hf_config, ends, vocabulary, context, min(context, longest))
     if tokenizer is None:
         return model
-    log.info("completions end at %s", ends.described(tokenizer.name) or "nothing but their length")
+    log.info("completions end at %s", ends.describe(tokenizer.name) or "nothing but their length")
     if unknown := tokenizer.unknown(vocabulary):
         log.info("%d rows of the vocabulary are no tokens of the tokenizer, and never sampled", len(unknown))
-    return model._replace(unknown=unknown, completes=ends.completed(tokenizer.spell))
+    return model._replace(unknown=unknown, completes=ends.make_check(tokenizer.spell))
 
 
 def _tokenizer(model_path: str) -> Tokenizer | None:
@@ -155,7 +155,7 @@ def _start(
     config: Config,
     chosen: SGLangEngine,
     model_path: str,
-    model: "Model",
+    model: "EngineModel",
     seed: int,
     *,
     untied: bool,
@@ -175,8 +175,8 @@ def _start(
         key = os.environ.get(chosen.api_key_env, "")
         server.check_address(url, key)
         return partial(server.connect, chosen, key, slots, strings)
-    version = wire.installed()
-    chosen_settings = own.Settings(
+    version = wire.installed_version()
+    chosen_settings = in_process.LaunchSettings(
         version,
         wire.arguments(config, chosen, model_path, slots * model.room, version, spells=bool(strings))
         | wire.head(chosen, untied=untied),
@@ -186,7 +186,7 @@ def _start(
         seed=seed % 2**31,
         start_s=chosen.start_s,
     )
-    return partial(own.start, chosen_settings)
+    return partial(in_process.start, chosen_settings)
 
 
 def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:

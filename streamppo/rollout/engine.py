@@ -23,7 +23,7 @@ class Sampling(NamedTuple):
         return self.top_p < 1 or self.top_k > 0
 
 
-class Candidates(NamedTuple):
+class TokenCandidates(NamedTuple):
     """The tokens that each of T tokens could have been drawn from.
 
     `tokens` are those of token 0 in rising order, then those of token 1, and so on; `counts` [T] says how many each
@@ -33,16 +33,16 @@ class Candidates(NamedTuple):
     tokens: Ints
     counts: Ints
 
-    def before(self, count: int) -> "Candidates":
+    def first(self, count: int) -> "TokenCandidates":
         """Keep those of the first `count` tokens."""
-        return Candidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
+        return TokenCandidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
 
-    def after(self, count: int) -> "Candidates":
+    def drop_first(self, count: int) -> "TokenCandidates":
         """Leave out the first `count` tokens."""
-        return Candidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
+        return TokenCandidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
 
     @classmethod
-    def joined(cls, parts: "Sequence[Candidates]") -> "Candidates":
+    def concatenate(cls, parts: "Sequence[TokenCandidates]") -> "TokenCandidates":
         """Lay those of consecutive tokens end to end."""
         return cls(np.concatenate([one.tokens for one in parts]), np.concatenate([one.counts for one in parts]))
 
@@ -54,7 +54,8 @@ class Completion(NamedTuple):
     greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. If
     the engine does not know it (`versions_known` is false), it is the oldest version that can have been. `candidates`
     are there exactly if the sampling parameters cut the distribution. `routes_SE` are the experts to which the S tokens
-    of prompt and completion but the last were sent, if the engine was asked for them.
+    of prompt and completion but the last were sent, if the engine was asked for them. `cached` tokens of the prompt
+    were in the cache of a server.
     """
 
     tokens: Ints
@@ -62,8 +63,9 @@ class Completion(NamedTuple):
     versions: Ints
     finish: Literal["stop", "length", "cut"]
     versions_known: bool = True
-    candidates: Candidates | None = None
+    candidates: TokenCandidates | None = None
     routes_SE: Routes | None = None
+    cached: int = 0
 
 
 NEVER = 2**62
@@ -98,7 +100,8 @@ class Cuts(NamedTuple):
 class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
-    `restarts` counts how often its processes have died and were started again.
+    `restarts` counts how often its processes have died and were started again. Of the `prompted` tokens of prompts
+    `reused` came from the cache.
     """
 
     tokens: int
@@ -107,6 +110,8 @@ class Usage(NamedTuple):
     swaps: int
     swap_s: float
     restarts: int = 0
+    prompted: int = 0
+    reused: int = 0
 
 
 class Engine(Protocol):

@@ -15,12 +15,15 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from msgspec import structs
 
+from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
-from streamppo.rollout.engine import Candidates, Completion, Cuts, Engine, Sampling
+from streamppo.rollout.agents import Agents
+from streamppo.rollout.endpoint.session import SampledPolicy
+from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling, TokenCandidates
 from streamppo.tasks import environments
-from streamppo.tasks.environments import Done, World
-from streamppo.tasks.stalls import Stalls
+from streamppo.tasks.environments import Done, EnvSession
+from streamppo.tasks.stalls import EventLoopStalls
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Said, Tokenizer
 from streamppo.types import (
@@ -49,6 +52,7 @@ class Episode(NamedTuple):
     """A finished completion of T tokens before it is scored. `turn_ends` are the places of the turns' last tokens.
 
     `opening` is the environment's wording of the prompt, and `observations` are its messages after the turns.
+    `branches` are those of the trajectory.
     """
 
     prompt_tokens: Ints
@@ -62,10 +66,11 @@ class Episode(NamedTuple):
     turns: tuple[str, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     end: Done = Done()
-    candidates: Candidates | None = None
+    candidates: TokenCandidates | None = None
     routes_SE: Routes | None = None
     opening: Prompt | None = None
     observations: tuple[tuple[Message, ...], ...] = ()
+    branches: bytes = b""
 
     @property
     def num_sampled(self) -> int:
@@ -80,7 +85,7 @@ class Episode(NamedTuple):
             versions=self.versions[:end],
             mask=self.mask[:end],
             finish="cut",
-            candidates=self.candidates and self.candidates.before(end),
+            candidates=self.candidates and self.candidates.first(end),
             routes_SE=None if self.routes_SE is None else self.routes_SE[: len(self.prompt_tokens) + end - 1],
         )
 
@@ -124,7 +129,7 @@ class Episode(NamedTuple):
     ) -> Trajectory:
         """Make the scored trajectory that crosses to the queue, of the tokens behind the first `prefix` of them."""
         rest = slice(prefix, None)
-        candidates = None if self.candidates is None else self.candidates.after(prefix)
+        candidates = None if self.candidates is None else self.candidates.drop_first(prefix)
         return Trajectory(
             identity=identity,
             actor=actor,
@@ -142,13 +147,14 @@ class Episode(NamedTuple):
             candidate_counts=b"" if candidates is None else candidates.counts.tobytes(),
             teacher_logprobs=teacher_logprobs[4 * prefix :],
             routes=b"" if self.routes_SE is None else self.routes_SE.tobytes(),
+            branches=self.branches,
             components=reward.components,
             explanation=utf8_safe(reward.explanation)[:EXPLAINED],
         )
 
 
 class Cutter(Protocol):
-    """Hands an episode's segments over as it is played: see `handing.Handing`."""
+    """Hands an episode's segments over as it is played: see `segment_writer.SegmentWriter`."""
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
         """Say where the engine is to cut the turn that comes."""
@@ -160,16 +166,30 @@ class Cutter(Protocol):
 
 
 class Player:
-    """Plays prompts with one engine and, if there is one, a new environment for each."""
+    """Plays prompts with one engine and, if there is one, a new environment for each, or an agent.
+
+    Without `scored`, which says that scorers give a reward, an agent has to give one.
+    """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, environment: EnvironmentConfig | None, stop: Stop = NO_STOP
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        environment: AnyEnvironment | None,
+        stop: Stop = NO_STOP,
+        *,
+        scored: bool = False,
     ) -> None:
         self._engine = engine
         self.tokenizer, self.stop = tokenizer, stop
-        self._environment = environment
-        self._make = environments.load(environment) if environment else None
-        self._stalls = Stalls(environment.name, environment.timeout_s) if environment else None
+        self.agents: Agents | None = None
+        self._stalls: EventLoopStalls | None = None
+        self._environment = environment if isinstance(environment, EnvironmentConfig) else None
+        if isinstance(environment, AgentEnvironment):
+            self.agents = Agents(SampledPolicy(engine, tokenizer, stop), environment, scored=scored)
+        if self._environment:
+            self._make = environments.load(self._environment)
+            self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)
 
     def stalls(self) -> dict[str, int]:
         """Count the steps of environments that held the event loop, by file and line."""
@@ -178,21 +198,23 @@ class Player:
     def prepare(self, prompt: Prompt) -> None:
         """Find the tokens of `prompt` before its samples are played. Raises `TaskError`, as `play` will."""
         # An environment words its prompts itself.
-        if self._environment is None:
+        if self._environment is None and self.agents is None:
             self.tokenizer.encode(prompt)
 
     async def play(self, prompt: Prompt, sampling: Sampling, cutter: Cutter | None = None) -> Episode:
         """Play one episode, whose segments `cutter` hands over. Raises one of `FAILURES`."""
-        if self._environment is None or self._make is None or self._stalls is None:
+        if self.agents is not None:
+            return Episode(**(await self.agents.play(prompt, sampling))._asdict())
+        if self._environment is None or self._stalls is None:
             tokens = self.tokenizer.encode(prompt)
             so_far = partial(_one_turn, tokens)
             cuts = cutter.cuts(so_far, tokens[:0]) if cutter else None
             return so_far(await self._engine.generate(tokens, sampling, cuts))
-        async with environments.opened(self._make, self._stalls) as world:
+        async with environments.open_session(self._make, self._stalls) as world:
             return await self._converse(prompt, sampling, self._environment, world, cutter)
 
     async def _converse(
-        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World, cutter: Cutter | None
+        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: EnvSession, cutter: Cutter | None
     ) -> Episode:
         opening = _opening(prompt, await world.begin(prompt), limits)
         columns = Columns(self.tokenizer.encode(opening), opening)
@@ -233,7 +255,7 @@ class Columns:
         self._parts: list[tuple[Ints, Floats, Ints, Flags]] = []
         self._turn_ends: list[int] = []
         self._versions_known = True
-        self._candidates: list[Candidates | None] = []
+        self._candidates: list[TokenCandidates | None] = []
         self._routes: Routes | None = None
 
     def context(self) -> Ints:
@@ -305,14 +327,14 @@ class Columns:
         missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)
         return np.pad(self._routes, ((0, missing), (0, 0)), constant_values=-1)
 
-    def _joined_candidates(self) -> Candidates | None:
+    def _joined_candidates(self) -> TokenCandidates | None:
         """Join the candidates of all turns; an observation was drawn from nothing, and nothing is left out of it."""
         if all(found is None for found in self._candidates):
             return None
         none = np.zeros(0, np.int32)
-        return Candidates.joined(
+        return TokenCandidates.concatenate(
             [
-                found or Candidates(none, np.zeros(len(part[0]), np.int32))
+                found or TokenCandidates(none, np.zeros(len(part[0]), np.int32))
                 for part, found in zip(self._parts, self._candidates, strict=True)
             ]
         )

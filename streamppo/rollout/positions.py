@@ -50,7 +50,7 @@ def window(hf_config: "PreTrainedConfig") -> int | None:
     return None if width is None or width >= longest(hf_config, width) else width
 
 
-def embedded(hf_config: "PreTrainedConfig", longest_row: int) -> int:
+def embedded_limit(hf_config: "PreTrainedConfig", longest_row: int) -> int:
     """Tokens that a row of the embedded engine may have: it sees all of it, and so may no layer look back on less.
 
     Raises `ModelError` if the configuration's `longest_row` has more than that.

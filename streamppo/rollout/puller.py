@@ -16,7 +16,7 @@ from streamppo.process import phase
 from streamppo.types import Push, decode
 from streamppo.weights.delta import Bytes
 from streamppo.weights.replica import Replica
-from streamppo.weights.transport import BucketRef, Inlet, Lost
+from streamppo.weights.transport import BucketGone, BucketRef, Receiver
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -32,7 +32,7 @@ AHEAD = 2
 class Puller:
     """Pulls versions for the actor `name` from the ledger in `queue`, through `inlet`, into `replica`."""
 
-    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", inlet: Inlet) -> None:
+    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", inlet: Receiver) -> None:
         self.name, self.queue, self.replica = name, queue, Replica()
         self._inlet = inlet
 
@@ -46,7 +46,7 @@ class Puller:
             try:
                 for push, refs in found:
                     await self._take(decode(push, Push), refs)
-            except Lost:
+            except BucketGone:
                 # The learner died with its weights, or has newer ones.
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -61,12 +61,12 @@ class Puller:
             await asyncio.to_thread(self._take_all, push, fetched)
             return
         self.replica.begin(push)
-        async with aclosing(self._fetched(refs)) as fetched:
+        async with aclosing(self._fetch_buckets(refs)) as fetched:
             async for bucket in fetched:
                 await asyncio.to_thread(self._put, bucket)
         self.replica.finish()
 
-    async def _fetched(self, refs: Sequence[BucketRef]) -> AsyncGenerator[Bytes]:
+    async def _fetch_buckets(self, refs: Sequence[BucketRef]) -> AsyncGenerator[Bytes]:
         """Fetch buckets in their order, some of them ahead."""
         left, under_way = deque(refs), deque[asyncio.Future[Bytes]]()
         try:

@@ -22,7 +22,7 @@ from streamppo.tasks.rewards.client import Client
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import QUOTED
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Floats, Ints, ScorerReport, utf8_safe
+from streamppo.types import Floats, Ints, ScorerReport, branches, utf8_safe
 
 COMPARED = 4096
 """Tokens at most whose texts are compared, evenly over the policy's."""
@@ -34,7 +34,7 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 log = logging.getLogger(__name__)
 
 
-class Scored(NamedTuple):
+class TeacherScores(NamedTuple):
     """The log-probs of T tokens, or else the `reason` why there are none."""
 
     logprobs: Floats | None = None
@@ -48,7 +48,7 @@ class MetaInfo(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, TokenId, str | None]]
 
 
-class Answer(msgspec.Struct):
+class TeacherAnswer(msgspec.Struct):
     """SGLang's answer to /generate."""
 
     meta_info: MetaInfo
@@ -60,7 +60,7 @@ class Texts(msgspec.Struct):
     text: list[str]
 
 
-class Teacher:
+class TeacherClient:
     """Asks the server at `config.url` for log-probs, within the bounds of `config`; `connect` makes it."""
 
     def __init__(self, config: TeacherConfig) -> None:
@@ -72,15 +72,38 @@ class Teacher:
     async def score(self, episode: Episode) -> bytes:
         """Return the column [T] of log-probs of an episode, 0 for tokens that the policy did not sample.
 
-        Raises `TeacherFailed`.
+        Each path of an episode with branches is a call of its own. Raises `TeacherFailed`.
         """
-        scored = await self._guard.score(episode.prompt_tokens, episode.tokens)
-        if scored.logprobs is None:
-            raise TeacherFailed(scored.reason)
-        column = np.where(episode.mask, scored.logprobs, np.float32(0))
+        if episode.branches:
+            logprobs = await self._score_paths(episode)
+        else:
+            logprobs = await self._scored(episode.prompt_tokens, episode.tokens)
+        column = np.where(episode.mask, logprobs, np.float32(0))
         if not np.isfinite(column).all():
             raise TeacherFailed(f"{self._url}: a log-prob is not finite")
         return column.astype("<f4").tobytes()
+
+    async def _score_paths(self, episode: Episode) -> Floats:
+        """The log-probs [T]: each sampled token's by the first path that has it."""
+        prompt, width = len(episode.prompt_tokens), len(episode.prompt_tokens) + len(episode.tokens)
+        row, sampled = np.concatenate([episode.prompt_tokens, episode.tokens]), np.zeros(width, np.bool_)
+        sampled[prompt:] = episode.mask
+        calls: list[tuple[Ints, int]] = []
+        for path in branches.paths(episode.branches, width):
+            if len(new := np.flatnonzero(sampled[path])):
+                calls.append((path, int(new[0])))
+                sampled[path] = False
+        found = await asyncio.gather(*(self._scored(row[path[:at]], row[path[at:]]) for path, at in calls))
+        logprobs = np.zeros(width, np.float32)
+        for (path, at), numbers in reversed(list(zip(calls, found, strict=True))):
+            logprobs[path[at:]] = numbers
+        return logprobs[prompt:]
+
+    async def _scored(self, prompt: Ints, tokens: Ints) -> Floats:
+        scored = await self._guard.score(prompt, tokens)
+        if scored.logprobs is None:
+            raise TeacherFailed(scored.reason)
+        return scored.logprobs
 
     async def check(self, tokenizer: Tokenizer) -> None:
         """Raise `ModelError` if the server gives no log-probs, or reads the policy's tokens as other texts."""
@@ -108,7 +131,7 @@ class Teacher:
         """Close all connections."""
         await self._client.close()
 
-    async def _ask(self, prompt: Ints, tokens: Ints) -> Scored:
+    async def _ask(self, prompt: Ints, tokens: Ints) -> TeacherScores:
         body = {
             "input_ids": [*prompt.tolist(), *tokens.tolist()],
             "return_logprob": True,
@@ -119,12 +142,12 @@ class Teacher:
         try:
             async with asyncio.timeout(self._timeout_s):
                 content = await self._client.post(f"{self._url}/generate", body)
-            return Scored(read(content, tokens))
+            return TeacherScores(read(content, tokens))
         except TimeoutError:
-            return Scored(reason=f"no log-probs after {self._timeout_s:g} s")
+            return TeacherScores(reason=f"no log-probs after {self._timeout_s:g} s")
         except (TaskError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             reason = utf8_safe(f"{type(error).__name__}: {error}")[:QUOTED]
-            return Scored(reason=reason, retryable=isinstance(error, Retryable))
+            return TeacherScores(reason=reason, retryable=isinstance(error, Retryable))
 
     async def _texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each of `tokens` by the server's tokenizer; none if it does not tell."""
@@ -143,7 +166,7 @@ class Teacher:
 
 def read(content: bytes, tokens: Ints) -> Floats:
     """Read the log-probs of `tokens` [T] in SGLang's answer. Raises `TaskError` unless they are of these."""
-    entries = msgspec.json.decode(content, type=Answer).meta_info.input_token_logprobs[1:]
+    entries = msgspec.json.decode(content, type=TeacherAnswer).meta_info.input_token_logprobs[1:]
     ids = np.array([entry[1] for entry in entries], np.int64)
     if len(ids) != len(tokens):
         raise TaskError(f"{len(ids)} log-probs for {len(tokens)} tokens: it has cut them off, or is no SGLang")
@@ -153,11 +176,11 @@ def read(content: bytes, tokens: Ints) -> Floats:
     return np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
 
 
-async def connect(config: TeacherConfig, tokenizer: Tokenizer) -> Teacher | None:
+async def connect(config: TeacherConfig, tokenizer: Tokenizer) -> TeacherClient | None:
     """Return the teacher that is a server, checked; None without one. Raises `ModelError` or `TaskError`."""
     if not config.url:
         return None
-    made = Teacher(config)
+    made = TeacherClient(config)
     try:
         await made.check(tokenizer)
     except ModelError:

@@ -22,17 +22,17 @@ from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
 from streamppo.process import phase
-from streamppo.queue.shards import Shards
-from streamppo.queue.source import BEAT_S
+from streamppo.queue.batch_source import BEAT_S
+from streamppo.queue.shards.shards import Shards
 from streamppo.rollout import adapters, build, teacher
-from streamppo.rollout.cuts import cut_for, most_under_way
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
-from streamppo.rollout.follower import Follower
-from streamppo.rollout.handing import Handing
 from streamppo.rollout.puller import Puller
-from streamppo.rollout.teacher import Teacher
-from streamppo.tasks import limits
+from streamppo.rollout.segment_cuts import cut_for, most_under_way
+from streamppo.rollout.segment_writer import SegmentWriter
+from streamppo.rollout.teacher import TeacherClient
+from streamppo.rollout.weight_sync import WeightSync
+from streamppo.tasks import length_limit
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -52,7 +52,7 @@ from streamppo.types import (
     encode,
     utf8_safe,
 )
-from streamppo.weights import ways
+from streamppo.weights import factory
 from streamppo.weights.content import check
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ GATHER_S = 0.05
 A completion of a language model takes a hundred times as long."""
 
 
-class Answer(NamedTuple):
+class GreedyAnswer(NamedTuple):
     """A greedy answer: true if it is right, None if it failed for `reason`; its oldest and its newest version."""
 
     correct: bool | None
@@ -100,16 +100,19 @@ async def start(
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
-    puller = Puller(name, queue, ways.inlet(config))
+    puller = Puller(name, queue, factory.inlet(config))
     push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
     source = await asyncio.to_thread(adapters.source, config, model_path)
-    tensors, _ = await source.of(replica)
+    tensors, _ = await source.materialize(replica)
     engine = await build.engine(config, name, model_path, push.version, tensors, tokenizer)
-    player = Player(engine, tokenizer, config.environment, build.stop(config, model_path, tokenizer))
-    follower = Follower(puller, engine, source)
+    stop, scored = build.stop(config, model_path, tokenizer), bool(config.reward.scorers)
+    player = Player(engine, tokenizer, config.environment, stop, scored=scored)
+    if player.agents is not None:
+        await player.agents.start()
+    follower = WeightSync(puller, engine, source)
     return Worker(
-        config, name, queue, task, player, rewards, follower=follower, teacher=taught_by, shards=Shards.of(config)
+        config, name, queue, task, player, rewards, follower=follower, teacher=taught_by, shards=Shards.attach(config)
     )
 
 
@@ -125,21 +128,21 @@ class Worker:
         player: Player,
         rewards: Rewards,
         *,
-        follower: Follower,
-        teacher: Teacher | None = None,
+        follower: WeightSync,
+        teacher: TeacherClient | None = None,
         shards: Shards | None = None,
     ) -> None:
         self._config, self._name, self._queue, self._shards = config, name, queue, shards
         self._task, self._player, self._rewards, self._teacher = task, player, rewards, teacher
         self._follower, self._engine = follower, follower.engine
         self._sampling = build.sampling(config)
-        self._limit = limits.load(config.rollout.limit, self._sampling.max_tokens)
+        self._limit = length_limit.load(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._room, self._call = config.rollout.in_flight, 0
         self._lacks = asyncio.Event()
         self._lacks.set()
         self._sharing = config.rollout.actors
-        self._under_way: set[Handing] = set()
+        self._under_way: set[SegmentWriter] = set()
         self._finished: list[Trajectory | Failure] = []
         self._delivery_due = asyncio.Event()
         self._trajectories = 0
@@ -157,7 +160,7 @@ class Worker:
             group.create_task(self._follower.run())
             group.create_task(self._deliver(group))
             if self._config.queue.segments:
-                group.create_task(self._tell_cuts())
+                group.create_task(self._report_cuts())
             await self._issue(group)
 
     async def _beat(self) -> None:
@@ -171,7 +174,7 @@ class Worker:
                 self._delivery_due.set()
             await asyncio.sleep(BEAT_S)
 
-    async def _tell_cuts(self) -> None:
+    async def _report_cuts(self) -> None:
         """Deliver after every swap: the learner may wait to hear that nothing was due, or that it was cut."""
         while True:
             await self._follower.reach(self.version + 1)
@@ -184,18 +187,18 @@ class Worker:
         while True:
             await self._lacks.wait()
             await asyncio.sleep(GATHER_S)
-            if (wanted := self._wanted) and self._admit(await self._more(wanted), group) < wanted:
+            if (wanted := self._num_wanted) and self._admit(await self._request_tickets(wanted), group) < wanted:
                 continue
             self._lacks.clear()
-            if self._wanted:
+            if self._num_wanted:
                 # Places that have become free meanwhile, for which no delivery has asked.
                 self._delivery_due.set()
 
-    async def _more(self, wanted: int) -> bytes:
+    async def _request_tickets(self, wanted: int) -> bytes:
         return await self._queue.issue.remote(self._name, self._engine.version, wanted, self._call)
 
     @property
-    def _wanted(self) -> int:
+    def _num_wanted(self) -> int:
         """The tickets to ask for, of those that there is room for."""
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments and queue.segments.just_in_time:
@@ -237,11 +240,11 @@ class Worker:
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""
         episode: Episode | None = None
-        handing = Handing(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
+        handing = SegmentWriter(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
         self._under_way.add(handing)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
-            sampling = self._limited(self._sampling, prompt, ticket.identity)
+            sampling = self._with_length_limit(self._sampling, prompt, ticket.identity)
             episode = await self._player.play(prompt, sampling, handing if self._config.queue.segments else None)
             handing.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
@@ -250,13 +253,13 @@ class Worker:
             self._trajectories += 1
         except FAILURES as error:
             stage, reason = _stage(error), utf8_safe(error)
-            sampled = int(episode.mask[handing.prefix :].sum()) if episode else 0
+            sampled = int(episode.mask[handing.prefix :].sum()) if episode else getattr(error, "tokens", 0)
             failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
             self._hand_over(failure)
         self._under_way.remove(handing)
         self._room += 1
 
-    def _limited(self, sampling: Sampling, prompt: Prompt, identity: Identity | None) -> Sampling:
+    def _with_length_limit(self, sampling: Sampling, prompt: Prompt, identity: Identity | None) -> Sampling:
         """`sampling` with the limit of one completion, which most tasks leave as it is."""
         most = self._limit(prompt, identity)
         return sampling if most == sampling.max_tokens else sampling._replace(max_tokens=most)
@@ -298,7 +301,7 @@ class Worker:
                 delivery = b"" if self._shards else encode(trajectories)
             if self._shards:
                 delivery = encode(await self._shards.store(trajectories))
-            wanted = 0 if self._lacks.is_set() else self._wanted
+            wanted = 0 if self._lacks.is_set() else self._num_wanted
             request = {"engine_version": self.version, "limit": wanted, "call": self._call}
             answer = await self._queue.deliver.remote(self._name, version, delivery, encode(failures), **request)
             if self._admit(answer, group) < wanted:
@@ -330,13 +333,13 @@ class Worker:
             max_version=max((answer.newest for answer in answers), default=min_version),
         )
 
-    async def _answer(self, prompt: Prompt) -> Answer:
+    async def _answer(self, prompt: Prompt) -> GreedyAnswer:
         try:
-            episode = await self._player.play(prompt, self._limited(self._greedy, prompt, None))
+            episode = await self._player.play(prompt, self._with_length_limit(self._greedy, prompt, None))
             correct = (await self._score(prompt, episode)).total >= self._config.reward.correct_at
         except FAILURES as error:
-            return Answer(None, self.version, self.version, utf8_safe(f"{_stage(error)}: {error}"))
-        return Answer(correct, int(episode.versions.min()), int(episode.versions.max()))
+            return GreedyAnswer(None, self.version, self.version, utf8_safe(f"{_stage(error)}: {error}"))
+        return GreedyAnswer(correct, int(episode.versions.min()), int(episode.versions.max()))
 
     def report(self) -> EngineReport:
         """Return the counters since the start."""
@@ -353,11 +356,14 @@ class Worker:
             push_ms=self._follower.push_ms,
             checksum=self._follower.digest,
             restarts=usage.restarts,
+            prompted=usage.prompted,
+            reused=usage.reused,
             scorers=(*self._rewards.report(), *([self._teacher.report()] if self._teacher else [])),
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),
+            agents=dict(self._player.agents.counts) if self._player.agents else {},
             phases=process.spent(),
-            sample=_shown(*self._newest) if self._newest else None,
+            sample=_sample_of(*self._newest) if self._newest else None,
         )
 
 
@@ -376,7 +382,7 @@ def _stage(error: Exception) -> Literal["engine", "environment", "reward", "teac
             return "engine"
 
 
-def _shown(text: ScoredText, reward: float, version: int) -> Sample:
+def _sample_of(text: ScoredText, reward: float, version: int) -> Sample:
     prompt = text.messages[-1].text if text.messages else text.prompt
     shown, completion = utf8_safe(prompt[-Sample.LENGTH :]), utf8_safe(text.completion[: Sample.LENGTH])
     return Sample(prompt=shown, completion=completion, reward=reward, version=version)

@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 
 from streamppo.errors import TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Template
 
 ARGUMENTS = "chat_template_kwargs"
@@ -36,7 +36,7 @@ def message(item: object, where: str) -> Message:
 
 def template(row: Row, tools: str, base: Template, where: str) -> Template:
     """Add to `base` the tools in the column `tools` of a row, and its `ARGUMENTS`. Raises `TaskError` for others."""
-    listed, arguments = _parsed(row.get(tools)) if tools else None, _parsed(row.get(ARGUMENTS))
+    listed, arguments = _parse_column(row.get(tools)) if tools else None, _parse_column(row.get(ARGUMENTS))
     if not listed and not arguments:
         return base
     try:
@@ -53,7 +53,7 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
     )
 
 
-def _parsed(value: object) -> object:
+def _parse_column(value: object) -> object:
     """A column may hold JSON as a text: rows of one schema need that."""
     if not isinstance(value, str):
         return value

@@ -50,7 +50,7 @@ class ChatTemplate:
             raise TaskError("the prompt ends with an assistant's message without content, which has nothing to go on")
         return self._apply(messages, template, add_generation_prompt=not continues, continue_final_message=continues)
 
-    def whole(self, messages: Sequence[Message], template: Template) -> str:
+    def render_conversation(self, messages: Sequence[Message], template: Template) -> str:
         """Render a conversation that is over. Raises `TaskError` as `render` does."""
         return self._apply(messages, template, add_generation_prompt=False)
 
@@ -61,7 +61,7 @@ class ChatTemplate:
         does not write an assistant's words once.
         """
         turn = (Message(role="user", content="?"), Message(role="assistant", content=SENTINEL))
-        rendered = self.render((*turn, *said), template) if said else self.whole(turn, template)
+        rendered = self.render((*turn, *said), template) if said else self.render_conversation(turn, template)
         behind = rendered.split(SENTINEL)[1:]
         if len(behind) != 1:
             raise TaskError(
@@ -79,14 +79,14 @@ class ChatTemplate:
         # Templates take an empty list for tools, too.
         tools = list(template.tools) or None
         given = {**self._clock, **template.arguments, **how}
-        rendered = self._rendered(chat, tools, given)
+        rendered = self._render_checked(chat, tools, given)
         if template.control_tokens == "parse":
             return rendered
         escaped = [self._control.escape(message, str(message["role"])) for message in chat]
         escaped_tools = self._control.escape(tools, "tool")
         if (escaped, escaped_tools) == (chat, tools):
             return rendered
-        kept = self._rendered(escaped, escaped_tools, given)
+        kept = self._render_checked(escaped, escaped_tools, given)
         if self._control.restore(kept) != rendered:
             raise TaskError(
                 "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "
@@ -94,7 +94,7 @@ class ChatTemplate:
             )
         return kept
 
-    def _rendered(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
+    def _render_checked(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
         except FAULTS as error:

@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
-from streamppo.tasks.read import Row, Unread
+from streamppo.tasks.dataset_files import Row, Unread
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})
@@ -36,7 +36,7 @@ class Plain(NamedTuple):
     left_out: Mapping[str, str]
 
 
-def of(row: Row) -> Plain:
+def plain_columns(row: Row) -> Plain:
     """Make the columns of a row plain."""
     columns: dict[str, object] = {}
     left_out: dict[str, str] = {}
@@ -73,10 +73,10 @@ def plain(value: object) -> object:
         case bytearray() | memoryview():
             return bytes(value)
         case _:
-            return _extended(value)
+            return _plain_subclass(value)
 
 
-def _extended(value: object) -> object:
+def _plain_subclass(value: object) -> object:
     """Return a value of a class that extends a plain one, or of a library's array."""
     if isinstance(value, str):
         return str.__str__(value)

@@ -54,7 +54,7 @@ class ControlTokens:
         self._ids: dict[str, int] = {token.content: number for number, token in added.items()}
         self._unknown = self._ids.get(str(tokenizer.unk_token))
 
-    def found(self, text: str) -> str | None:
+    def find(self, text: str) -> str | None:
         """Return the first name of a special token in `text`, if there is one."""
         return match[0] if self._special_names and (match := self._special_names.search(text)) else None
 
@@ -65,17 +65,17 @@ class ControlTokens:
         `TaskError` for a text that holds `MARK` or `SIGN`.
         """
         pattern = self._special_names if role in OWN_ROLES else self._all_names
-        return value if pattern is None else cast(T, self._escaped(value, pattern))
+        return value if pattern is None else cast(T, self._escape(value, pattern))
 
-    def _escaped(self, value: object, pattern: re.Pattern[str]) -> object:
+    def _escape(self, value: object, pattern: re.Pattern[str]) -> object:
         match value:
             case str():
                 _refuse_marks(value)
                 return pattern.sub(lambda found: f"{MARK}{self._names.index(found[0])}z", value)
             case dict():
-                return {self._escaped(key, pattern): self._escaped(item, pattern) for key, item in value.items()}
+                return {self._escape(key, pattern): self._escape(item, pattern) for key, item in value.items()}
             case list() | tuple():
-                return [self._escaped(item, pattern) for item in value]
+                return [self._escape(item, pattern) for item in value]
             case _:
                 return value
 

@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 
 from streamppo.config.task import Source
 from streamppo.errors import TaskError
-from streamppo.tasks import chat, columns, files, read, split
-from streamppo.tasks.read import Row
+from streamppo.tasks import chat, columns, dataset_files, files, split
+from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Prompt, Template
 
 SPECIALS = 8
@@ -56,7 +56,7 @@ class Data:
         self.notes: list[str] = []
         self.training: Sequence[Prompt] = self._read(source.data, source.split)
         self.keys = self._keys(self.training)
-        self.notes += split.repeated(self.keys, name)
+        self.notes += split.describe_repeats(self.keys, name)
         self.held_out: Sequence[Prompt]
         self.is_divided = source.evaluation is None and source.evaluation_split is None
         if self.is_divided:
@@ -78,8 +78,8 @@ class Data:
 
     def leave(self, taken: set[bytes]) -> None:
         """Train on none of the prompts whose keys are `taken`. Raises `TaskError` if no other is left."""
-        self.training = split.without(self.training, self.keys, taken)
-        self.keys = split.without(self.keys, self.keys, taken)
+        self.training = split.drop_taken(self.training, self.keys, taken)
+        self.keys = split.drop_taken(self.keys, self.keys, taken)
         if not self.training:
             raise TaskError(
                 f"{self._source.data}: each of its prompts is held out of another source: leave this one out"
@@ -93,7 +93,7 @@ class Data:
         folder = Path(data)
         if folder.is_dir() and (doubtful := files.find(folder, of_split).doubtful):
             self.notes.append(f"{self._name}: not read as of the split {of_split!r} in {folder}: {', '.join(doubtful)}")
-        rows = islice(read.rows(data, of_split, self._source.subset), self._limit)
+        rows = islice(dataset_files.rows(data, of_split, self._source.subset), self._limit)
         fitting = [made for where, row in rows if (made := self._prompt(row, where)) is not None]
         if not fitting:
             raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))
@@ -101,7 +101,7 @@ class Data:
 
     def _prompt(self, row: Row, where: str) -> Prompt | None:
         """Make the prompt of a row; None for one that is left out."""
-        plain = columns.of(row)
+        plain = columns.plain_columns(row)
         self._left_out |= plain.left_out
         made = prompt(plain.columns, where, self._name, self._source)
         if self._tokenizer is not None and not self._fits(made, where, self._source, self._tokenizer):
@@ -135,13 +135,13 @@ class Data:
 def _evaluation(source: Source) -> tuple[str, str]:
     """Return data and split of the evaluation. Raises `TaskError` for those that are trained on."""
     data, of_split = source.evaluation or source.data, source.evaluation_split or source.split
-    if source.evaluation is None and not read.has_splits(data):
+    if source.evaluation is None and not dataset_files.has_splits(data):
         raise TaskError(
             f"{data} is its own split, so evaluation_split would evaluate on what is trained on: "
             "name other rows as `evaluation`, or use held_out"
         )
     same = data == source.data or Path(data).resolve() == Path(source.data).resolve()
-    if same and (of_split == source.split or not read.has_splits(data)):
+    if same and (of_split == source.split or not dataset_files.has_splits(data)):
         raise TaskError(
             f"{data} is trained on, and evaluation on it is one of memory: name other rows as `evaluation`, "
             "another evaluation_split, or leave both out and use held_out"

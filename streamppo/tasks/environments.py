@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
-from streamppo.tasks import places, plugins
+from streamppo.tasks import plugins, user_traceback
 from streamppo.tasks.rewards.outcome import QUOTED, plain
-from streamppo.tasks.stalls import Calls, Stalls, TooLate
+from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls, TooLate
 from streamppo.tasks.tokenizer import Said
 from streamppo.types import Message, Prompt, Reward
 
@@ -74,41 +74,41 @@ def load(config: Config) -> Make:
     return make
 
 
-class World:
+class EnvSession:
     """An environment at play; every method raises `EnvironmentFailed`."""
 
-    def __init__(self, environment: Environment, calls: Calls) -> None:
+    def __init__(self, environment: Environment, calls: EnvironmentCalls) -> None:
         self._environment = environment
         self._calls = calls
 
     async def begin(self, prompt: Prompt) -> Said:
         """Begin, and return the text that the policy sees first."""
-        return _said(await _bounded("reset", self._calls, partial(self._environment.reset, prompt)))
+        return _describe_answer(await _within_time("reset", self._calls, partial(self._environment.reset, prompt)))
 
     async def step(self, text: str) -> Observation | Done:
         """Ask the environment for its answer, its numbers plain and finite floats."""
-        answer = await _bounded("step", self._calls, partial(self._environment.step, text))
+        answer = await _within_time("step", self._calls, partial(self._environment.step, text))
         if isinstance(answer, Done):
             # Any mapping will do: `plain` makes a dict of it.
             components = cast(dict[str, float], answer.components)
             checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
             return Done(checked.score, checked.components, checked.explanation)
         if isinstance(answer, Observation):
-            return Observation(_said(answer.said), _plain(Reward(score=answer.reward)).score)
-        return Observation(_said(answer))
+            return Observation(_describe_answer(answer.said), _plain(Reward(score=answer.reward)).score)
+        return Observation(_describe_answer(answer))
 
     async def close(self) -> None:
         """End it, if there is something to end."""
         close = getattr(self._environment, "close", None)
         if close is not None:
-            await _bounded("close", self._calls, close)
+            await _within_time("close", self._calls, close)
 
 
 @asynccontextmanager
-async def opened(make: Make, stalls: Stalls) -> AsyncGenerator[World]:
+async def open_session(make: Make, stalls: EventLoopStalls) -> AsyncGenerator[EnvSession]:
     """Make an environment, and close it however its trajectory ends. Raises `EnvironmentFailed`."""
-    calls = Calls(stalls)
-    world = World(await _bounded("the constructor", calls, make), calls)
+    calls = EnvironmentCalls(stalls)
+    world = EnvSession(await _within_time("the constructor", calls, make), calls)
     try:
         yield world
     # Also a cancellation.
@@ -120,14 +120,14 @@ async def opened(make: Make, stalls: Stalls) -> AsyncGenerator[World]:
     await world.close()
 
 
-async def _bounded(method: str, calls: Calls, call: Callable[[], Awaitable[T]]) -> T:
+async def _within_time(method: str, calls: EnvironmentCalls, call: Callable[[], Awaitable[T]]) -> T:
     try:
-        return await calls.bounded(call)
+        return await calls.call(call)
     except TooLate as error:
         raise EnvironmentFailed(f"{method} {error}") from error
     # Other people's environments raise anything.
     except (Exception, SystemExit) as error:
-        raise EnvironmentFailed(f"{method}: {places.told(error)}") from error
+        raise EnvironmentFailed(f"{method}: {user_traceback.format_user_error(error)}") from error
 
 
 def _plain(reward: Reward) -> Reward:
@@ -137,7 +137,7 @@ def _plain(reward: Reward) -> Reward:
         raise EnvironmentFailed(f"step gave {repr(reward)[:QUOTED]}, {error}") from error
 
 
-def _said(value: object) -> Said:
+def _describe_answer(value: object) -> Said:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, Sequence) and value and all(map(_is_message, value)):

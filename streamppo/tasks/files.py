@@ -20,22 +20,22 @@ SHARD = r"(?:[-_.]\d+)?(?:[-_]of[-_]\d+)?(?:[-_.][0-9a-f]{8,})?"
 SPLITS = frozenset({"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
 
 
-class Files(NamedTuple):
+class SplitFiles(NamedTuple):
     """The files of a split, and names of others that may be meant to be of it."""
 
     of_split: list[Path]
     doubtful: list[str]
 
 
-def find(folder: Path, split: str) -> Files:
+def find(folder: Path, split: str) -> SplitFiles:
     """Find the files of `split`. Raises `TaskError` without any, and for one in a form that is not read."""
-    if saved(folder):
+    if is_saved_dataset(folder):
         try:
             entries = json.loads((folder / "state.json").read_text())["_data_files"]
-            return Files([folder / entry["filename"] for entry in entries], [])
+            return SplitFiles([folder / entry["filename"] for entry in entries], [])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TaskError(f"{folder / 'state.json'}: not as `save_to_disk` writes it: {error}") from error
-    seen = list(_seen(folder))
+    seen = list(_visible_files(folder))
     data = [name for name in seen if ending(name)]
     others = [name for name in seen if not ending(name) and UNREAD.search(name.name)]
     if unread := [str(name) for name in others if _is_named(_stem(name), split)]:
@@ -51,10 +51,10 @@ def find(folder: Path, split: str) -> Files:
             "a single file can be named as `data`"
         )
     doubtful = [str(name) for name in data if name not in of_split and _mentions(name, split)]
-    return Files([folder / name for name in of_split], doubtful)
+    return SplitFiles([folder / name for name in of_split], doubtful)
 
 
-def saved(folder: Path) -> bool:
+def is_saved_dataset(folder: Path) -> bool:
     """Tell if the folder was made of one split by `save_to_disk`."""
     return (folder / "state.json").is_file()
 
@@ -64,7 +64,7 @@ def ending(path: Path) -> str:
     return next((one for one in ENDINGS if path.name.endswith(one)), "")
 
 
-def _seen(folder: Path) -> Iterator[Path]:
+def _visible_files(folder: Path) -> Iterator[Path]:
     """Yield the relative paths of all files that are not hidden, in order."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

@@ -12,7 +12,7 @@ EASIEST = 0.1
 """Share of the rows that a ramp begins with."""
 
 
-class Shuffled:
+class ShuffledOrder:
     """Row `permutation(seed, epoch)[position % n]` with epoch = position // n."""
 
     def __init__(self, count: int, *key: int) -> None:
@@ -28,14 +28,14 @@ class Shuffled:
         return int(self._permutation(epoch)[within])
 
 
-class Ramped:
+class RampedOrder:
     """A curriculum: `ramp` positions are drawn from the easiest rows at first and from ever more; then shuffled."""
 
     def __init__(self, difficulty: Sequence[int], ramp: int, seed: int) -> None:
         self._by_difficulty = np.argsort(np.asarray(difficulty), kind="stable")
         self._ramp = ramp
         self._seed = seed
-        self._after = Shuffled(len(difficulty), seed)
+        self._after = ShuffledOrder(len(difficulty), seed)
 
     def __call__(self, position: int) -> int:
         """Return the row at `position` >= 0."""

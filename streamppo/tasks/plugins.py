@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TypeVar, TypeVarTuple
 
 from streamppo.errors import TaskError
-from streamppo.tasks import places
+from streamppo.tasks import user_traceback
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
@@ -38,7 +38,9 @@ def load(name: str, asked_by: str) -> object:
         raise TaskError(f"{asked_by} {name!r}: {error}") from error
     # Other people's modules raise anything while they are imported.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{asked_by} {name!r}: importing {where} failed: {places.told(error)}") from error
+        raise TaskError(
+            f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")
@@ -59,7 +61,14 @@ def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Argume
         return function(*arguments)
     # It raises anything.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{asked_by}: {places.told(error)}") from error
+        raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}") from error
+
+
+def load_and_try(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
+    """Import a user's function and try it. Raises `TaskError` if it fails."""
+    imported = function(name, field)
+    call(f"{field} {name!r}", try_it, imported)
+    return imported
 
 
 def check_arguments(found: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:

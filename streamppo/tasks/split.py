@@ -13,7 +13,7 @@ from streamppo.types import Prompt
 T = TypeVar("T")
 
 
-class Divided(NamedTuple):
+class SplitPrompts(NamedTuple):
     """Prompts to train on, each as often as it came, and prompts that are held out, each once."""
 
     training: Sequence[Prompt]
@@ -26,7 +26,7 @@ def key(text: str) -> bytes:
     return blake2b(normal.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed: int) -> Divided:
+def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed: int) -> SplitPrompts:
     """Hold out a share of the different contents, one at least unless the share is 0: their rows are not trained on.
 
     Example: of 20 rows with 4 different prompts a share of 0.05 holds out 1 prompt, and 5 rows leave the training.
@@ -45,8 +45,8 @@ def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed:
         )
     order = np.random.default_rng((seed, 0xF11E)).permutation(len(different))
     rows = [different[int(place)] for place in order[:count]]
-    kept = without(prompts, keys, {keys[row] for row in rows})
-    return Divided(kept, [prompts[row] for row in rows])
+    kept = drop_taken(prompts, keys, {keys[row] for row in rows})
+    return SplitPrompts(kept, [prompts[row] for row in rows])
 
 
 def held_out_count(count: int, share: float) -> int:
@@ -54,12 +54,12 @@ def held_out_count(count: int, share: float) -> int:
     return max(1, round(share * count)) if share else 0
 
 
-def without(values: Sequence[T], keys: Sequence[bytes], taken: set[bytes]) -> list[T]:
+def drop_taken(values: Sequence[T], keys: Sequence[bytes], taken: set[bytes]) -> list[T]:
     """Return the values whose keys are not among those `taken`."""
     return [value for value, one in zip(values, keys, strict=True) if one not in taken]
 
 
-def repeated(keys: Iterable[bytes], name: str) -> Sequence[str]:
+def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
     """Say how many rows repeat the prompt of an earlier one, if any do."""
     listed = list(keys)
     count = len(listed) - len(set(listed))
@@ -69,7 +69,7 @@ def repeated(keys: Iterable[bytes], name: str) -> Sequence[str]:
     return (f"{name}: {count} of {len(listed)} rows {verb} the prompt of an earlier row",)
 
 
-def found(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
+def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
     """Say how many evaluation prompts are trained on too, if any are."""
     count = sum(one in training for one in held_out)
     if not count:

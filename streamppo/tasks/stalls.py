@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from streamppo.tasks import places
-from streamppo.tasks.steps import watched
+from streamppo.tasks import user_traceback
+from streamppo.tasks.coroutine_steps import watch_steps
 
 HELD_S = 0.5
 """A step that runs for longer holds the event loop."""
@@ -38,14 +38,14 @@ class _Step:
     place: str = ""
 
 
-class Stalls:
+class EventLoopStalls:
     """Calls of the environments called `name`, each bounded by `timeout_s`; `counts` are stalls by file and line."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.counts: Counter[str] = Counter()
         self.step: _Step | None = None
-        self.open: dict[Calls, asyncio.Timeout] = {}
+        self.open: dict[EnvironmentCalls, asyncio.Timeout] = {}
         self._name = name
         self._watcher: threading.Thread | None = None
 
@@ -63,15 +63,15 @@ class Stalls:
         """Name the step that runs in `thread`, if it holds the loop."""
         step = self.step
         if step is not None and not step.place and time.monotonic() - step.since_s > HELD_S:
-            self._tell(step, places.of_thread(thread))
+            self._warn(step, user_traceback.locate_thread(thread))
 
-    def ended(self, by: "Calls", step: _Step) -> None:
+    def count_step(self, by: "EnvironmentCalls", step: _Step) -> None:
         """Count a step of `by`, and give everybody else the time back if it has held the loop."""
         held_s = time.monotonic() - step.since_s
         if held_s <= HELD_S:
             return
         if not step.place:
-            self._tell(step, "")
+            self._warn(step, "")
         self.counts[step.place] += 1
         by.held_at = step.place
         for calls, limit in self.open.items():
@@ -79,7 +79,7 @@ class Stalls:
             if calls is not by and when is not None and not limit.expired():
                 limit.reschedule(when + held_s)
 
-    def _tell(self, step: _Step, place: str) -> None:
+    def _warn(self, step: _Step, place: str) -> None:
         step.place = place or self._name
         if step.place not in self.counts:
             log.warning(
@@ -91,15 +91,15 @@ class Stalls:
             )
 
 
-class Calls:
+class EnvironmentCalls:
     """The calls of one environment, one after another, and the steps of all tasks that it starts in them."""
 
-    def __init__(self, stalls: Stalls) -> None:
+    def __init__(self, stalls: EventLoopStalls) -> None:
         self.held_at = ""
         self._stalls = stalls
         self._before: _Step | None = None
 
-    async def bounded(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make one call. Raises `TooLate`, in words, if it takes longer than `timeout_s`; its stalls count."""
         stalls, self.held_at = self._stalls, ""
         stalls.begin()
@@ -107,7 +107,7 @@ class Calls:
         try:
             async with limit:
                 stalls.open[self] = limit
-                answer = await watched(_awaited(call), self)
+                answer = await watch_steps(_awaited(call), self)
         except TimeoutError as error:
             # Any other one is the environment's own.
             if limit.expired():
@@ -134,23 +134,23 @@ class Calls:
         """A step has ended."""
         step, self._stalls.step = self._stalls.step, self._before
         if step is not None:
-            self._stalls.ended(self, step)
+            self._stalls.count_step(self, step)
 
 
-_CALLS: ContextVar[Calls | None] = ContextVar("CALLS", default=None)
+_CALLS: ContextVar[EnvironmentCalls | None] = ContextVar("CALLS", default=None)
 """The environment that a task belongs to; tasks of tasks inherit it."""
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
     calls = _CALLS.get()
-    return asyncio.Task(coroutine if calls is None else watched(coroutine, calls), loop=loop, **options)
+    return asyncio.Task(coroutine if calls is None else watch_steps(coroutine, calls), loop=loop, **options)
 
 
 async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
     return await call()
 
 
-def _look_for_ever(found: weakref.ref[Stalls], thread: int) -> None:
+def _look_for_ever(found: weakref.ref[EventLoopStalls], thread: int) -> None:
     while (stalls := found()) is not None:
         stalls.look(thread)
         del stalls

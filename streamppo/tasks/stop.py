@@ -53,7 +53,7 @@ class Stop(NamedTuple):
             return text
         return text[: min(at if (at := text.find(one)) >= 0 else len(text) for one in self.strings)]
 
-    def completed(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
+    def make_check(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
         """Make a function that tells if the last of some tokens [T] completes a string; None if there are no strings.
 
         `decode` gives the text of tokens, special ones too.
@@ -69,7 +69,7 @@ class Stop(NamedTuple):
 
         return completes
 
-    def described(self, names: Callable[[int], str]) -> str:
+    def describe(self, names: Callable[[int], str]) -> str:
         """Name each token with its number and the places that name it, and each string."""
         tokens = [f"{names(one)} ({one}: {', '.join(self.origins[one])})" for one in sorted(self.origins)]
         return ", ".join([*tokens, *(f"the string {one!r}" for one in self.strings)])

@@ -14,11 +14,11 @@ from streamppo.tasks.library import verifiers
 from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
 from streamppo.tasks.library.calculator import demonstrations
 from streamppo.tasks.library.gym import Gym
-from streamppo.tasks.order import Mixture, Ramped, Shuffled
+from streamppo.tasks.order import Mixture, RampedOrder, ShuffledOrder
 from streamppo.types import Prompt
 
 
-class Rows(Protocol):
+class TaskRows(Protocol):
     """The finite rows behind a task."""
 
     @property
@@ -32,14 +32,14 @@ class Rows(Protocol):
         ...
 
 
-class Stream(NamedTuple):
+class PromptStream(NamedTuple):
     """One source of prompts: `rows`, in the endless `order` of positions.
 
     `lengths` counts prompts that are too long, `notes` are sentences about rows, files and columns.
     """
 
     name: str
-    rows: Rows
+    rows: TaskRows
     order: Callable[[int], int]
     weight: float = 1.0
     lengths: Mapping[str, int] = MappingProxyType({})
@@ -53,7 +53,7 @@ class Task:
     had.
     """
 
-    def __init__(self, streams: Sequence[Stream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
+    def __init__(self, streams: Sequence[PromptStream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
         self._streams = streams
         self._demonstrations = demonstrations
         self._mixture = Mixture({stream.name: stream.weight for stream in streams}, seed) if len(streams) > 1 else None
@@ -123,25 +123,25 @@ def build(
             return Task(_streams(config, rows, seed), seed)
         case GymTask(dataset=name):
             rows = Gym(config, seed)
-            return Task([Stream(name, rows, Shuffled(len(rows.training), seed), notes=rows.notes)], seed)
+            return Task([PromptStream(name, rows, ShuffledOrder(len(rows.training), seed), notes=rows.notes)], seed)
         case CalculatorTask(first=first, second=second, held_out=held_out):
             rows = Arithmetic(first, second, held_out, seed)
-            stream = Stream("arithmetic", rows, Shuffled(len(rows.training), seed))
+            stream = PromptStream("arithmetic", rows, ShuffledOrder(len(rows.training), seed))
             return Task([stream], seed, demonstrations(rows.training))
         case VerifiersTask(environment=name):
             rows = verifiers.Rows(config, seed)
-            return Task([Stream(name, rows, Shuffled(len(rows.training), seed), notes=rows.notes)], seed)
+            return Task([PromptStream(name, rows, ShuffledOrder(len(rows.training), seed), notes=rows.notes)], seed)
 
 
-def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:
+def _arithmetic(config: ArithmeticTask, seed: int) -> PromptStream:
     rows = Arithmetic(config.first, config.second, config.held_out, seed)
-    order = Shuffled(len(rows.training), seed)
+    order = ShuffledOrder(len(rows.training), seed)
     if config.ramp_prompts:
-        order = Ramped([difficulty(prompt) for prompt in rows.training], config.ramp_prompts, seed)
-    return Stream("arithmetic", rows, order)
+        order = RampedOrder([difficulty(prompt) for prompt in rows.training], config.ramp_prompts, seed)
+    return PromptStream("arithmetic", rows, order)
 
 
-def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[Stream]:
+def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[PromptStream]:
     """Make the streams of data sets: what one of them holds out by its share, none of them trains on."""
     taken: set[bytes] = set()
     for rows in data.values():
@@ -150,14 +150,14 @@ def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[Stre
         rows.leave(taken)
     trained = {key for rows in data.values() for key in rows.keys}
     return [
-        Stream(
+        PromptStream(
             name,
             rows,
             # Sources of equal length must not be visited in equal orders.
-            Shuffled(len(rows.training), *((seed,) if len(data) == 1 else (seed, crc32(name.encode())))),
+            ShuffledOrder(len(rows.training), *((seed,) if len(data) == 1 else (seed, crc32(name.encode())))),
             config.sources[name].weight,
             rows.lengths,
-            [*rows.notes, *split.found(rows.held_out_keys, trained, name)],
+            [*rows.notes, *split.describe_overlap(rows.held_out_keys, trained, name)],
         )
         for name, rows in data.items()
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -77,6 +77,16 @@ class Tokenizer:
         """The tokenizer as transformers has it."""
         return self._tokenizer
 
+    @property
+    def has_template(self) -> bool:
+        """True if it has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def response_parser(self) -> Callable[[str], object] | None:
+        """Return the function that reads a turn's text by the tokenizer's `response_schema`; None if it has none."""
+        schema = getattr(self._tokenizer, "response_schema", None)
+        return None if schema is None else lambda text: self._tokenizer.parse_response(text, schema)
+
     def numbers(self) -> dict[str, int]:
         """Return the id of every token by its text."""
         return self._tokenizer.get_vocab()
@@ -115,10 +125,10 @@ class Tokenizer:
             return prompt.text
         return self._control.restore(self._chat.render(prompt.messages, prompt.template))
 
-    def spelled(self, prompt: Prompt) -> str | None:
+    def find_control_token(self, prompt: Prompt) -> str | None:
         """Return the first special token that the words of a prompt spell, if there is one."""
         texts = [message.text for message in prompt.messages] or [prompt.text.removeprefix(self._bos)]
-        return next((name for text in texts if (name := self._control.found(text))), None)
+        return next((name for text in texts if (name := self._control.find(text))), None)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Return all token ids of a prompt. Raises `TaskError` if there are none.
@@ -180,7 +190,7 @@ class Tokenizer:
         begin = ids.index(end) + 1 if last is None or last in ends else 0
         return np.asarray(ids[begin:], dtype=np.int32)
 
-    def sampled(self, completion: str, finish: str) -> Ints:
+    def encode_turn(self, completion: str, finish: str) -> Ints:
         """Return the token ids [T] of a turn of the policy, with the end of the turn for a `finish` of "stop".
 
         Raises `TaskError` if there are none.
@@ -222,7 +232,7 @@ class Tokenizer:
         return self._control.ids(rendered) if MARK in rendered else self._ids(rendered)
 
     def _text_ids(self, text: str, template: Template) -> list[int]:
-        if template.control_tokens == "text" and self._control.found(text):
+        if template.control_tokens == "text" and self._control.find(text):
             return self._control.text_ids(text)
         return self._ids(text)
 
@@ -258,7 +268,7 @@ def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
 
     transformers, which takes seconds to import, is asked only where the tokenizer's own file lacks some.
     """
-    if _written(Path(path) / "tokenizer.json").issuperset(range(rows)):
+    if _ids_in_file(Path(path) / "tokenizer.json").issuperset(range(rows)):
         return ()
     try:
         return Tokenizer(path).unknown(rows)
@@ -267,7 +277,7 @@ def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
         return ()
 
 
-def _written(file: Path) -> set[int]:
+def _ids_in_file(file: Path) -> set[int]:
     """The ids in a tokenizer's file; none if there is no such file, or one of another form."""
     try:
         content = json.loads(file.read_bytes())

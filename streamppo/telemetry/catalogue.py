@@ -10,7 +10,8 @@ LINES = {
     "evaluation": "the version after which it was asked for; accuracy, prompts with and without a score, versions seen",
     "phases": "a process, with all its phases since it started: calls, wall seconds, CPU seconds; now and then",
     "queue": "trajectories that are ready, and those that are being sampled; now and then",
-    "engine": "a rollout actor: its version, tokens and busy and idle seconds since it started, and one completion",
+    "engine": "a rollout actor: its version, tokens, busy and idle seconds since it started, one completion; "
+    "`prefix_reused`: share of the tokens of its prompts that came from the engine's cache",
     "restart": "the stage that died and is started again; why",
     "end": "the driver ends: `finished`, or why it ends early; a driver that was killed has no such line",
 }
@@ -142,6 +143,8 @@ TRACKED = {
     "engine_tokens_": "tokens that a rollout actor has sampled since it started",
     "engine_busy_s_": "seconds that a rollout actor's engine was busy since it started",
     "engine_idle_s_": "seconds that a rollout actor's engine had nothing to do since it started",
+    "engine_prefix_reused_": "share of the tokens of a rollout actor's prompts that its engine had in its cache: turns "
+    "and samples that share a context",
     "restarts_": "deaths of a stage that this part of the run has survived",
 }
 """Beside the metrics of updates, in trackers and in Prometheus alone: numbers of the other lines, named as above."""
@@ -150,7 +153,7 @@ ENTRIES = {"wall_s": BESIDE["wall_s"], **UPDATE, **SOMETIMES, **TRACKED}
 """All numbers that trackers and Prometheus get."""
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """A name of the catalogue, and its text; `of` is the rest of a metric's name behind one that ends in _."""
 
     name: str
@@ -158,9 +161,9 @@ class Entry(NamedTuple):
     text: str
 
 
-def find(metric: str) -> Entry | None:
+def find(metric: str) -> CatalogueEntry | None:
     """Find the entry of a metric of an update, or of one that only trackers have; None if there is none."""
     if text := ENTRIES.get(metric):
-        return Entry(metric, "", text)
+        return CatalogueEntry(metric, "", text)
     begin = next((name for name in ENTRIES if name[-1] == "_" and metric.startswith(name)), "")
-    return Entry(begin, metric.removeprefix(begin), ENTRIES[begin]) if begin else None
+    return CatalogueEntry(begin, metric.removeprefix(begin), ENTRIES[begin]) if begin else None

@@ -11,13 +11,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from streamppo.config.sections import Config
+from streamppo.telemetry.diagnosis_rules import EARLY, RULES
 from streamppo.telemetry.evidence import WINDOW, Evidence, Numbers
 from streamppo.telemetry.metrics_file import EvaluationLine, Line, numbers
-from streamppo.telemetry.rules import EARLY, RULES
 from streamppo.telemetry.summary import Summary
 
 
-class Finding(NamedTuple):
+class Sign(NamedTuple):
     """A rule that fired: its newest numbers, advice, and the first and the last version at which it did.
 
     `holds` is true if it fired at the newest look.
@@ -41,16 +41,16 @@ class Diagnosis:
         self._evaluations: list[EvaluationLine] = []
         self._seen = 0
         self._version = 0
-        self._findings: dict[str, Finding] = {}
-        self.newest: Finding | None = None
+        self._findings: dict[str, Sign] = {}
+        self.newest: Sign | None = None
 
     @property
-    def findings(self) -> dict[str, Finding]:
+    def findings(self) -> dict[str, Sign]:
         """All findings, those that are over too: early ones, which are of settings, then in the order of the rules."""
         known = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
         return {one.name: one for one in sorted(known, key=lambda one: one.first > EARLY)}
 
-    def add(self, line: Line) -> list[Finding]:
+    def add(self, line: Line) -> list[Sign]:
         """Take one more line of metrics.jsonl; returns the findings that are new, and those that no longer hold."""
         if "evaluation" in line:
             self._evaluations = sorted([*self._evaluations, line], key=lambda one: one["evaluation"])
@@ -66,16 +66,16 @@ class Diagnosis:
         self._windows.append(_means(self._recent))
         return self._look(None)
 
-    def close(self, summary: Summary | None) -> list[Finding]:
+    def close(self, summary: Summary | None) -> list[Sign]:
         """Look once more, at the end; returns the findings that are new, and those that no longer hold."""
         if self._seen > WINDOW and self._seen % WINDOW:
             self._windows.append(_means(self._recent))
         return self._look(summary)
 
-    def _look(self, summary: Summary | None, *, early: bool = False) -> list[Finding]:
+    def _look(self, summary: Summary | None, *, early: bool = False) -> list[Sign]:
         enough = self._recent if self._windows or early else ()
         evidence = Evidence(self._config, list(enough), self._windows, self._evaluations, summary)
-        changed: list[Finding] = []
+        changed: list[Sign] = []
         for rule in (rule for rule in RULES if rule.early or not early):
             before, numbers = self._findings.get(rule.name), rule.look(evidence)
             if numbers is None and (before is None or not before.holds):
@@ -85,13 +85,13 @@ class Diagnosis:
                 self._findings[rule.name] = changed[-1]
                 continue
             first = before.first if before else self._version
-            self.newest = Finding(rule.name, numbers or "", rule.advice, first, self._version)
+            self.newest = Sign(rule.name, numbers or "", rule.advice, first, self._version)
             self._findings[rule.name] = self.newest
             changed += [] if before and before.holds else [self.newest]
         return changed
 
 
-def of_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Finding]:
+def diagnose_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Sign]:
     """Find everything there is to say about a run, by its lines in the order in which they were written.
 
     Causes come before consequences, and findings that are over are among them.

@@ -58,7 +58,7 @@ class Evidence(NamedTuple):
         updates but `RISE_WINDOWS` windows tells nothing of the policy as it is.
         """
         share = self._share(self.mean("reward"))
-        known = progress.scored(self.evaluations)[-2:]
+        known = progress.evaluations_with_score(self.evaluations)[-2:]
         is_new = bool(known) and known[-1].version > WINDOW * (len(self.windows) - RISE_WINDOWS)
         return min(share, max(one.accuracy for one in known)) if is_new else share
 

@@ -88,7 +88,7 @@ class QueueLine(TypedDict):
     in_flight: int
 
 
-class Sampled(TypedDict):
+class SampleLine(TypedDict):
     """A completion as it was sampled, the first part of it; of its prompt the last part."""
 
     prompt: str
@@ -98,7 +98,10 @@ class Sampled(TypedDict):
 
 
 class EngineLine(TypedDict):
-    """Counters of a rollout actor since it started, and the completion that was the newest one."""
+    """Counters of a rollout actor since it started, and the completion that was the newest one.
+
+    `prefix_reused` is there once a prompt has come.
+    """
 
     engine: str
     wall_s: float
@@ -106,7 +109,8 @@ class EngineLine(TypedDict):
     tokens: int
     busy_s: float
     idle_s: float
-    sampled: Sampled | None
+    prefix_reused: NotRequired[float]
+    sampled: SampleLine | None
 
 
 class RestartLine(TypedDict):
@@ -196,7 +200,7 @@ class Tail:
         self.times_begun += 1
 
 
-class Follower:
+class LineReader:
     """The lines of the run in `folder`, read as they are written, each once.
 
     `content` has all of them so far, also when the file goes away; of another file it begins anew, as `Tail` does.
@@ -231,7 +235,7 @@ def read(folder: Path) -> list[Line]:
 
 def content(folder: Path) -> Content:
     """Read the whole file of the run in `folder`."""
-    follower = Follower(folder)
+    follower = LineReader(folder)
     follower.read()
     return follower.content
 
@@ -241,7 +245,7 @@ def updates(folder: Path) -> list[UpdateLine]:
     return sorted((line for line in read(folder) if "update" in line), key=lambda line: line["update"])
 
 
-def recorded(lines: Iterable[Line]) -> set[int]:
+def recorded_versions(lines: Iterable[Line]) -> set[int]:
     """Find the versions of the updates that have a line, as it was or remade."""
     found: set[int] = set()
     for line in lines:

@@ -16,7 +16,7 @@ SIGMAS = 3.0
 WORSE = "worse than at the start"
 
 
-class Scored(NamedTuple):
+class ScoredVersion(NamedTuple):
     """The accuracy of a version on `num_prompts` held-out prompts."""
 
     version: int
@@ -24,17 +24,17 @@ class Scored(NamedTuple):
     num_prompts: int
 
 
-def scored(evaluations: Sequence[EvaluationLine]) -> list[Scored]:
+def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[ScoredVersion]:
     """The evaluations that have a score, in the order of their versions; of those of one version the last."""
     found = {
-        one["evaluation"]: Scored(one["evaluation"], one["accuracy"], one["count"])
+        one["evaluation"]: ScoredVersion(one["evaluation"], one["accuracy"], one["count"])
         for one in evaluations
         if one["accuracy"] is not None
     }
     return [found[version] for version in sorted(found)]
 
 
-def is_below(one: Scored, other: Scored) -> bool:
+def is_below(one: ScoredVersion, other: ScoredVersion) -> bool:
     """True if `one` is less accurate than `other`, beyond the noise of prompts drawn at random.
 
     Both have their mean accuracy p if they do not differ: var = p (1 - p) (1/n + 1/m), with one more right and one more
@@ -53,19 +53,19 @@ def is_below(one: Scored, other: Scored) -> bool:
 
 def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:
     """True if the last evaluation is below the first."""
-    known = scored(evaluations)
+    known = evaluations_with_score(evaluations)
     return len(known) > 1 and is_below(known[-1], known[0])
 
 
 def is_better(evaluations: Sequence[EvaluationLine]) -> bool:
     """True if the last evaluation is above the first."""
-    known = scored(evaluations)
+    known = evaluations_with_score(evaluations)
     return len(known) > 1 and is_below(known[0], known[-1])
 
 
 def verdict(evaluations: Sequence[EvaluationLine]) -> str:
     """Compare the last evaluation with the first and with the best; empty if there are not two."""
-    known = scored(evaluations)
+    known = evaluations_with_score(evaluations)
     if len(known) < 2:
         return ""
     first, last, best = known[0], known[-1], max(known, key=lambda one: (one.accuracy, one.version))

@@ -52,7 +52,7 @@ def read_summary(folder: Path) -> Summary | None:
         raise RunError(f"no JSON of a run in {path}: {error}") from error
 
 
-class Record:
+class RunRecord:
     """The numbers of one run. `started` is the `time.perf_counter()` at which the command began.
 
     In the folder of an earlier part of the run the record continues after `version`, the last update with a line there,
@@ -84,7 +84,7 @@ class Record:
         for line in before:
             if diagnosis is not None:
                 diagnosis.add(line)
-        self.version = max(metrics_file.recorded(before), default=0)
+        self.version = max(metrics_file.recorded_versions(before), default=0)
         self._started = started - max((line["wall_s"] for line in before), default=0.0)
         self.display: Display = display or PlainLines()
         self._began, self._told_at = time.monotonic(), dict[str, float]()
@@ -159,7 +159,7 @@ class Record:
     def queue(self, report: QueueReport) -> None:
         """Take in a report of the queue; write it down now and then."""
         due = self._due("queue")
-        self._tell("queue", report.ready, {"in_flight": report.in_flight}, written=due)
+        self._show_event("queue", report.ready, {"in_flight": report.in_flight}, written=due)
         if due:
             self._write("phases", "queue", {"spent": report.phases})
 
@@ -172,7 +172,9 @@ class Record:
 
     def _engine(self, report: EngineReport, *, written: bool) -> None:
         counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
-        self._tell("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=written)
+        if report.prompted:
+            counters["prefix_reused"] = report.reused / report.prompted
+        self._show_event("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=written)
 
     def tick(self, doing: str) -> None:
         """Let the display look at the clock, and look at the trackers; `doing` is the driver's reason to wait."""
@@ -199,9 +201,9 @@ class Record:
         )
 
     def _write(self, kind: str, value: int | str, more: Mapping[str, object] | None = None) -> None:
-        self._tell(kind, value, more or {}, written=True)
+        self._show_event(kind, value, more or {}, written=True)
 
-    def _tell(self, kind: str, value: int | str, more: Mapping[str, object], *, written: bool) -> None:
+    def _show_event(self, kind: str, value: int | str, more: Mapping[str, object], *, written: bool) -> None:
         """Show an event, and write it down if it is to be `written`."""
         line = cast(Line, {kind: value, "wall_s": self.wall_s, **more})
         self.display.line(line)
@@ -246,9 +248,9 @@ class Record:
                 self._write("end", outcome)
             content: Summary = {
                 "outcome": outcome,
-                **summary.of_lines(metrics_file.read(self.folder)),
-                **summary.of_queue(queue),
-                "engines": summary.of_engines(engines),
+                **summary.summarise(metrics_file.read(self.folder)),
+                **summary.queue_counts(queue),
+                "engines": summary.engine_totals(engines),
                 "checksum": self.checksum,
                 "seed": self.seed,
                 "versions": {name: metadata.version(name) for name in PACKAGES},

@@ -6,7 +6,7 @@ are of the whole run. Only engines know the rest; it is of the engines at work a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import msgspec
 
@@ -20,14 +20,14 @@ WINDOW = 10
 """Updates that "start" and "final" rewards are averaged over."""
 
 
-class Ends(TypedDict):
+class StartAndEnd(TypedDict):
     """A number at the start of a run and at its end."""
 
     start: float | None
     final: float | None
 
 
-class Lag(TypedDict):
+class LagSummary(TypedDict):
     """Lags of tokens, in versions; None where there was no token."""
 
     mean: float | None
@@ -47,9 +47,9 @@ class OfLines(TypedDict):
 
     verdict: str
 
-    eval_accuracy: Ends
+    eval_accuracy: StartAndEnd
     evaluations: list[tuple[int, float | None]]
-    reward: Ends
+    reward: StartAndEnd
     updates: int
     redone: int
     parts: int
@@ -57,8 +57,8 @@ class OfLines(TypedDict):
     wall_s: float
     first_update_s: float | None
     tokens_trained: float
-    lag: Lag
-    trained_lag: Lag
+    lag: LagSummary
+    trained_lag: LagSummary
     learner_idle_share: float
     pushes: int
     push_ms: float
@@ -80,7 +80,8 @@ class OfEngines(TypedDict):
     """Counts of the engines at the end, each since it started.
 
     `tokens_per_s` is the sum over engines, each over its own `seconds`. `restarts` are deaths of an engine's own
-    processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line.
+    processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line,
+    `agents` their requests and what became of them, by reason.
     """
 
     actors: list[dict[str, str | int]]
@@ -94,6 +95,7 @@ class OfEngines(TypedDict):
     scorers: list[dict[str, object]]
     too_long: dict[str, int]
     stalls: dict[str, int]
+    agents: NotRequired[dict[str, int]]
 
 
 class Summary(OfLines, OfQueue):
@@ -106,10 +108,10 @@ class Summary(OfLines, OfQueue):
     versions: dict[str, str]
 
 
-def of_lines(lines: Sequence[Line]) -> OfLines:
+def summarise(lines: Sequence[Line]) -> OfLines:
     """Sum up the lines of a run. `wall_s` is that of the last of them."""
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
-    known = in_order(lines)
+    known = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
     # They end in any order; of those of one version, which a resumed run repeats, the last one counts as the newest.
     evaluations.sort(key=lambda one: one[0])
@@ -120,7 +122,7 @@ def of_lines(lines: Sequence[Line]) -> OfLines:
         "eval_accuracy": _ends([accuracy for _, accuracy in evaluations if accuracy is not None], 1),
         "evaluations": evaluations,
         "reward": _ends([line["reward"] for line in known if "reward" in line], WINDOW),
-        "updates": max(metrics_file.recorded(lines), default=0),
+        "updates": max(metrics_file.recorded_versions(lines), default=0),
         "redone": sum("redone" in line for line in lines),
         "parts": sum("part" in line for line in lines),
         "restarts": {stage: restarts[stage] for stage in STAGES},
@@ -136,14 +138,14 @@ def of_lines(lines: Sequence[Line]) -> OfLines:
     }
 
 
-def in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
+def updates_in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
     """Pick the lines of updates, as they were or remade, in the order of their versions."""
     found: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
     found |= {line["update"]: line for line in lines if "update" in line}
     return [found[version] for version in sorted(found)]
 
 
-def farewell(summary: Summary) -> str:
+def final_line(summary: Summary) -> str:
     """Write the last line of a run that has made all its updates."""
     accuracy, sampled, trained = summary["eval_accuracy"], summary["lag"], summary["trained_lag"]
     parts = [f"{summary['updates']} updates in {summary['wall_s']:.0f} s"]
@@ -161,7 +163,7 @@ def farewell(summary: Summary) -> str:
     return ", ".join([*parts, f"learner idle {summary['learner_idle_share']:.0%}"])
 
 
-def of_queue(queue: QueueReport | None) -> OfQueue:
+def queue_counts(queue: QueueReport | None) -> OfQueue:
     """Name the counts of the queue."""
     return {
         "trajectories": queue and queue.consumed,
@@ -173,7 +175,7 @@ def of_queue(queue: QueueReport | None) -> OfQueue:
     }
 
 
-def of_engines(engines: Sequence[EngineReport]) -> OfEngines | None:
+def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
     """Sum up the engines; None where none was asked."""
     if not engines:
         return None
@@ -191,6 +193,7 @@ def of_engines(engines: Sequence[EngineReport]) -> OfEngines | None:
         "scorers": [{"actor": one.actor, **msgspec.to_builtins(s)} for one in engines for s in one.scorers],
         "too_long": dict(engines[0].too_long),
         "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
+        "agents": dict(sum((Counter(engine.agents) for engine in engines), Counter[str]())),
     }
 
 
@@ -205,7 +208,7 @@ def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
     return left
 
 
-def _lag(histograms: Sequence[Mapping[str, int]]) -> Lag:
+def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
     histogram: Counter[int] = Counter()
     for one in histograms:
         histogram.update({int(lag): count for lag, count in one.items()})
@@ -231,7 +234,7 @@ def _percentile(histogram: Mapping[int, int], share: float) -> int:
     return max(histogram)
 
 
-def _ends(values: Sequence[float], window: int) -> Ends:
+def _ends(values: Sequence[float], window: int) -> StartAndEnd:
     if not values:
         return {"start": None, "final": None}
     first, last = values[:window], values[-window:]

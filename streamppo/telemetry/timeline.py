@@ -50,7 +50,7 @@ def asked_s(line: UpdateLine) -> float:
     return line["wall_s"] - line["update_s"]
 
 
-def told(line: Line) -> tuple[str, str] | None:
+def describe_event(line: Line) -> tuple[str, str] | None:
     """The kind of an event that takes no time, and its words; None for another one."""
     if "evaluation" in line:
         accuracy = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"

@@ -71,7 +71,7 @@ def _slice(lane: str, name: str, begin_s: float, lasts_s: float, shown: Mapping[
 
 def _instants(lines: Sequence[Line]) -> Iterator[Event]:
     for line in lines:
-        match timeline.told(line):
+        match timeline.describe_event(line):
             case ("evaluation", text):
                 yield _event("i", "evaluation", f"version {text}", line["wall_s"]) | {"s": "t"}
             case (_, text):

@@ -15,11 +15,11 @@ a thousand tokens cost less than a microsecond to encode, against tens for a lis
 import hashlib
 from typing import Any, Literal
 
-from streamppo.types.crossing import Crossing
 from streamppo.types.crossing import Flags as Flags
 from streamppo.types.crossing import Floats as Floats
 from streamppo.types.crossing import Ints as Ints
 from streamppo.types.crossing import Routes as Routes
+from streamppo.types.crossing import WireStruct
 from streamppo.types.crossing import decode as decode
 from streamppo.types.crossing import encode as encode
 from streamppo.types.crossing import flags as flags
@@ -35,7 +35,7 @@ from streamppo.types.reports import ScorerReport as ScorerReport
 from streamppo.types.reports import UpdateReport as UpdateReport
 
 
-class Message(Crossing, frozen=True, omit_defaults=True, repr_omit_defaults=True):
+class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One turn of a chat. `role` is system, user, assistant or tool.
 
     The chat template gets every field that is there. `content` is None where an assistant only calls tools; the call
@@ -66,7 +66,7 @@ class Message(Crossing, frozen=True, omit_defaults=True, repr_omit_defaults=True
         return {"role": self.role, "content": self.content, **self.fields, **given}
 
 
-class Template(Crossing, frozen=True, omit_defaults=True, repr_omit_defaults=True):
+class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """Inputs of a chat template besides the messages: its `arguments` by name, and the JSON schemas of `tools`.
 
     With `control_tokens` "text" a control token's name in a message or a text is text; with "parse" it is the token.
@@ -81,7 +81,7 @@ class Template(Crossing, frozen=True, omit_defaults=True, repr_omit_defaults=Tru
         return hash(self.control_tokens)
 
 
-class Prompt(Crossing, frozen=True):
+class Prompt(WireStruct, frozen=True):
     """One instance of a task: `messages` for the chat template, or else `text`.
 
     `columns` is its data row, handed to rewards by name; `source` is the data set that it comes from. Of its tokens
@@ -96,7 +96,7 @@ class Prompt(Crossing, frozen=True):
     template: Template = Template()
 
 
-class ScoredText(Crossing, frozen=True):
+class ScoredText(WireStruct, frozen=True):
     """A trajectory as a reward sees it. `finish` is "length" when the completion was cut off.
 
     `num_tokens` is the number of tokens that the policy sampled, `tokens` their ids (int32). Of several turns, `turns`
@@ -140,7 +140,7 @@ class ScoredText(Crossing, frozen=True):
         return ints(self.tokens).tolist()
 
 
-class Reward(Crossing, frozen=True):
+class Reward(WireStruct, frozen=True):
     """The answer that a reward may return in place of a number. The trajectory's reward is the sum of all of it.
 
     `score` stands on the last token, `turns[k]` on the last token of turn k, `tokens[t]` on the t-th sampled token.
@@ -159,7 +159,7 @@ class Reward(Crossing, frozen=True):
         return self.score + sum(self.tokens) + sum(self.turns)
 
 
-class Identity(Crossing, frozen=True, order=True):
+class Identity(WireStruct, frozen=True, order=True):
     """The stable name of one trajectory; consumed at most once under it.
 
     `prompt` is the position in the task's endless, seeded stream of prompts, so that the configuration and the
@@ -173,17 +173,17 @@ class Identity(Crossing, frozen=True, order=True):
     segment: int = 0
 
 
-class Ticket(Crossing, frozen=True):
+class Ticket(WireStruct, frozen=True):
     """Leave to sample one trajectory. `slot` is its age: the order in which the queue issued it."""
 
     identity: Identity
     slot: int
 
 
-class Trajectory(Crossing, frozen=True, omit_defaults=True):
+class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     """One finished, scored completion, or a segment of one.
 
-    All columns but `prompt_tokens`, `candidates` and `routes` have T entries, T >= 1.
+    All columns but `prompt_tokens`, `candidates`, `routes` and `branches` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
     the distribution that was sampled from, and `versions` say which weights sampled each token; without
@@ -197,6 +197,10 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that the policy did not sample; without one
     they are empty. `routes` (int16, or empty) are the experts that the engine sent each token to, of the prompt's and
     its own but the last, layer by layer; -1 where it did not say. `explanation` is the reward's, its beginning.
+
+    `branches` make a tree of the row, its prompt and completion (types/branches.py): int32 pairs (start, parent). The
+    row's token `start` follows its token `parent`, or nothing (-1), in place of the token before it. It was not
+    sampled. Without branches each token follows the one before it. The order of tokens is that of time.
 
     A segment that others follow has `finish` "cut" and no reward: that of the whole comes with the last one. The tokens
     of those before it are the last `prefix` of its `prompt_tokens`.
@@ -217,6 +221,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     candidate_counts: bytes = b""
     teacher_logprobs: bytes = b""
     routes: bytes = b""
+    branches: bytes = b""
     components: dict[str, float] = {}
     explanation: str = ""
     versions_known: bool = True
@@ -237,7 +242,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
         return int(ints(self.versions)[flags(self.mask)].min())
 
 
-class Failure(Crossing, frozen=True):
+class Failure(WireStruct, frozen=True):
     """A ticket that came to nothing: where, why, and the tokens of completions that did come to their end."""
 
     identity: Identity
@@ -247,7 +252,7 @@ class Failure(Crossing, frozen=True):
     tokens: int = 0
 
 
-class Batch(Crossing, frozen=True):
+class Batch(WireStruct, frozen=True):
     """The trajectories that the update from `version` to `version + 1` trains on, in this order.
 
     Tokens sampled by a version below `min_version` are older than `max_lag` allows: they count in the
@@ -261,14 +266,14 @@ class Batch(Crossing, frozen=True):
     trajectories: tuple[Trajectory, ...] = ()
 
 
-class Outline(Crossing, frozen=True):
+class Outline(WireStruct, frozen=True):
     """A batch whose trajectories have no token ids; `prompt_lengths` [B] say how many tokens their prompts have."""
 
     batch: Batch
     prompt_lengths: bytes
 
 
-class Tokens(Crossing, frozen=True):
+class Tokens(WireStruct, frozen=True):
     """The token ids and routes of one trajectory, as it has them; `row` is its place in the batch."""
 
     row: int
@@ -278,7 +283,7 @@ class Tokens(Crossing, frozen=True):
     routes: bytes = b""
 
 
-class Tensor(Crossing, frozen=True):
+class Tensor(WireStruct, frozen=True):
     """One parameter. `content` is the hash of its bytes, or of a rank's share of them (weights/content.py)."""
 
     name: str
@@ -288,7 +293,7 @@ class Tensor(Crossing, frozen=True):
     content: int
 
 
-class Piece(Crossing, frozen=True):
+class TensorChunk(WireStruct, frozen=True):
     """Bytes `first : first + nbytes` of a tensor, or their changes: `start : start + stored` of a bucket."""
 
     tensor: int
@@ -300,7 +305,7 @@ class Piece(Crossing, frozen=True):
     is_delta: bool = False
 
 
-class Push(Crossing, frozen=True):
+class Push(WireStruct, frozen=True):
     """One version on its way to the engines, or one rank's share of it; deltas in it are to `base_version`.
 
     Tensors that are `frozen` do not travel: engines have them. `admitted_lag` comes with a lag that is steered.
@@ -309,7 +314,7 @@ class Push(Crossing, frozen=True):
     version: int
     base_version: int | None
     tensors: tuple[Tensor, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorChunk, ...]
     bucket_bytes: tuple[int, ...]
     admitted_lag: int | None = None
     rank: int = 0
@@ -323,7 +328,7 @@ class Push(Crossing, frozen=True):
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
-class Learned(Crossing, frozen=True):
+class TokenRecord(WireStruct, frozen=True):
     """The learner's numbers of each token of a batch, as the update begins: float32 without padding, or empty.
 
     `values` are the critic's; `proximal_logprobs` are under the learner's own policy, where a pass before the first

@@ -13,7 +13,7 @@ Routes: TypeAlias = NDArray[np.int16]
 T = TypeVar("T")
 
 
-class Crossing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class WireStruct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Base of what crosses a process: immutable, compared by value, and a tree, in which nothing makes a cycle."""
 
 

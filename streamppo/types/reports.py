@@ -2,11 +2,11 @@
 
 from typing import ClassVar
 
-from streamppo.process import Spent
-from streamppo.types.crossing import Crossing
+from streamppo.process import PhaseTime
+from streamppo.types.crossing import WireStruct
 
 
-class QueueReport(Crossing, frozen=True):
+class QueueReport(WireStruct, frozen=True):
     """The queue's counters since the run began, and what it holds at this moment.
 
     `tokens` is the ledger of the tokens that the policy sampled: those under `delivered` are as many as all others.
@@ -29,10 +29,10 @@ class QueueReport(Crossing, frozen=True):
     tokens: dict[str, int]
     cut: int = 0
     orphaned: int = 0
-    phases: dict[str, Spent] = {}
+    phases: dict[str, PhaseTime] = {}
 
 
-class ScorerReport(Crossing, frozen=True):
+class ScorerReport(WireStruct, frozen=True):
     """One actor's counters of a scorer, or of a teacher's server; `reasons` counts the first few kinds of failures."""
 
     name: str
@@ -45,7 +45,7 @@ class ScorerReport(Crossing, frozen=True):
     reasons: dict[str, int]
 
 
-class Sample(Crossing, frozen=True):
+class Sample(WireStruct, frozen=True):
     """A scored completion for people: `LENGTH` characters of its prompt's end and of its own beginning, its version."""
 
     LENGTH: ClassVar[int] = 300
@@ -55,12 +55,13 @@ class Sample(Crossing, frozen=True):
     version: int
 
 
-class EngineReport(Crossing, frozen=True):
+class EngineReport(WireStruct, frozen=True):
     """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
 
     `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
-    engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line.
-    `sample` is its newest completion.
+    engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line,
+    `agents` the requests of agents and what became of them. Of the `prompted` tokens of prompts `reused` came from the
+    engine's cache. `sample` is its newest completion.
     """
 
     actor: str
@@ -74,14 +75,17 @@ class EngineReport(Crossing, frozen=True):
     push_ms: float
     checksum: str
     restarts: int = 0
+    prompted: int = 0
+    reused: int = 0
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
     stalls: dict[str, int] = {}
-    phases: dict[str, Spent] = {}
+    agents: dict[str, int] = {}
+    phases: dict[str, PhaseTime] = {}
     sample: Sample | None = None
 
 
-class EvaluationReport(Crossing, frozen=True):
+class EvaluationReport(WireStruct, frozen=True):
     """One actor's greedy answers to held-out prompts; `failed` ones have no score, and are not part of `count`."""
 
     actor: str
@@ -92,10 +96,10 @@ class EvaluationReport(Crossing, frozen=True):
     max_version: int
 
 
-class UpdateReport(Crossing, frozen=True):
+class UpdateReport(WireStruct, frozen=True):
     """The numbers of one update. `metrics` are named as in telemetry/catalogue.py."""
 
     version: int
     metrics: dict[str, float]
     lag_histogram: dict[int, int]
-    phases: dict[str, Spent] = {}
+    phases: dict[str, PhaseTime] = {}

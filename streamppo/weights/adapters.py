@@ -15,7 +15,7 @@ from streamppo.errors import WeightsError
 A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
-def adapted(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B by the name of their W. Raises `WeightsError` for a tensor that is neither, or is alone."""
     names = {name.removesuffix(A).removesuffix(B) for name in adapters}
     if wrong := [name for name in names if {name + A, name + B} - adapters.keys()]:
@@ -24,12 +24,12 @@ def adapted(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def merged(frozen: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+def merge_adapters(frozen: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """All weights of the model, in their order in `frozen`; those without an adapter are the very tensors.
 
     The sum is made in float32 and rounded once. Raises `WeightsError` for adapters that fit no weight.
     """
-    pairs = adapted(adapters)
+    pairs = pair_adapters(adapters)
     for name, (a, b) in pairs.items():
         shape = None if name not in frozen else tuple(frozen[name].shape)
         if shape != (len(b), a.shape[-1]) or len(a) != b.shape[-1]:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from streamppo.types import Piece, Push, Tensor
+from streamppo.types import Push, Tensor, TensorChunk
 from streamppo.weights import delta
-from streamppo.weights.content import content
+from streamppo.weights.content import hash_tensor
 from streamppo.weights.delta import Bytes
 
 ALIGNMENT = 64
@@ -59,7 +59,7 @@ class _Place(NamedTuple):
     start: int
 
 
-class Packed(NamedTuple):
+class PackedPush(NamedTuple):
     """A push, and the buckets in which its pieces lie."""
 
     push: Push
@@ -86,20 +86,20 @@ class Buckets:
             for raw, (name, shard) in zip(self._raw(), shards.items(), strict=True)
         }
 
-    def push(self, version: int, before: "Buckets | None" = None, *, rank: int = 0, ranks: int = 1) -> Packed:
+    def push(self, version: int, before: "Buckets | None" = None, *, rank: int = 0, ranks: int = 1) -> PackedPush:
         """Describe the version that was written to `tensors`: this hashes every one of them.
 
         With `before`, which holds the version before it in the same layout, pieces are deltas where that pays: a bucket
         of which more than half would be left goes as it is.
         """
-        tensors = tuple(described(name, shard, self.tensors[name]) for name, shard in self._shards.items())
+        tensors = tuple(describe_tensor(name, shard, self.tensors[name]) for name, shard in self._shards.items())
         raw = self._raw()
         deltas = [None] * len(raw) if before is None else self._deltas(raw, before._raw())
         stored = [whole if one is None else one for one, whole in zip(deltas, raw, strict=True)]
         changed = zip(self._places, deltas, strict=True)
-        places, arrays = self._packed(stored, {place.bucket for place, one in changed if one is not None})
+        places, arrays = self._pack_changed(stored, {place.bucket for place, one in changed if one is not None})
         pieces = tuple(
-            Piece(
+            TensorChunk(
                 tensor=number,
                 first=shard.first,
                 nbytes=shard.nbytes,
@@ -120,7 +120,7 @@ class Buckets:
             rank=rank,
             ranks=ranks,
         )
-        return Packed(push, arrays)
+        return PackedPush(push, arrays)
 
     def _raw(self) -> list[Bytes]:
         """The bytes of every shard."""
@@ -137,7 +137,7 @@ class Buckets:
         pays = [2 * nbytes <= array.nbytes for nbytes, array in zip(left, self.arrays, strict=True)]
         return [one if pays[place.bucket] else None for one, place in zip(found, self._places, strict=True)]
 
-    def _packed(self, stored: Sequence[Bytes], anew: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
+    def _pack_changed(self, stored: Sequence[Bytes], anew: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
         """Put what is `stored` of the shards of buckets `anew` into other ones. The other buckets stay as they are."""
         kept = [number for number in range(len(self.arrays)) if number not in anew]
         moved = [number for number, place in enumerate(self._places) if place.bucket in anew]
@@ -153,18 +153,18 @@ class Buckets:
         ], [*(self.arrays[number] for number in kept), *arrays]
 
 
-def described(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
+def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
     """Describe a tensor of which a rank has `values` as its `shard`: this hashes them."""
     return Tensor(
         name=name,
         dtype=str(shard.dtype).removeprefix("torch."),
         shape=shard.shape,
         nbytes=int(np.prod(shard.shape, dtype=np.int64)) * shard.dtype.itemsize,
-        content=content(values, shard.first),
+        content=hash_tensor(values, shard.first),
     )
 
 
-def packed(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Packed:
+def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> PackedPush:
     """Copy whole `tensors` into buckets of their own. See `Buckets`."""
     buckets = Buckets({name: Shard.whole(tensor) for name, tensor in tensors.items()}, bucket_bytes)
     for name, into in buckets.tensors.items():

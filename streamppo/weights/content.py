@@ -28,7 +28,7 @@ PART_BYTES = 1 << 21
 _MASK = 2**64 - 1
 
 
-def content(part: Tensor, first: int = 0) -> int:
+def hash_tensor(part: Tensor, first: int = 0) -> int:
     """The hash of `part`, whose bytes begin at byte `first` of the whole tensor."""
     raw = part.detach().contiguous().view(-1).view(torch.uint8)
     if len(raw) < 8:
@@ -50,18 +50,18 @@ def write(into: Tensor, values: Tensor) -> int:
     One part after another, so that the processor's cache still has what was written when it is read.
     """
     if not into.dim() or into.device.type != "cpu":
-        return content(into.copy_(values).to(values.dtype))
+        return hash_tensor(into.copy_(values).to(values.dtype))
     total, row = 0, values[:1].nbytes
     some = max(1, PART_BYTES // max(1, row))
     for first in range(0, len(into), some):
         part = into[first : first + some].copy_(values[first : first + some])
-        total += content(part.to(values.dtype), first * row)
+        total += hash_tensor(part.to(values.dtype), first * row)
     return total & _MASK
 
 
 def check(expected: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise `WeightsError`, with a name, if a tensor is not as `expected`."""
-    compare(expected, ((name, content(tensor)) for name, tensor in tensors))
+    compare(expected, ((name, hash_tensor(tensor)) for name, tensor in tensors))
 
 
 def compare(expected: Mapping[str, int], found: Iterable[tuple[str, int]]) -> None:

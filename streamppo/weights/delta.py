@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
     """Encode what makes `after` out of `before`, whose elements have `width` bytes; None where that does not pay."""
-    found = _compared(_elements(before, width), _elements(after, width))
+    found = _find_changes(_elements(before, width), _elements(after, width))
     if found is None:
         return None
     places, differences = found
@@ -75,7 +75,7 @@ Numbers = NDArray[np.uint64]
 Places = NDArray[np.int64]
 
 
-def _compared(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
+def _find_changes(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
     """The places that have changed, and the differences there; None if they are too many."""
     step = max(1, len(old) // SAMPLE)
     sample = old[::step] != new[::step]

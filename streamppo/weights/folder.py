@@ -18,23 +18,23 @@ import numpy as np
 
 from streamppo import durable
 from streamppo.errors import WeightsError
-from streamppo.types import Crossing, decode, encode
+from streamppo.types import WireStruct, decode, encode
 from streamppo.weights.delta import Bytes
-from streamppo.weights.transport import BucketRef, Lost
+from streamppo.weights.transport import BucketGone, BucketRef
 
 MISSING_S = 300.0
 """A bucket that the ledger names and that is missing for so long is in a folder that this node does not see."""
 
 
-class File(Crossing, frozen=True):
+class File(WireStruct, frozen=True):
     """The reference of a bucket."""
 
     path: str
     nbytes: int
 
 
-class Outlet:
-    """Implements `transport.Outlet` for one life of `rank`: two whole versions are kept, and the deltas behind them."""
+class FolderSender:
+    """Implements `transport.Sender` for one life of `rank`: two whole versions are kept, and the deltas behind them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._all, self._name = folder, f"rank-{rank}-"
@@ -43,13 +43,13 @@ class Outlet:
         self._before = 0
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Outlet.put`."""
+        """See `transport.Sender.put`."""
         with durable.naming(self._own, WeightsError):
             self._own.mkdir(parents=True, exist_ok=True)
             return [self._write(version, number, array) for number, array in enumerate(arrays)]
 
     def drop(self, before: int) -> None:
-        """See `transport.Outlet.drop`: one call later, so that an actor can read to its end what it has begun."""
+        """See `transport.Sender.drop`: one call later, so that an actor can read to its end what it has begun."""
         for version in [version for version in self._names if version < self._before]:
             for path in self._names.pop(version):
                 path.unlink(missing_ok=True)
@@ -70,14 +70,14 @@ class Outlet:
         return encode(File(path=str(path), nbytes=array.nbytes))
 
 
-class Inlet:
-    """Implements `transport.Inlet`."""
+class FolderReceiver:
+    """Implements `transport.Receiver`."""
 
     def __init__(self) -> None:
         self._missing, self._since = "", 0.0
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Inlet.fetch`. Raises `WeightsError` if one bucket stays away."""
+        """See `transport.Receiver.fetch`. Raises `WeightsError` if one bucket stays away."""
         assert isinstance(ref, bytes), "a reference of a folder's outlet"
         file = decode(ref, File)
         try:
@@ -90,7 +90,7 @@ class Inlet:
                     f"{file.path} cannot be read ({error.strerror}): learner.transport.path must be a folder that all "
                     "nodes see"
                 ) from error
-            raise Lost(str(error)) from error
+            raise BucketGone(str(error)) from error
         self._missing = ""
         return read
 

@@ -23,9 +23,9 @@ from uuid import uuid4
 import numpy as np
 
 from streamppo.errors import WeightsError
-from streamppo.types import Crossing, decode, encode
+from streamppo.types import WireStruct, decode, encode
 from streamppo.weights.delta import Bytes
-from streamppo.weights.transport import BucketRef, Lost
+from streamppo.weights.transport import BucketGone, BucketRef
 
 READ_S, SLOWEST_BYTES_PER_S = 60.0, 20e6
 """A read that takes longer than this, and a second for so many bytes, is given up."""
@@ -37,7 +37,7 @@ KIND = "DRAM"
 log = logging.getLogger(__name__)
 
 
-class Remote(Crossing, frozen=True):
+class RemoteBucket(WireStruct, frozen=True):
     """The reference of a bucket: its rank's agent, with all memory that this has registered, and its place there."""
 
     agent: bytes
@@ -52,8 +52,8 @@ class _Block(NamedTuple):
     memory: Bytes
 
 
-class Outlet:
-    """Implements `transport.Outlet`. It keeps two whole versions, and the deltas behind them, in memory of its own."""
+class NixlSender:
+    """Implements `transport.Sender`. It keeps two whole versions, and the deltas behind them, in memory of its own."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._lock = _agent(local=local), threading.Lock()
@@ -66,7 +66,7 @@ class Outlet:
         threading.Thread(target=self._look_after, name="nixl", daemon=True).start()
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Outlet.put`."""
+        """See `transport.Sender.put`."""
         blocks = [self._block(array.nbytes) for array in arrays]
         self._used.setdefault(version, []).extend(blocks)
         for block, array in zip(blocks, arrays, strict=True):
@@ -77,7 +77,7 @@ class Outlet:
             agent = self._agent.get_agent_metadata()
         return [
             encode(
-                Remote(
+                RemoteBucket(
                     agent=agent,
                     address=block.memory.ctypes.data,
                     nbytes=array.nbytes,
@@ -89,7 +89,7 @@ class Outlet:
         ]
 
     def drop(self, before: int) -> None:
-        """See `transport.Outlet.drop`: one call later, so that an actor can read to its end what it has begun."""
+        """See `transport.Sender.drop`: one call later, so that an actor can read to its end what it has begun."""
         for version in [version for version in self._used if version < self._before]:
             self._free += self._used.pop(version)
         self._before = before
@@ -116,8 +116,8 @@ class Outlet:
             time.sleep(LOOK_S)
 
 
-class Inlet:
-    """Implements `transport.Inlet`: one read at a time, in a thread of its own."""
+class NixlReceiver:
+    """Implements `transport.Receiver`: one read at a time, in a thread of its own."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._failures = _agent(local=local), _failures()
@@ -125,16 +125,16 @@ class Inlet:
         self._abandoned: list[object] = []
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Inlet.fetch`."""
+        """See `transport.Receiver.fetch`."""
         assert isinstance(ref, bytes), "a reference of NIXL's outlet"
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, Remote))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, RemoteBucket))
 
-    def _fetch(self, remote: Remote) -> Bytes:
+    def _fetch(self, remote: RemoteBucket) -> Bytes:
         made, generation = np.empty(max(1, remote.nbytes), dtype=np.uint8), np.zeros(8, dtype=np.uint8)
         try:
             name = self._agent.add_remote_agent(remote.agent)
         except self._failures as error:
-            raise Lost(f"a rank cannot be reached: {error}") from error
+            raise BucketGone(f"a rank cannot be reached: {error}") from error
         try:
             if remote.nbytes:
                 self._read(name, remote.address, made)
@@ -142,9 +142,9 @@ class Inlet:
         except self._failures as error:
             with suppress(*self._failures):
                 self._agent.remove_remote_agent(name)
-            raise Lost(f"a rank cannot be read: {error}") from error
+            raise BucketGone(f"a rank cannot be read: {error}") from error
         if int(generation.view(np.int64)[0]) != remote.generation:
-            raise Lost("a rank has put newer weights there")
+            raise BucketGone("a rank has put newer weights there")
         return made[: remote.nbytes]
 
     def _read(self, name: str, address: int, into: Bytes) -> None:
@@ -160,7 +160,7 @@ class Inlet:
                 time.sleep(LOOK_S)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise Lost(f"{into.nbytes} bytes of a rank were not there in time")
+                raise BucketGone(f"{into.nbytes} bytes of a rank were not there in time")
         finally:
             try:
                 agent.release_xfer_handle(handle)

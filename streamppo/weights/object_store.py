@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from streamppo.weights.delta import Bytes
-from streamppo.weights.transport import BucketRef, Lost
+from streamppo.weights.transport import BucketGone, BucketRef
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -22,25 +22,25 @@ FETCH_S, LONGER_S = 20.0, 10.0
 """Seconds for a bucket, at first, and how much more after one that was late."""
 
 
-class Outlet:
-    """Implements `transport.Outlet`."""
+class ObjectStoreSender:
+    """Implements `transport.Sender`."""
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Outlet.put`."""
+        """See `transport.Sender.put`."""
         return [ray.put(array) for array in arrays]
 
     def drop(self, before: int) -> None:
-        """See `transport.Outlet.drop`: the object store counts references."""
+        """See `transport.Sender.drop`: the object store counts references."""
 
 
-class Inlet:
-    """Implements `transport.Inlet`."""
+class ObjectStoreReceiver:
+    """Implements `transport.Receiver`."""
 
     def __init__(self) -> None:
         self._limit_s = FETCH_S
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Inlet.fetch`. Without a copy where the node has the bucket already.
+        """See `transport.Receiver.fetch`. Without a copy where the node has the bucket already.
 
         After each bucket that is late the next may take `LONGER_S` longer, until one comes: the network may be slow.
         """
@@ -49,10 +49,10 @@ class Inlet:
             async with asyncio.timeout(limit_s):
                 found = await cast("ObjectRef[Bytes]", ref)
         except ObjectLostError as error:
-            raise Lost(f"the object store has lost a bucket: {error}") from error
+            raise BucketGone(f"the object store has lost a bucket: {error}") from error
         except TimeoutError:
             # Buckets that were asked for together are late together.
             self._limit_s = limit_s + LONGER_S
-            raise Lost(f"a bucket has not come within {limit_s:g} s") from None
+            raise BucketGone(f"a bucket has not come within {limit_s:g} s") from None
         self._limit_s = FETCH_S
         return found

@@ -18,7 +18,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.errors import CheckpointError
-from streamppo.weights.store import ADDRESS, Store, row_of, summed
+from streamppo.weights.store import ADDRESS, Store, row_of, with_crc
 
 OWNERS = "owners"
 TOKENS = 4
@@ -52,7 +52,7 @@ def newest(names: Sequence[str]) -> str:
     return max(names, default="").partition("-")[2]
 
 
-def of_another(store: Store, run: Path) -> str:
+def other_owner(store: Store, run: Path) -> str:
     """Say which folder the address belongs to, if not to that of the run; empty if it does, or to nobody.
 
     Raises `CheckpointError` if the address does not answer.
@@ -80,7 +80,7 @@ def claim(store: Store, run: Path) -> None:
     write(run, store.address, [token, *tokens(run)])
     number = 1 + max((int(name.partition("-")[0]) for name in before), default=0)
     row = msgspec.json.encode(Claim(str(run.resolve()), run.stat().st_ino))
-    store.put(OWNERS, {f"{number:08d}-{token}": io.BytesIO(summed(row))})
+    store.put(OWNERS, {f"{number:08d}-{token}": io.BytesIO(with_crc(row))})
     for old in before:
         try:
             store.delete(f"{OWNERS}/{old}")

@@ -16,18 +16,18 @@ from msgspec import structs
 from streamppo.process import phase
 from streamppo.types import Tensor, encode
 from streamppo.weights.buckets import Buckets, Shard
-from streamppo.weights.ledger import Published
-from streamppo.weights.transport import BucketRef, Outlet
+from streamppo.weights.ledger import PublishReply
+from streamppo.weights.transport import BucketRef, Sender
 
 SETS = 2
 """Sets of buckets: one is written, one is read."""
 
 
-Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], Published]
+Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], PublishReply]
 """Publishes an encoded `Push` with its buckets, and the encoded `Learned` of its batch; waits for all shares."""
 
 
-class Pushed(NamedTuple):
+class PushedVersion(NamedTuple):
     """A published version: the hash of its weights, the milliseconds that its push took, this rank's bytes of it."""
 
     digest: str
@@ -47,7 +47,7 @@ class Pusher:
     def __init__(
         self,
         publish: Publish,
-        outlet: Outlet,
+        outlet: Sender,
         bucket_bytes: int,
         *,
         deltas: bool = False,
@@ -60,8 +60,8 @@ class Pusher:
         self._bucket_bytes, self._deltas = bucket_bytes, deltas
         self._rank, self._ranks, self._frozen, self._pinned = rank, ranks, frozen, pinned
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
-        self.last: Future[Pushed] = Future()
-        self.last.set_result(Pushed("", 0.0, 0))
+        self.last: Future[PushedVersion] = Future()
+        self.last.set_result(PushedVersion("", 0.0, 0))
         self._sets: list[Buckets] = []
         self._described: Future[None] = Future()
         self._described.set_result(None)
@@ -85,7 +85,7 @@ class Pusher:
         learned: bytes = b"",
         admitted_lag: int | None = None,
         written: Callable[[], None] = lambda: None,
-    ) -> Pushed:
+    ) -> PushedVersion:
         """Start pushing what is in `filled` once `written` returns. Returns the push before.
 
         `learned`, of the batch that made the version, goes along, and the lag to be admitted with it. Raises
@@ -95,10 +95,10 @@ class Pusher:
         before = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
         self._sets.append(filled)
         self._described = Future()
-        self.last = self._thread.submit(self._carry, version, filled, before, learned, admitted_lag, written)
+        self.last = self._thread.submit(self._push, version, filled, before, learned, admitted_lag, written)
         return pushed
 
-    def again(self) -> list[Future[Published]]:
+    def republish(self) -> list[Future[PublishReply]]:
         """Publish the newest whole version once more, and all deltas since: the ledger has forgotten everything.
 
         Each waits in a thread of its own for the shares of the other ranks, which may come in another order, or, of a
@@ -111,7 +111,7 @@ class Pusher:
         return sent
 
     @phase("publish")
-    def _carry(
+    def _push(
         self,
         version: int,
         filled: Buckets,
@@ -119,7 +119,7 @@ class Pusher:
         learned: bytes,
         admitted_lag: int | None,
         written: Callable[[], None],
-    ) -> Pushed:
+    ) -> PushedVersion:
         start = time.perf_counter()
         try:
             written()
@@ -134,4 +134,4 @@ class Pusher:
         self._outlet.drop(published.whole)
         self._wants_whole = published.wants_whole
         ms = (time.perf_counter() - start) * 1e3
-        return Pushed(published.digest, ms, sum(array.nbytes for array in arrays))
+        return PushedVersion(published.digest, ms, sum(array.nbytes for array in arrays))

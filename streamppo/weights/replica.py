@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from streamppo.errors import WeightsError
-from streamppo.types import Piece, Push, Tensor
+from streamppo.types import Push, Tensor, TensorChunk
 from streamppo.weights import delta
 from streamppo.weights.delta import Bytes
 from streamppo.weights.shares import check_whole
@@ -29,7 +29,7 @@ class Replica:
         self._arrays: list[Bytes] = []
         self._is_own = self._sees = False
         self._next: Push | None = None
-        self._by_bucket: list[list[Piece]] = []
+        self._by_bucket: list[list[TensorChunk]] = []
         self._put = 0
 
     @property
@@ -59,7 +59,7 @@ class Replica:
             raise WeightsError(f"version {push.version} is a delta to version {push.base_version}, not to {before}")
         check_whole(push)
         self._next, self._put = push, 0
-        self._by_bucket = [list[Piece]() for _ in push.bucket_bytes]
+        self._by_bucket = [list[TensorChunk]() for _ in push.bucket_bytes]
         for piece in push.pieces:
             if not 0 <= piece.bucket < len(self._by_bucket):
                 raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
@@ -68,7 +68,7 @@ class Replica:
         if self._sees:
             self._arrays, self._is_own = [np.zeros(0, dtype=np.uint8)] * len(push.tensors), False
         else:
-            self._own(push)
+            self._take_memory(push)
 
     def put(self, bucket: Bytes) -> None:
         """Use the next bucket of the version that was begun. Raises `WeightsError` if it is not that of the push."""
@@ -95,7 +95,7 @@ class Replica:
         """Have no version: the next one is to be whole."""
         self.push = None
 
-    def _own(self, push: Push) -> None:
+    def _take_memory(self, push: Push) -> None:
         """Have memory for what comes: that of the version before, whose bytes a delta changes."""
         sizes = [tensor.nbytes for tensor in push.tensors]
         if not self._is_own or [array.nbytes for array in self._arrays] != sizes:
@@ -103,7 +103,7 @@ class Replica:
             self._arrays = [array.copy() for array in seen] or [np.empty(size, dtype=np.uint8) for size in sizes]
             self._is_own = True
 
-    def _use(self, push: Push, piece: Piece, stored: Bytes) -> None:
+    def _use(self, push: Push, piece: TensorChunk, stored: Bytes) -> None:
         if self._sees:
             self._arrays[piece.tensor] = stored
             return
@@ -116,11 +116,11 @@ class Replica:
             raise WeightsError(f"version {push.version}: {stored.nbytes} bytes came for {into.nbytes}")
 
 
-def _is_whole(push: Push, piece: Piece) -> bool:
+def _is_whole(push: Push, piece: TensorChunk) -> bool:
     return piece.nbytes == push.tensors[piece.tensor].nbytes and not piece.is_delta
 
 
-def _stored(push: Push, piece: Piece, bucket: Bytes) -> Bytes:
+def _stored(push: Push, piece: TensorChunk, bucket: Bytes) -> Bytes:
     if piece.start + piece.stored > bucket.nbytes:
         raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
     return bucket[piece.start : piece.start + piece.stored]

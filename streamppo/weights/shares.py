@@ -1,4 +1,4 @@
-"""Brings together what the ranks of a learner publish of one version. Pure: no Ray."""
+"""Brings together what the ranks of a learner publish of one version."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 from msgspec import structs
 
 from streamppo.errors import WeightsError
-from streamppo.types import Piece, Push, Tensor
+from streamppo.types import Push, Tensor, TensorChunk
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -20,7 +20,7 @@ REMEMBERED = 64
 """Versions whose results are kept for a rank that asks once more."""
 
 
-class Share(NamedTuple, Generic[T]):
+class RankShare(NamedTuple, Generic[T]):
     """One rank's part of a version, with references, of type T, of its buckets; `learned` comes from rank 0."""
 
     push: Push
@@ -32,9 +32,9 @@ class Shares(Generic[T]):
     """The shares of versions of which not every rank has brought its own."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, dict[int, Share[T]]] = {}
+        self._waiting: dict[int, dict[int, RankShare[T]]] = {}
 
-    def add(self, share: Share[T]) -> list[Share[T]]:
+    def add(self, share: RankShare[T]) -> list[RankShare[T]]:
         """Return the shares of a version, by rank, as soon as every rank has brought its own; nothing before.
 
         Of two shares by one rank the last counts.
@@ -47,20 +47,20 @@ class Shares(Generic[T]):
         return [shares[rank] for rank in sorted(shares)]
 
 
-class Joining(Generic[T, R]):
+class ShareCollector(Generic[T, R]):
     """One learner's versions: `publish` is called once for each, and all of its ranks wait for that result.
 
     A rank that brings its share of a version again, which Ray may do to a call, gets the result at once; a share with
     other weights is published anew.
     """
 
-    def __init__(self, publish: Callable[[Share[T]], Awaitable[R]]) -> None:
+    def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
         self._publish = publish
         self._shares = Shares[T]()
         self._begun: dict[int, asyncio.Future[asyncio.Task[R]]] = {}
         self._brought: dict[int, dict[int, str]] = {}
 
-    async def result(self, share: Share[T]) -> R:
+    async def result(self, share: RankShare[T]) -> R:
         """Add a share, and wait for the result of its version. Raises what publishing it raised, and as `join` does."""
         version, rank, digest = share.push.version, share.push.rank, share.push.digest
         if self._brought.setdefault(version, {}).setdefault(rank, digest) != digest:
@@ -80,9 +80,9 @@ class Joining(Generic[T, R]):
             if task.done() and task.exception() is not None and self._begun.get(version) is begun:
                 del self._begun[version]
 
-    async def _make(self, shares: Sequence[Share[T]]) -> R:
+    async def _make(self, shares: Sequence[RankShare[T]]) -> R:
         refs = [ref for one in shares for ref in one.refs]
-        return await self._publish(Share(join([one.push for one in shares]), refs, shares[0].learned))
+        return await self._publish(RankShare(join([one.push for one in shares]), refs, shares[0].learned))
 
 
 def join(parts: Sequence[Push]) -> Push:
@@ -97,7 +97,7 @@ def join(parts: Sequence[Push]) -> Push:
         raise WeightsError(f"version {first.version}: the ranks do not publish the same tensors")
     if len(bases := {part.base_version for part in parts} - {None}) > 1:
         raise WeightsError(f"version {first.version}: the ranks' deltas are to versions {sorted(map(str, bases))}")
-    pieces: list[Piece] = []
+    pieces: list[TensorChunk] = []
     bucket_bytes: list[int] = []
     for part in parts:
         pieces += [structs.replace(piece, bucket=piece.bucket + len(bucket_bytes)) for piece in part.pieces]
@@ -105,18 +105,18 @@ def join(parts: Sequence[Push]) -> Push:
     joined = structs.replace(
         first,
         base_version=next(iter(bases), None),
-        tensors=_summed([part.tensors for part in parts]),
+        tensors=_sum_hashes([part.tensors for part in parts]),
         pieces=tuple(pieces),
         bucket_bytes=tuple(bucket_bytes),
         rank=0,
         ranks=1,
-        frozen=_summed([part.frozen for part in parts]),
+        frozen=_sum_hashes([part.frozen for part in parts]),
     )
     check_whole(joined)
     return joined
 
 
-def _summed(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def _sum_hashes(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """The tensors of all ranks: the hash of each is the sum of those of its shards."""
     columns = zip(*parts, strict=True)
     return tuple(structs.replace(same[0], content=sum(one.content for one in same) % 2**64) for same in columns)

@@ -33,7 +33,7 @@ ADDRESS = "remote.address"
 log = logging.getLogger(__name__)
 
 
-def summed(row: bytes) -> bytes:
+def with_crc(row: bytes) -> bytes:
     """The content of a file with one row, behind its CRC-32: a folder shows what is half written."""
     return crc32(row).to_bytes(4, "little") + row
 
@@ -51,13 +51,13 @@ class Store:
         # fsspec chains file systems by it, and one of them renders templates: a folder's address is not always our own.
         if CHAIN in address:
             raise CheckpointError(f"{address}: names one file system inside of another: give the store's own address")
-        with self.named():
+        with self.naming_errors():
             self._files, self._root = fsspec.url_to_fs(address)
 
     def put(self, folder: str, files: Mapping[str, BinaryIO]) -> None:
         """Copy open files to `folder` there, in their order, under these names; an address may refuse for a minute."""
         for name, file in files.items():
-            self._put_patiently(f"{self._root}/{folder}", name, file)
+            self._put_with_retries(f"{self._root}/{folder}", name, file)
 
     def put_folder(self, folder: str, path: Path) -> None:
         """Copy the folder at `path`, which has no others in it, to `folder` there."""
@@ -75,7 +75,7 @@ class Store:
     def fetch(self, folder: str, name: str, to: Path) -> None:
         """Fetch one file, to `to / name`."""
         aside = to / f"{name}.{uuid4().hex}{durable.ASIDE}"
-        with self.named(), durable.naming(to, CheckpointError):
+        with self.naming_errors(), durable.naming(to, CheckpointError):
             to.mkdir(parents=True, exist_ok=True)
             with self._files.open(f"{self._root}/{folder}/{name}", "rb") as theirs, aside.open("wb") as ours:
                 shutil.copyfileobj(theirs, ours, PART_BYTES)
@@ -96,7 +96,7 @@ class Store:
     def names(self, folder: str = "") -> list[str]:
         """The names of what is in a folder there; none of one that is not there."""
         place = f"{self._root}/{folder}".rstrip("/")
-        with self.named():
+        with self.naming_errors():
             self._files.invalidate_cache()
             try:
                 found: Sequence[str] = self._files.ls(place, detail=False)
@@ -109,7 +109,7 @@ class Store:
     def sizes(self, folder: str) -> dict[str, int]:
         """The bytes of each file in a folder there; none of one that is not there."""
         place = f"{self._root}/{folder}"
-        with self.named():
+        with self.naming_errors():
             self._files.invalidate_cache()
             try:
                 found: Sequence[dict[str, Any]] = self._files.ls(place, detail=True)
@@ -119,16 +119,16 @@ class Store:
 
     def read(self, folder: str, name: str) -> bytes:
         """The content of a file."""
-        with self.named():
+        with self.naming_errors():
             return self._files.cat_file(f"{self._root}/{folder}/{name}")
 
     def delete(self, folder: str) -> None:
         """Delete a folder, and all that is in it."""
-        with self.named():
+        with self.naming_errors():
             self._files.rm(f"{self._root}/{folder}", recursive=True)
 
     @contextmanager
-    def named(self) -> Generator[None]:
+    def naming_errors(self) -> Generator[None]:
         """Raise `CheckpointError` with the address for every error of the block."""
         try:
             yield
@@ -138,7 +138,7 @@ class Store:
             # Each kind of store has errors of its own.
             raise CheckpointError(f"{self.address}: {type(error).__name__}: {error}") from error
 
-    def _put_patiently(self, folder: str, name: str, file: BinaryIO) -> None:
+    def _put_with_retries(self, folder: str, name: str, file: BinaryIO) -> None:
         for pause_s in PAUSES_S:
             try:
                 return self._put(folder, name, file)
@@ -149,7 +149,7 @@ class Store:
 
     def _put(self, folder: str, name: str, file: BinaryIO) -> None:
         file.seek(0)
-        with self.named():
+        with self.naming_errors():
             self._files.makedirs(folder, exist_ok=True)
             # An object store shows a file when it is whole; a folder shows what is half written.
             is_folder = isinstance(self._files, LocalFileSystem)
@@ -162,7 +162,7 @@ class Store:
                 durable.rename(Path(aside), path)
 
 
-def known(folder: Path) -> str:
+def known_address(folder: Path) -> str:
     """The address of the copies of the run in `folder`; empty if it has none."""
     file = folder / ADDRESS
     return (file.read_text().split() or [""])[0] if file.is_file() else ""

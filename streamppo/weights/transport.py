@@ -19,11 +19,11 @@ BucketRef: TypeAlias = "ObjectRef[Bytes] | bytes"
 """A bucket at its rank: opaque to all but the two ends of one transport."""
 
 
-class Lost(Exception):
+class BucketGone(Exception):
     """A bucket is not there any more: its rank has died, or has newer ones."""
 
 
-class Outlet(Protocol):
+class Sender(Protocol):
     """A rank's end."""
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
@@ -35,7 +35,7 @@ class Outlet(Protocol):
         ...
 
 
-class Inlet(Protocol):
+class Receiver(Protocol):
     """A rollout actor's end."""
 
     async def fetch(self, ref: BucketRef) -> Bytes:

@@ -18,7 +18,8 @@ import yaml
 from conftest import MATH, REPOSITORY
 from test_run import MARK, family, gone, summary, wait_for_updates
 
-from benchmarks import networks, node_deaths
+from benchmarks.faults import node_deaths
+from benchmarks.lib import networks
 from streamppo.config import file as configfile
 
 CLUSTERS = REPOSITORY / "examples" / "clusters"

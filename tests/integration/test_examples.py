@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import bring_case
+import pytest
 from conftest import REPOSITORY
 
 README = (REPOSITORY / "examples" / "README.md").read_text()
@@ -43,6 +44,7 @@ def test_the_readme_names_every_example() -> None:
     assert {Path(name).stem for name in named} == {Path(name).stem for name in files}
 
 
+@pytest.mark.slow
 def test_a_new_project_trains_with_its_own_reward(tmp_path: Path) -> None:
     project = tmp_path / "sorting"
     python("-m", "streamppo", "init", str(project))
@@ -57,7 +59,7 @@ def test_a_new_project_trains_with_its_own_reward(tmp_path: Path) -> None:
 MAKE = """
 from pathlib import Path
 from streamppo.config import file as configfile
-from streamppo.learner import tiny
+from streamppo.learner.model import tiny
 tiny.make(configfile.load(Path("sorting/run.toml")), Path("model"))
 """
 
@@ -77,6 +79,7 @@ def test_two_commands_train_a_model_on_rows_by_an_async_reward_as_they_are_broug
     assert sum(found[-5:]) / 5 > sum(found[:5]) / 5 + 0.15, found
 
 
+@pytest.mark.slow
 def test_a_service_scores_a_run(tmp_path: Path) -> None:
     service = subprocess.Popen(
         [sys.executable, "examples/reward_service.py", "0"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
@@ -102,38 +105,44 @@ def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
     assert all(0.0 <= line["reward_first"] <= line["reward"] <= 1.0 for line in found)
 
 
-def test_a_loss_of_the_user_trains_a_run(tmp_path: Path) -> None:
-    own = "algorithm.policy_loss={kind='function', function='examples/own_loss.py:loss'}"
-    sizes = (*SHORT, "queue.batch_size=64", "learner.minibatches=4")
-    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, *sizes)
-    found = updates(tmp_path / "math")
-    assert [line["steps"] for line in found] == [4.0, 4.0, 4.0]
-    assert all(line["clip_fraction_high"] == line["clip_fraction_low"] == 0.0 for line in found), "it clips nothing"
-    # A batch in which every answer is wrong has advantages of exactly 0 while the critic knows nothing.
-    assert any(line["policy_loss"] != 0.0 for line in found)
+def test_an_agent_with_two_tools_trains_a_run_and_is_replayed_without_it(tmp_path: Path) -> None:
+    python("-m", "streamppo", "run", "examples/calculator_agent.toml", "--runs", str(tmp_path), *SHORT)
+    run = tmp_path / "calculator_agent"
+    found = updates(run)
+    assert len(found) == 3
+    assert all(0.0 <= line["reward_right"] == line["reward"] <= 1.0 for line in found)
+    counted = json.loads((run / "summary.json").read_text())["engines"]["agents"]
+    assert counted["runs"] >= 48 and counted["requests"] >= counted["runs"]
+    assert "bit for bit" in python("-m", "streamppo", "replay", str(run))
 
 
-def test_an_advantage_of_the_user_trains_a_run(tmp_path: Path) -> None:
-    own = "algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"
-    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, *SHORT, "queue.batch_size=64")
-    found = updates(tmp_path / "math")
-    assert [line["steps"] + line["empty_steps"] for line in found] == [4.0, 4.0, 4.0]
-    assert any(line["grad_norm"] > 0 for line in found)
-    assert all(line["value_loss"] == 0.0 for line in found), "it has no critic"
-
-
-def test_a_correction_of_the_user_trains_a_run_and_is_replayed(tmp_path: Path) -> None:
-    own = "algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"
+def test_a_loss_an_advantage_and_a_correction_of_the_user_train_a_run_that_is_replayed(tmp_path: Path) -> None:
+    own = [
+        f"algorithm.{part}={{kind='function', function='examples/custom_{file}.py:{name}'}}"
+        for part, file, name in (
+            ("policy_loss", "loss", "loss"),
+            ("advantage", "advantage", "advantage"),
+            ("correction", "correction", "weights"),
+        )
+    ]
     filters = "algorithm.filters=[{kind='truncated'}, {kind='off_policy_negative', delta=0.01}]"
     sizes = (*SHORT, "queue.batch_size=64", "learner.minibatches=4", "rollout.max_tokens=3")
-    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, filters, *sizes)
+    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), *own, filters, *sizes)
     found = updates(tmp_path / "math")
     assert [line["steps"] + line["empty_steps"] for line in found] == [4.0, 4.0, 4.0]
-    assert all(line["rejected_function"] == 0.0 for line in found), "none of its weights is 0"
+    assert all(line["clip_fraction_high"] == line["clip_fraction_low"] == 0.0 for line in found), (
+        "the loss clips nothing"
+    )
+    # A batch in which every answer is wrong has advantages of exactly 0.
+    assert any(line["policy_loss"] != 0.0 for line in found) and any(line["grad_norm"] > 0 for line in found)
+    assert all(line["value_loss"] == 0.0 for line in found), "the advantage has no critic"
+    assert all(line["rejected_function"] == 0.0 for line in found), "none of the correction's weights is 0"
     assert all(line["filtered_truncated_responses"] == line["truncated"] > 0.0 for line in found)
     assert "bit for bit" in python("-m", "streamppo", "replay", str(tmp_path / "math"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_page_about_python_runs_as_it_stands(tmp_path: Path) -> None:
     """All boxes of docs/python.md, one after another, in a folder that has the configurations: a run and its resume."""
     page = (REPOSITORY / "docs" / "python.md").read_text()

@@ -21,8 +21,8 @@ from ray.cluster_utils import Cluster
 from test_run import MARK, SHORT, family, gone, summary, wait_for_updates
 
 from streamppo.config.sections import Config
-from streamppo.driver import actors, cluster, nodes
-from streamppo.driver.cluster import inside
+from streamppo.driver.ray import actors, cluster, nodes
+from streamppo.driver.ray.cluster import inside
 
 ENDLESS = (*SHORT, "updates=100000", "evaluation.every=0", "watchdog.shutdown_s=60")
 LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -124,11 +124,11 @@ def test_on_three_nodes_the_queue_is_beside_the_driver_and_every_actor_gets_its_
     assert {node for node, *_ in ray.get([one.look.remote() for one in beside], timeout=120)} == {own}
     assert "scheduling_strategy" in queue_options(config, tmp_path)
 
-    needs = nodes.of_rank(config, tmp_path)
-    ray.get([inside(one, nodes.prove, needs) for one in everywhere], timeout=60)
+    needs = nodes.needs_of_rank(config, tmp_path)
+    ray.get([inside(one, nodes.check_visible, needs) for one in everywhere], timeout=60)
     (tmp_path / nodes.TOKEN).unlink()
     with pytest.raises(ray.exceptions.RayTaskError, match="lacks the run's folder"):
-        ray.get(inside(everywhere[2], nodes.prove, needs), timeout=60)
+        ray.get(inside(everywhere[2], nodes.check_visible, needs), timeout=60)
 
 
 def queue_options(config: Config, folder: Path) -> dict[str, Any]:

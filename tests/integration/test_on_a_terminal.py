@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 from terminal import resize, shown
+from test_finished_run import NOISE
 from test_on_a_cluster import ENDLESS, on_a_terminal
-from test_outlives import NOISE
 from test_run import gone, summary, wait_for_updates
 
 COLUMNS = 80

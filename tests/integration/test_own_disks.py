@@ -8,7 +8,7 @@ from conftest import MATH
 from test_recovery import all_accounted, command
 from test_run import SHORT, family, gone, started, updates, wait_for_updates
 
-from benchmarks import node_deaths
+from benchmarks.faults import node_deaths
 
 
 @pytest.mark.slow
@@ -27,6 +27,7 @@ def test_nodes_that_do_not_see_the_runs_folder_die_and_the_run_goes_on_from_the_
     assert {one.parent.name for one in store.glob("*/*/manifest.json")} >= {"00000300"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_run_whose_queue_and_its_disk_are_gone_goes_on_from_the_copies(shards: int, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from streamppo.config.sections import Config
-from streamppo.driver.placement import Placement
+from streamppo.driver.ray.placement import Placement
 
 
 @pytest.fixture

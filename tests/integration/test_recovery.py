@@ -2,37 +2,35 @@
 
 import json
 import os
-import random
 import shutil
 import signal
-import sqlite3
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 import pytest
+import replay_case
 import slow_loss
 from conftest import MATH, REPOSITORY, SUPPORT, save_reward_model
 from ray.cluster_utils import Cluster
-from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
+from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_line, wait_for_updates
 
 from streamppo.config import file as configfile
-from streamppo.queue import archive
-from streamppo.queue.journal import Journal
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.library.arithmetic import ALPHABET
 from streamppo.telemetry import metrics_file as lines
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import chaos, draw
+from benchmarks.faults import chaos
+from benchmarks.lib import draw
 
 TWO_RANKS_WITH_DELTAS = (
     "learner.ranks=2",
@@ -41,6 +39,8 @@ TWO_RANKS_WITH_DELTAS = (
     "model.dtype=bfloat16",
     "learner.lr=1e-6",
 )
+STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
+STEERED_SEGMENTS = (*STEERED, "queue.segments={max_tokens = 2}", "queue.too_old=mask")
 RPC_FAILURES = {
     "CoreWorkerService.grpc_client.PushTask": {
         "num_failures": 20,
@@ -65,20 +65,20 @@ def resumed(folder: Path, *overrides: str) -> str:
 
 
 def replayed(folder: Path) -> str:
-    done = command("replay", str(folder / "math"))
+    done = replay_case.replay(folder / "math")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def digests(folder: Path) -> dict[int, str]:
-    journal = Journal.of(folder / "math")
+    journal = Journal.open_run(folder / "math")
     made = journal.versions()
     journal.close()
     return {version: one.digest for version, one in made.items()}
 
 
 def all_accounted(run: Path) -> chaos.Trial:
-    trial = chaos.account(run, [])
+    trial = chaos.account(run, [], replay_case.succeeds)
     assert (trial.lost, trial.twice) == (0, 0)
     assert trial.replayed
     return trial
@@ -107,22 +107,33 @@ def all_accounted(run: Path) -> chaos.Trial:
             ["learner", "driver", "queue"],
             TWO_RANKS_WITH_DELTAS,
             id="two-ranks-with-deltas",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["learner", "rollout", "driver", "queue"],
             ("learner.transport={kind='folder'}", *TWO_RANKS_WITH_DELTAS),
             id="weights-in-a-folder",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["learner", "rollout", "driver", "queue"],
             ("learner.transport={kind='nixl'}", *TWO_RANKS_WITH_DELTAS),
             id="weights-by-nixl",
-            marks=pytest.mark.skipif(find_spec("nixl") is None, reason="the extra `nixl` is not installed"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(find_spec("nixl") is None, reason="the extra `nixl` is not installed"),
+            ],
+        ),
+        pytest.param(
+            ["shard", "rollout", "learner", "queue", "driver"],
+            ("queue.shards=2", *STEERED_SEGMENTS),
+            id="every-kind",
         ),
         pytest.param(
             ["shard", "queue", "learner", "shard", "driver"],
             ("queue.shards=3", "learner.ranks=2", "queue.max_lag=1"),
             id="a-queue-with-shards",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["shard", "rollout", "queue", "shard", "driver"],
@@ -153,31 +164,43 @@ def all_accounted(run: Path) -> chaos.Trial:
 def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     tmp_path: Path, kinds: list[str], overrides: tuple[str, ...]
 ) -> None:
-    trial = chaos.trial(MATH, tmp_path, ("updates=40", *overrides), kinds, seed=4)
+    trial = chaos.trial(
+        MATH,
+        tmp_path,
+        ("updates=40", "model.tiny.max_steps=3", *overrides),
+        kinds,
+        seed=4,
+        replays=replay_case.succeeds,
+    )
     assert [kill.kind for kill in trial.kills] == kinds
     assert (trial.lost, trial.twice) == (0, 0)
     assert trial.consumed == 40 * 64
     assert trial.replayed, "the weights are not those that the archive gives"
+    if STEERED[0] in overrides:
+        assert len(decisions(tmp_path / "chaos")) > 1, "nothing was steered"
     if "learner.deltas=on" in overrides:
         pushed = [row["push_mib"] for row in updates(tmp_path, "chaos")]
         assert statistics.median(pushed) < max(pushed) / 20, "versions went as deltas"
     assert not (tmp_path / "chaos" / "weights").exists(), "a run that has ended needs no weights on their way"
 
 
-def test_a_rollout_actor_that_hangs_is_replaced_and_leaves_no_process(tmp_path: Path) -> None:
+def test_rollout_actors_are_added_and_one_that_hangs_is_replaced(tmp_path: Path) -> None:
+    run = tmp_path / "math"
     with started(tmp_path, *SHORT, "updates=100000", "watchdog.heartbeat_s=10") as process:
         wait_for_updates(tmp_path, 2)
-        named(tmp_path, "ray::RolloutActor").send_signal(signal.SIGSTOP)
-        time.sleep(20)
-        before = len(updates(tmp_path))
-        wait_for_updates(tmp_path, before + 5)
+        assert scaled(run, 2) == f"{run}: rollout actors: 2, before: 1\n"
+        wait_for_batches_by(run, {"rollout-1"})
+        actors("ray::RolloutActor", tmp_path)[0].send_signal(signal.SIGSTOP)
+        before = wait_for_line(process, "rollout-0: silent for more than 10 s; starting rollout again")
+        wait_for_updates(tmp_path, len(updates(tmp_path)) + 5)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
-        assert "rollout-0: silent for more than 10 s; starting rollout again" in output
+        assert process.returncode == 128 + signal.SIGINT, before + output
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
     assert summary(tmp_path)["restarts"]["rollout"] == 1
 
 
+@pytest.mark.slow
 def test_a_rank_in_a_long_update_is_not_silent_and_one_that_hangs_is_replaced(tmp_path: Path) -> None:
     loss = f"algorithm.policy_loss={{kind='function', function='{SUPPORT / 'slow_loss.py'}:loss'}}"
     with started(tmp_path, *SHORT, "updates=100000", "watchdog.heartbeat_s=10", loss) as process:
@@ -195,6 +218,7 @@ def test_a_rank_in_a_long_update_is_not_silent_and_one_that_hangs_is_replaced(tm
     assert all_accounted(tmp_path / "math").consumed == summary(tmp_path)["updates"] * 64
 
 
+@pytest.mark.slow
 def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None:
     run = tmp_path / "math"
     with started(tmp_path, *SHORT, "updates=100000") as process:
@@ -219,6 +243,7 @@ def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None
     assert all_accounted(run).consumed == (stopped_at + 4) * 64
 
 
+@pytest.mark.slow
 def test_a_reward_model_outlives_rollout_actors_and_comes_back_when_it_is_killed(tmp_path: Path) -> None:
     save_reward_model(tmp_path / "taste", ALPHABET)
     right = "{kind='function', function='streamppo.tasks.library.arithmetic:score'}"
@@ -237,6 +262,7 @@ def test_a_reward_model_outlives_rollout_actors_and_comes_back_when_it_is_killed
     assert all("reward_taste" in row for row in updates(tmp_path))
 
 
+@pytest.mark.slow
 def test_on_a_cluster_an_actor_without_a_place_holds_nobody_up_and_starts_on_a_node_that_comes(tmp_path: Path) -> None:
     small = {"num_cpus": 2, "object_store_memory": 200 * 2**20, "include_dashboard": False}
     cluster, run = Cluster(initialize_head=True, head_node_args=small), tmp_path / "math"
@@ -302,7 +328,11 @@ def test_a_run_that_was_stopped_goes_on_from_that_very_version_even_with_changes
     with started(tmp_path, *SHORT, "updates=100000") as process:
         wait_for_updates(tmp_path, 6)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert "stopped by SIGTERM" in output and "Traceback" not in output
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
+    assert "SIGTERM" in summary(tmp_path)["outcome"]
     stopped_at = max(digests(tmp_path))
     assert (tmp_path / "math" / "checkpoints" / f"{stopped_at:08d}" / "manifest.json").is_file()
     resumed(tmp_path, f"updates={stopped_at + 8}")
@@ -311,6 +341,7 @@ def test_a_run_that_was_stopped_goes_on_from_that_very_version_even_with_changes
     assert all_accounted(tmp_path / "math").consumed == (stopped_at + 8) * 64
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once_and_leaves_no_process(tmp_path: Path) -> None:
     """A rank that hangs keeps the last checkpoint from being written; nobody has to wait for it."""
     with started(tmp_path, *SHORT, "updates=100000", "watchdog.shutdown_s=60") as process:
@@ -322,28 +353,6 @@ def test_a_second_signal_stops_at_once_and_leaves_no_process(tmp_path: Path) -> 
         process.communicate(timeout=30)
         assert process.returncode == -signal.SIGINT
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "__0_0.distcp",
-        pytest.param(".metadata", marks=pytest.mark.slow),
-        pytest.param("manifest.json", marks=pytest.mark.slow),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, damaged: str) -> None:
-    finished(tmp_path, *SHORT)
-    before, newest = digests(tmp_path), tmp_path / "math" / "checkpoints" / "00000012"
-    data = bytearray((newest / damaged).read_bytes())
-    data[random.Random(1).randrange(len(data))] ^= 1
-    (newest / damaged).write_bytes(data)
-    output = resumed(tmp_path, "updates=14")
-    assert f"{newest / damaged}: " in output
-    assert "moved to 00000012.damaged, going on from the checkpoint before it" in output
-    assert summary(tmp_path)["redone"] == 4, "from version 8 to 12"
-    after = digests(tmp_path)
-    assert {version: after[version] for version in before} == before
 
 
 @pytest.mark.slow
@@ -401,6 +410,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_when_there_is_room(small_disk: Path) -> None:
     with started(small_disk, *SHORT, "updates=200") as process:
@@ -417,28 +427,7 @@ def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_when_there_is_
     assert [row["update"] for row in updates(small_disk)] == list(range(1, 201))
 
 
-def test_a_journal_that_cannot_be_opened_is_named_by_the_resume(tmp_path: Path) -> None:
-    finished(tmp_path, *SHORT)
-    path = tmp_path / "math" / "journal.sqlite"
-    other = command("resume", str(path.parent), "updates=100", "queue.samples_per_prompt=2")
-    assert other.returncode == 1
-    assert f"JournalError: {path}: of another run" in other.stderr
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("update state set checksum = checksum + 1 where name = 'counters'")
-    damaged = command("resume", str(path.parent), "updates=100")
-    assert damaged.returncode == 1
-    assert f"JournalError: {path}: damaged: a row of 'state'" in damaged.stderr
-
-
-def test_damage_in_the_archive_is_named_by_whoever_needs_it(tmp_path: Path) -> None:
-    finished(tmp_path, *SHORT)
-    path = archive.open(tmp_path / "math").path(5)
-    path.write_bytes(path.read_bytes()[:-1])
-    done = command("replay", str(tmp_path / "math"))
-    assert done.returncode == 1
-    assert f"{path}: damaged" in done.stderr
-
-
+@pytest.mark.slow
 def test_old_batches_are_dropped_and_replay_begins_with_the_oldest_checkpoint_that_is_covered(tmp_path: Path) -> None:
     finished(tmp_path, *SHORT, "updates=24", "archive.keep=2")
     first, *_, last = archive.open(tmp_path / "math").versions()
@@ -484,23 +473,21 @@ REFERENCE = {
 ADAPTERS = {"lora": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3")}
 SIGNS = {"topr": ("algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=2")}
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
-STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
 QUEUES = {
     "segments": ("queue.segments={max_tokens = 2}", "queue.too_old=mask"),
     "detached": ("queue.segments={max_tokens = 2, prefix = 'detached'}", "queue.too_old=mask", "learner.minibatches=2"),
     "windowed": ("queue.too_old=windowed", "queue.max_lag=4"),
     "mean": ("queue.admission=mean", "queue.too_old=keep"),
     "adaptive": STEERED,
-    "adaptive segments": (*STEERED, "queue.segments={max_tokens = 2}", "queue.too_old=mask"),
+    "adaptive segments": STEERED_SEGMENTS,
 }
-ALWAYS = ("adaptive segments", "lora")
-"""Those that are tried in every run of the tests; the others are slow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
+        pytest.param(overrides, id=name)
         for name, overrides in {
             **ESTIMATORS,
             **PROXIMAL,
@@ -521,7 +508,7 @@ def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, ov
         "evaluation.prompts=16",
         "model.tiny.max_steps=3",
     )
-    trial = chaos.trial(MATH, tmp_path, (*overrides, *short), ["driver"], seed=1)
+    trial = chaos.trial(MATH, tmp_path, (*overrides, *short), ["driver"], seed=1, replays=replay_case.succeeds)
     assert [kill.kind for kill in trial.kills] == ["driver"]
     assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
     assert trial.replayed, "the weights are not those that the archive gives"
@@ -540,35 +527,7 @@ def decisions(run: Path) -> set[tuple[float, float]]:
     return set.union(*found)
 
 
-# --- what people look at -------------------------------------------------------------------------------------
-
-
-def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_report(tmp_path: Path) -> None:
-    finished(tmp_path, *SHORT)
-    learner = ("learner.lr=5e-4", "learner.decay=constant", "learner.betas=[0.8, 0.99]")
-    resumed(tmp_path, "updates=16", *learner, "algorithm.kl.reward_beta=0.05", "rollout.temperature=0.9")
-    made = updates(tmp_path)
-    assert [row["lr"] for row in made[12:]] == [5e-4] * 4
-    assert [row.get("kl_beta") for row in made[11:13]] == [None, 0.05]
-    assert "17 versions, all of them bit for bit as they were" in replayed(tmp_path)
-    run = tmp_path / "math"
-    done = command("replay", str(run), "--to", "6", "--set", "learner.lr=1e-5")
-    assert done.returncode == 0, done.stderr
-    report = json.loads((run / "replays" / "2.json").read_text())
-    assert report["set"] == ["learner.lr=1e-5"]
-    assert report["same"] == [0], "other weights from the first update on"
-    assert [row["version"] for row in report["updates"]] == list(range(1, 7))
-    last: dict[str, Any] = report["updates"][-1]
-    assert last["recorded"]["tokens"] == last["replayed"]["tokens"]
-    assert last["recorded"]["behavior_kl"] != last["replayed"]["behavior_kl"]
-    assert command("replay", str(run), "--set", "updates=3").returncode == 0
-    shorter = json.loads((run / "replays" / "3.json").read_text())
-    assert [row["version"] for row in shorter["updates"]] == [1, 2, 3]
-    shown = command("inspect", str(run), "--update", "3", "--n", "2").stdout
-    assert "update 2 -> 3: 64 trajectories" in shown
-    assert shown.count("completion  ") == shown.count("values  ") == 2
-
-
+@pytest.mark.slow
 def test_a_slow_learner_keeps_the_queue_bounded_and_nothing_is_dropped(tmp_path: Path) -> None:
     finished(tmp_path, *SHORT, "learner.epochs=24", "queue.max_lag=2")
     found = summary(tmp_path)

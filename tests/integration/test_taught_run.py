@@ -13,8 +13,8 @@ from test_run import CALCULATOR, finished, summary, updates
 from transformers import AutoModelForCausalLM
 
 from streamppo.config import file as configfile
-from streamppo.learner import tiny
-from streamppo.queue import archive
+from streamppo.learner.model import tiny
+from streamppo.queue.store import archive
 from streamppo.types import flags, floats, ints
 
 SHORT = (
@@ -31,6 +31,7 @@ TURNS = (*CALCULATOR, "model.tiny.max_steps=10")
 FAILS_EVERY = 9
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_when_both_are_gone(
     tmp_path: Path,
@@ -62,6 +63,7 @@ def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_wh
     assert "6 versions, all of them bit for bit as they were" in replayed(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_whose_teacher_does_not_answer_ends_before_it_begins_with_the_reason(tmp_path: Path) -> None:
     teacher = "algorithm.teacher={url='http://127.0.0.1:9', attempts=2}"
     done = command("run", str(MATH), "--runs", str(tmp_path), *SHORT, teacher)

@@ -14,17 +14,19 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
-from streamppo.algorithms.chunked_head import Shape, chunked_logprobs_entropy
+from streamppo.algorithms.chunked_head import LogitShape, chunked_logprobs_entropy
 from streamppo.config.sections import FLASH
-from streamppo.learner import attention, device, optimizer, pretrained, scorer, snapshot, update
-from streamppo.learner import policy as model
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.loss import Loss
+from streamppo.learner import device, scorer, update
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import hf_files, optimizer, snapshot
+from streamppo.learner.model import policy as model
+from streamppo.learner.objective.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Sampling
 from streamppo.weights.buckets import Buckets
-from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, content
+from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, hash_tensor
 
 DEVICE = "cuda"
 # cuBLAS looks at it once, before the first product.
@@ -43,7 +45,15 @@ def test_the_engine_samples_on_cuda_with_the_log_probs_of_transformers(dtype: to
 
     async def generate() -> list[tuple[np.ndarray, np.ndarray]]:
         engine = EmbeddedEngine(
-            config, weights, version=0, slots=4, max_total_tokens=64, ends=Ends(), seed=0, dtype=dtype, device="cuda"
+            config,
+            weights,
+            version=0,
+            slots=4,
+            max_total_tokens=64,
+            ends=EndTokens(),
+            seed=0,
+            dtype=dtype,
+            device="cuda",
         )
         requests = [np.arange(2, 5 + n, dtype=np.int32) for n in range(9)]
         done = await asyncio.gather(*(engine.generate(prompt, Sampling(20)) for prompt in requests))
@@ -65,10 +75,10 @@ def test_the_engine_samples_on_cuda_with_the_log_probs_of_transformers(dtype: to
 def test_the_hash_of_weights_is_that_of_the_cpu_and_adds_up_over_shards(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(3 * BLOCK * AT_ONCE_ON_A_GPU // 2 + 7, generator=generator).to(dtype)
-    on_gpu, expected = whole.to(DEVICE), content(whole)
-    assert content(on_gpu) == expected
+    on_gpu, expected = whole.to(DEVICE), hash_tensor(whole)
+    assert hash_tensor(on_gpu) == expected
     cut = len(whole) // 3 + 1
-    parts = content(on_gpu[:cut]) + content(on_gpu[cut:], cut * dtype.itemsize)
+    parts = hash_tensor(on_gpu[:cut]) + hash_tensor(on_gpu[cut:], cut * dtype.itemsize)
     assert parts % 2**64 == expected
 
 
@@ -134,9 +144,9 @@ def test_a_version_is_copied_as_it_was_before_the_step_that_follows(tmp_path: Pa
     case.save_model(tmp_path / "model")
     with case.group(0, 1, tmp_path / "store", "nccl"):
         updater = case.updater(case.config_of(*SINGLE, "learner.lr=0.1"), tmp_path / "model", DEVICE)
-        copies = snapshot.Copies(updater.policy, updater.optimizer)
+        copies = snapshot.WeightSnapshots(updater.policy, updater.optimizer)
         for _ in range(3):
-            expected = model.gathered(updater.policy, "bfloat16")
+            expected = model.gather_weights(updater.policy, "bfloat16")
             buckets = Buckets(model.shards(updater.policy, "bfloat16"), 1 << 20, pinned=True)
             # A GPU that is busy copies late.
             torch.cuda._sleep(100_000_000)
@@ -174,11 +184,11 @@ def test_the_float32_head_on_tensor_cores_is_the_head_that_casts_to_float32(
 
 
 @pytest.mark.parametrize("vocabulary", [4096, 4001])
-@pytest.mark.parametrize("shape", [Shape(), Shape(scale=0.4, soft_cap=3.0)], ids=str)
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.4, soft_cap=3.0)], ids=str)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_heads_kernels_are_as_near_to_float64_as_the_head_without_them(
-    monkeypatch: pytest.MonkeyPatch, vocabulary: int, shape: Shape, cut: bool, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, vocabulary: int, shape: LogitShape, cut: bool, dtype: torch.dtype
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(2)
@@ -230,7 +240,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def policy(folder: Path, implementation: str, dtype: torch.dtype = torch.bfloat16) -> model.Policy:
     """A transformer in `dtype` and a value head in float32, which is not zero, as FSDP's mixed precision has them."""
     torch.manual_seed(9)
-    made = model.Policy(pretrained.read(folder, implementation), 0.7, layout=attention.layout(implementation))
+    made = model.Policy(hf_files.read(folder, implementation), 0.7, layout=attention.layout(implementation))
     torch.nn.init.normal_(made.value_head.weight, std=0.05)
     made.lm.to(dtype)
     return made.to(DEVICE)
@@ -241,7 +251,7 @@ def each_attention() -> list[Any]:
     return [
         "sdpa",
         "eager",
-        *(pytest.param(name, marks=[] if attention.installed(name) else missing) for name in FLASH),
+        *(pytest.param(name, marks=[] if attention.is_flash_installed(name) else missing) for name in FLASH),
     ]
 
 

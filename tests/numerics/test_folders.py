@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from transformers.utils import logging
 
-from streamppo.learner import pretrained
+from streamppo.learner.model import hf_files
 from streamppo.rollout import episode
 from streamppo.tasks.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ USUAL = draws.Draw(
     turns=2,
 )
 """A draw without anything unusual."""
-SLICE = 30
+SLICE = 10
 """Draws of the campaign that the default tests play."""
 SEED = 42
 
@@ -142,12 +142,12 @@ def test_a_campaign_draws_every_kind_of_everything() -> None:
 
 
 def test_the_campaign_sees_an_export_of_the_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export = pretrained.export
+    export = hf_files.export
 
     def of_the_start(weights: object, start: str, *given: Any) -> tuple[str, ...]:
-        return export(dict(pretrained.read(start, "eager").named_parameters()), start, *given)
+        return export(dict(hf_files.read(start, "eager").named_parameters()), start, *given)
 
-    monkeypatch.setattr(pretrained, "export", of_the_start)
+    monkeypatch.setattr(hf_files, "export", of_the_start)
     found = folder_play.play(USUAL, tmp_path)
     assert "export: the weights are those of the start" in found.wrong
 

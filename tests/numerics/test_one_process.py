@@ -17,7 +17,7 @@ from torch import Tensor
 from examples import one_process
 from examples.one_process import CAP, END, MAX_TOKENS, MINIBATCHES, PROMPT_TOKENS, Batch, Policy
 from streamppo import types
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 
 FILE = REPOSITORY / "examples" / "one_process.py"
 TRAINING, HELD_OUT = one_process.prompts(seed=1)
@@ -247,6 +247,7 @@ def test_the_file_is_read_in_one_sitting() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_it_learns_from_fresh_data_and_from_old(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from streamppo.config.queue import Queue
 from streamppo.errors import QueueError
-from streamppo.queue import report, snapshot
-from streamppo.queue.records import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.slot import Record, record_of
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue import report
+from streamppo.queue.rules.records import GIVEN_UP, Changes, EndedAttempt, Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.slot import TrajectoryRecord, record_of
+from streamppo.queue.rules.state import QueueSettings, QueueState
+from streamppo.queue.store import snapshot
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, decode, encode, ints
 
 ACTORS = ["a", "b", "c"]
@@ -30,7 +31,7 @@ class Disk:
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], bytes] = {}
         self.leases: dict[int, bytes] = {}
-        self.ended: dict[Identity, Ended] = {}
+        self.ended: dict[Identity, EndedAttempt] = {}
 
     def write(self, changes: Changes) -> None:
         self.counters = changes.counters
@@ -44,10 +45,10 @@ class Disk:
         for version in [version for version in self.leases if version < self.counters.version]:
             del self.leases[version]
 
-    def read(self) -> Saved:
+    def read(self) -> QueueSnapshot:
         slots = tuple(decode(self.slots[place], SavedSlot) for place in sorted(self.slots))
         leases = tuple(decode(self.leases[version], Lease) for version in sorted(self.leases))
-        return Saved(self.counters, slots, leases)
+        return QueueSnapshot(self.counters, slots, leases)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -112,8 +113,8 @@ class QueueMachine(RuleBasedStateMachine):
     def _name(self, actor: str) -> str:
         return f"{actor}.{self.lives[actor]}"
 
-    def _settings(self) -> Settings:
-        return Settings(
+    def _settings(self) -> QueueSettings:
+        return QueueSettings(
             task="t",
             batch_size=4,
             samples_per_prompt=2,
@@ -144,7 +145,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def write(self) -> None:
         """Some of what happened is in one transaction, some in the next."""
-        self.disk.write(snapshot.drain(self.queue.settings, self.queue.state))
+        self.disk.write(snapshot.take_changes(self.queue.settings, self.queue.state))
 
     @rule()
     def driver_dies(self) -> None:
@@ -206,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
         """The actor dies; what it had finished but not delivered may arrive after all."""
         dead = self._name(actor)
         self._bury(actor)
-        self.queue.lost(dead)
+        self.queue.mark_dead(dead)
         try:
             self.queue.issue(dead, self.queue.state.version, 1, 1_000_000)
             raise AssertionError("a zombie got a ticket")
@@ -252,7 +253,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert slot not in self.consumed, "leased twice"
             self.consumed[slot] = version
             self.trained.add(done.identity)
-            assert isinstance(done, Record) is self.records
+            assert isinstance(done, TrajectoryRecord) is self.records
             whole = next(one for one in self.delivered if one.identity == done.identity)
             young = [v for v in ints(whole.versions).tolist() if v >= batch.min_version]
             assert young, "a trajectory without a token to train on"
@@ -332,7 +333,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def every_attempt_is_in_one_place(self) -> None:
         """Alive, trained on, or ended with a reason, by its identity; and so is every slot, by its number."""
-        ended = self.disk.ended | {one.identity: one for one in self.queue.state.unwritten.ended}
+        ended = self.disk.ended | {one.identity: one for one in self.queue.state.pending_changes.ended}
         alive = {slot.identity for slot in self.queue.state.slots.values()}
         assert not alive & self.trained and not alive & set(ended) and not self.trained & set(ended)
         assert self.seen <= alive | self.trained | set(ended)

@@ -18,8 +18,8 @@ from msgspec import structs
 
 from streamppo.config.queue import Queue
 from streamppo.queue import report
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.types import Identity, ints
 
 BATCH = 8
@@ -61,17 +61,17 @@ class Told(NamedTuple):
     length: float
 
 
-def settings(too_old: Any, max_lag: int, size: int) -> Settings:
+def settings(too_old: Any, max_lag: int, size: int) -> QueueSettings:
     admission = "mean" if too_old == "keep" else "engine"
     queue = Queue(batch_size=BATCH, max_lag=max_lag, too_old=too_old, admission=admission)
     hard = too_old != "keep"
-    return Settings("t", BATCH, size, max_lag, queue.flow_lag, size > 1, too_old, 50, 1.0, hard=hard)
+    return QueueSettings("t", BATCH, size, max_lag, queue.flow_lag, size > 1, too_old, 50, 1.0, hard=hard)
 
 
 class World:
     """The queue, two engines and a learner that fetches its next batch while it trains."""
 
-    def __init__(self, seed: int, chosen: Settings, *, deaths: float = 0.0) -> None:
+    def __init__(self, seed: int, chosen: QueueSettings, *, deaths: float = 0.0) -> None:
         """Where the admitted lag is steered, the learner tells one at random with every version."""
         self.draw, self.deaths = random.Random(seed), deaths
         self.rules = QueueRules(chosen, QueueState())
@@ -92,7 +92,7 @@ class World:
             if self.draw.random() < 0.5:
                 engine.version = self.rules.state.version
             if self.draw.random() < self.deaths:
-                self.rules.lost(engine.name)
+                self.rules.mark_dead(engine.name)
                 self.engines = [one for one in self.engines if one is not engine] + [self.engine()]
         self.learn()
 
@@ -124,7 +124,7 @@ class World:
             self.waited += 1
 
     def train(self, version: int) -> None:
-        batch = self.rules.leased(version)
+        batch = self.rules.leased_batch(version)
         for one in batch.trajectories:
             versions = ints(one.versions).tolist()
             self.lags += [version - sampled for sampled in versions if sampled >= batch.min_version]
@@ -176,6 +176,7 @@ def test_a_window_is_used_to_its_end() -> None:
     assert max(lags) == 4 > settings("windowed", 4, 1).flow_lag
 
 
+@pytest.mark.process
 def test_the_rules_differ_in_how_long_the_learner_waits_and_in_what_they_lose() -> None:
     told = {rule: [world(rule, 8, seed) for seed in range(3)] for rule in RULES}
     waited = {rule: statistics.mean(one.waited for one in some) for rule, some in told.items()}

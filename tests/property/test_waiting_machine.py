@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamppo.errors import QueueError
-from streamppo.queue import snapshot
-from streamppo.queue.records import Lease, Saved, SavedSlot
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, Settings
-from streamppo.queue.waiting import BatchWaiters, TicketLine
+from streamppo.queue.rules.records import Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueSettings, QueueState
+from streamppo.queue.store import snapshot
+from streamppo.queue.waiters import BatchWaiters, TicketLine
 from streamppo.types import Batch, Failure, Ticket
 
 ACTORS = st.sampled_from("abcdef")
@@ -26,7 +26,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @initialize(max_lag=st.integers(0, 2), too_old=st.sampled_from(["drop", "wait"]))
     def begin(self, max_lag: int, too_old: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.settings = Settings(
+        self.settings = QueueSettings(
             task="t",
             batch_size=3,
             samples_per_prompt=1,
@@ -86,7 +86,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def _pends(self, actor: str) -> bool:
         """Say if a task waits, and has neither been answered nor been cancelled."""
         caller = self.line._callers.get(self._name(actor))
-        return caller is not None and not caller.found.done()
+        return caller is not None and not caller.tickets_future.done()
 
     # --- callers -------------------------------------------------------------------------------------------
 
@@ -118,8 +118,8 @@ class WaitingMachine(RuleBasedStateMachine):
     def lose(self, actor: str) -> None:
         self.turn()
         name, task = self._name(actor), self.waits.pop(actor, None)
-        self.rules.lost(name)
-        self.line.lost(name)
+        self.rules.mark_dead(name)
+        self.line.refuse_dead(name)
         self._unask(actor)
         self._changed()
         self.holds.pop(name, None)
@@ -165,7 +165,7 @@ class WaitingMachine(RuleBasedStateMachine):
         for task in self.waits.values():
             task.cancel()
         self.turn()
-        changes = snapshot.drain(self.settings, self.rules.state)
+        changes = snapshot.take_changes(self.settings, self.rules.state)
         self.slots |= {(slot.number, slot.part): msgspec.msgpack.encode(slot) for slot in changes.slots}
         self.leases |= {lease.version: msgspec.msgpack.encode(lease) for lease in changes.leases}
         for place in changes.gone:
@@ -174,7 +174,7 @@ class WaitingMachine(RuleBasedStateMachine):
         slots = tuple(msgspec.msgpack.decode(self.slots[place], type=SavedSlot) for place in sorted(self.slots))
         leases = tuple(msgspec.msgpack.decode(self.leases[version], type=Lease) for version in sorted(self.leases))
         again = self.asked
-        state = snapshot.rebuild(self.settings, Saved(changes.counters, slots, leases), Path("journal"))
+        state = snapshot.rebuild(self.settings, QueueSnapshot(changes.counters, slots, leases), Path("journal"))
         self._open(QueueRules(self.settings, state))
         for actor in again:
             self.ask(actor, 1)

@@ -12,7 +12,7 @@ import pytest
 import sglang_case as case
 from conftest import REPOSITORY
 
-from benchmarks import lengths
+from benchmarks.lib import lengths
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.telemetry import metrics_file as lines
 

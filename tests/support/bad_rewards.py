@@ -13,12 +13,6 @@ async def always_raises(trajectory: ScoredText, answer: str) -> float:
     raise RuntimeError("the judge is on holiday")
 
 
-async def sometimes_raises(trajectory: ScoredText, answer: str) -> float:
-    if trajectory.prompt[0] == "1":
-        raise RuntimeError("not this one")
-    return await arithmetic.score(trajectory, answer)
-
-
 def of_every_kind(trajectory: ScoredText, answer: str) -> float:
     """Sync; some prompts raise, hang with the GIL held, end the process, or are given no number."""
     match int(trajectory.prompt[:2]):

@@ -3,9 +3,9 @@
 import io
 from pathlib import Path
 
-from streamppo.learner import manifest
-from streamppo.learner.manifest import Files, State
-from streamppo.learner.remote import Remote
+from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState
+from streamppo.learner.checkpoint.remote import CheckpointStore
 
 
 def written(folder: Path, version: int, ranks: int = 2) -> Path:
@@ -15,10 +15,10 @@ def written(folder: Path, version: int, ranks: int = 2) -> Path:
     for name in (".metadata", *(f"__{rank}_0.distcp" for rank in range(ranks))):
         (path / name).write_bytes(f"{name} of {version}".encode() * 100)
     owned = tuple(manifest.seal(path, f"__{rank}_*") for rank in range(ranks))
-    state = State(version=version, digest="d", ranks=ranks, beta=0.0, bad_steps=(0, 0))
-    manifest.write(path, state, Files(shared=manifest.seal(path, ".metadata"), ranks=owned))
+    state = CheckpointState(version=version, digest="d", ranks=ranks, beta=0.0, bad_steps=(0, 0))
+    manifest.write(path, state, CheckpointFiles(shared=manifest.seal(path, ".metadata"), ranks=owned))
     return path
 
 
-def copied(to: Remote, path: Path, *names: str) -> None:
+def copied(to: CheckpointStore, path: Path, *names: str) -> None:
     to.put(path.name, {name: io.BytesIO((path / name).read_bytes()) for name in names})

@@ -31,12 +31,12 @@ from conftest import trajectory
 
 from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError, JournalError
-from streamppo.learner import checkpoint, manifest
-from streamppo.learner.manifest import State
-from streamppo.queue.archive import Archive
-from streamppo.queue.records import Made
+from streamppo.learner.checkpoint import checkpoint, manifest
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.queue.rules.records import PublishedVersion
+from streamppo.queue.store.archive import Archive
 from streamppo.types import Batch
-from streamppo.weights.pusher import Pushed
+from streamppo.weights.pusher import PushedVersion
 
 CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open")
 
@@ -118,7 +118,7 @@ def batch(version: int) -> Batch:
 
 
 def record(archive: Archive, version: int) -> dict[int, str]:
-    archive.settle(Made(version=version + 1, digest="", archived=archive.write(batch(version))))
+    archive.settle(PublishedVersion(version=version + 1, digest="", archived=archive.write(batch(version))))
     return archive.checksums
 
 
@@ -144,15 +144,15 @@ def model_of(version: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def state(version: int) -> State:
-    return State(version=version, digest=f"digest {version}", ranks=1, beta=0.25, bad_steps=(0, 0))
+def state(version: int) -> CheckpointState:
+    return CheckpointState(version=version, digest=f"digest {version}", ranks=1, beta=0.25, bad_steps=(0, 0))
 
 
 def save_checkpoint(folder: Path, version: int = 2) -> None:
-    pushed = Future[Pushed]()
-    pushed.set_result(Pushed(f"digest {version}", 0.0, 0))
+    pushed = Future[PushedVersion]()
+    pushed.set_result(PushedVersion(f"digest {version}", 0.0, 0))
     saver = checkpoint.Saver(dist.group.WORLD, Checkpoint(keep=1))  # pyright: ignore[reportArgumentType]
-    saver.start(folder, state(version), checkpoint.Trained(*model_of(version), None), pushed)
+    saver.start(folder, state(version), checkpoint.TrainState(*model_of(version), None), pushed)
     saver.wait()
 
 
@@ -160,7 +160,7 @@ def check_checkpoint(folder: Path) -> None:
     newest = manifest.newest(folder)
     assert newest is not None, "no checkpoint is left"
     model, optimizer = model_of(9)
-    found = checkpoint.load(newest, checkpoint.Trained(model, optimizer, None))
+    found = checkpoint.load(newest, checkpoint.TrainState(model, optimizer, None))
     assert found == state(int(newest.name))
     expected = model_of(found.version)[0].state_dict()
     assert all(bool((value == expected[name]).all()) for name, value in model.state_dict().items())

@@ -13,12 +13,12 @@ import torch
 from push_case import Rank, Remote, Tensors
 from transformers import Qwen2Config
 
-from streamppo.rollout.adapters import Pushed
+from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
-from streamppo.rollout.follower import Follower
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.puller import Puller
+from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import encode
 from streamppo.weights import buckets, content, folder
 from streamppo.weights.replica import Replica
@@ -66,17 +66,17 @@ def dying(owner: Any, name: str, at: int) -> None:
 # --- a rank --------------------------------------------------------------------------------------------------
 
 RANK_DIES: dict[str, Callable[[], None]] = {
-    "in the hash of its shards": lambda: dying(buckets, "content", 5),
-    "between two buckets": lambda: dying(folder.Outlet, "_write", 2),
+    "in the hash of its shards": lambda: dying(buckets, "hash_tensor", 5),
+    "between two buckets": lambda: dying(folder.FolderSender, "_write", 2),
     "in the middle of a file": lambda: dying(folder.os, "replace", 2),
-    "when all is written and nobody knows": lambda: dying(folder.Outlet, "drop", 1),
+    "when all is written and nobody knows": lambda: dying(folder.FolderSender, "drop", 1),
 }
 
 
 def rank(path: str, number: int, version: int, tensors: Carried, pipe: Connection, dies: str) -> None:
     """Put a share of a version, tell of it, and drop older ones."""
     torch.set_num_threads(1)
-    outlet, present = folder.Outlet(Path(path), number), received(tensors)
+    outlet, present = folder.FolderSender(Path(path), number), received(tensors)
     made = Rank(present, number, 2, bucket_bytes=700)
     RANK_DIES[dies]()
     push, arrays = made.push(version, present)
@@ -91,7 +91,7 @@ ACTOR_DIES: dict[str, Callable[[], None]] = {
     "in the middle of a fetch": lambda: dying(folder, "_read", 2),
     "in the middle of unpacking": lambda: dying(Replica, "_use", 7),
     "ahead of the copy": lambda: dying(decoder.Decoder, "fuse", 1),
-    "in the middle of the comparison": lambda: dying(content, "content", 5),
+    "in the middle of the comparison": lambda: dying(content, "hash_tensor", 5),
     "in the swap itself": lambda: dying(decoder.Decoder, "adopt", 1),
     "after the swap, which nobody knows of": lambda: dying(Actor, "_told", 1),
 }
@@ -120,7 +120,7 @@ def actor(first: Chain, then: Chain, dies: str) -> None:
 
     async def story() -> None:
         queue: Any = Actor(first, then)
-        puller = Puller("a", queue, folder.Inlet())
+        puller = Puller("a", queue, folder.FolderReceiver())
         await puller.newer(-1)
         engine = EmbeddedEngine(
             SETTINGS,
@@ -128,12 +128,12 @@ def actor(first: Chain, then: Chain, dies: str) -> None:
             version=puller.replica.version,
             slots=1,
             max_total_tokens=64,
-            ends=Ends({1}),
+            ends=EndTokens({1}),
             seed=0,
             dtype=torch.bfloat16,
         )
         ACTOR_DIES[dies]()
-        following = asyncio.create_task(Follower(puller, engine, Pushed()).run())
+        following = asyncio.create_task(WeightSync(puller, engine, WholeModel()).run())
         await asyncio.wait({following}, timeout=60)
 
     asyncio.run(story())

@@ -10,7 +10,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from streamppo.config.sections import Config
-from streamppo.driver import lock, silence, stages, watch
+from streamppo.driver import stages
+from streamppo.driver.folder import lock
+from streamppo.driver.watch import heartbeats, watch
 from streamppo.errors import RunError
 from streamppo.telemetry.live.display import PlainLines
 
@@ -55,7 +57,7 @@ class FakeRay:
         patch.setattr(ray, "wait", self.wait)
         patch.setattr(ray, "kill", lambda actor: self.killed.append(actor.name))
         patch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
-        for module in (watch, silence, stages):
+        for module in (watch, heartbeats, stages):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:

@@ -9,9 +9,9 @@ import torch
 from transformers import Qwen2Config
 
 from streamppo.errors import ModelError
-from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang.engine import SGLangEngine, start
-from streamppo.rollout.sglang.life import Setup
+from streamppo.rollout.sglang.session import SessionSetup
+from streamppo.rollout.weight_checks import Architecture
 
 CONFIG = Qwen2Config(
     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
@@ -21,7 +21,7 @@ CONFIG = Qwen2Config(
 class Fake:
     """An SGLang, the link to it and the carrier of its weights in one.
 
-    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts.
+    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts. `cached` tokens are found.
     """
 
     version, ranks = (0, 5, 21), 1
@@ -36,7 +36,7 @@ class Fake:
         self.look.set()
         self.dead = ""
         self.swallows = self.deadly = self.barren = False
-        self.running = self.most = self.stopped = 0
+        self.running = self.most = self.stopped = self.cached = 0
         self.loaded, self.norm, self.staged = -1, 0.0, 0.0
 
     async def start(self, life: int) -> "Fake":
@@ -76,7 +76,12 @@ class Fake:
         spans = [{"version": str(self.loaded), "start": 0, "end": 1}]
         finish = {"type": "length"}
         return {
-            "meta_info": {"finish_reason": finish, "output_token_logprobs": [(-1.0, 7, None)], "weight_versions": spans}
+            "meta_info": {
+                "finish_reason": finish,
+                "output_token_logprobs": [(-1.0, 7, None)],
+                "weight_versions": spans,
+                "cached_tokens": self.cached,
+            }
         }
 
     def stream(self, **fields: object) -> AsyncGenerator[Any]:
@@ -252,7 +257,7 @@ def pushed(norm: float) -> dict[str, torch.Tensor]:
 
 async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None, **setup: Any) -> SGLangEngine:
     """An engine on `fake`, which holds version 5."""
-    given = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
+    given = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
     longest = 32 if not isinstance(fake, Streaming) else 4096
     return await start(given, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=longest)
 

@@ -55,6 +55,9 @@ def meeting(trajectory: ScoredText) -> float:
 
 
 def sync(trajectory: ScoredText) -> Any:
+    if trajectory.completion == "prints":
+        print("\ud83d is half of a pair", file=sys.stderr)
+        print("\ud83d is half of a pair\nrollout-0: forged", flush=True)
     if trajectory.completion == "spawns":
         subprocess.Popen(["sleep", "985"])
         return misbehave("holds the gil")
@@ -142,7 +145,7 @@ async def beside(trajectory: ScoredText) -> float:
             time.sleep(0.6)
             return 1.0
         case "naps":
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             return 1.0
         case "process":
             return float(os.getpid())

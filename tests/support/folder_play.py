@@ -23,13 +23,13 @@ from folder_draw import EMBEDDED, Draw, turn_end
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.algorithms.groups import zero_variance
-from streamppo.commands.checks import quick, slow
+from streamppo.commands.checks import light_checks, torch_checks
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, StreamppoError
 from streamppo.learner import learner as learners
-from streamppo.learner import policy
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import policy
 from streamppo.rollout import build
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
@@ -37,7 +37,7 @@ from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Batch, Identity, Prompt, Trajectory, ints
-from streamppo.weights.ledger import Published
+from streamppo.weights.ledger import PublishReply
 
 UPDATES, BATCH, SAMPLES = 3, 6, 2
 MAX_TOKENS, ALL_TOKENS = 12, 96
@@ -207,9 +207,9 @@ def refusal(path: Path) -> str:
     """The errors of `check`, or nothing."""
     try:
         config = configfile.load(path)
-        found = list(quick.findings(config))
+        found = list(light_checks.findings(config))
         if not [one for one in found if one.state == "error"]:
-            found = slow.add(found, config, None, call=True)
+            found = torch_checks.add(found, config, None, call=True)
     except ConfigError as error:
         return str(error)
     return "\n".join(f"{one.subject}: {one.text}" for one in found if one.state == "error")
@@ -320,7 +320,7 @@ class _Played:
                 updated = learner.updater.update(padded)
                 self._check_metrics(version, learner.updater.metrics(updated))
                 learner.version = version + 1
-                await engine.update_weights(version + 1, policy.gathered(learner.policy, self._made.compute))
+                await engine.update_weights(version + 1, policy.gather_weights(learner.policy, self._made.compute))
         finally:
             await engine.stop()
             await rewards.close()
@@ -329,7 +329,7 @@ class _Played:
         self._compare_export(out, learner.policy, [(one, trajectory) for _, one, trajectory in episodes])
 
     async def _engine(self, trained: policy.Policy) -> Any:
-        tensors = policy.gathered(trained, self._made.compute)
+        tensors = policy.gather_weights(trained, self._made.compute)
         if self._made.family in EMBEDDED:
             return await build.engine(self._config, "draw", str(self._model), 0, tensors)
         lm = oracle.load(self._model).lm.to(getattr(torch, self._made.compute))
@@ -469,5 +469,5 @@ class _Played:
             self.wrong.append(f"export: dtype {dtype}, not {self._made.compute}")
 
 
-def _publish(push: bytes, refs: object, learned: bytes) -> Published:
+def _publish(push: bytes, refs: object, learned: bytes) -> PublishReply:
     raise AssertionError("nothing is pushed here")

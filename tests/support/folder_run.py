@@ -13,7 +13,7 @@ import folder_play as play
 import numpy as np
 from folder_draw import Draw
 
-from streamppo.queue import archive
+from streamppo.queue.store import archive
 from streamppo.types import flags, floats, ints
 
 TIMEOUT_S = 240

@@ -17,12 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.runs import PLAIN
+from benchmarks.lib.runs import PLAIN
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import loading, objective, reference, ulysses
-from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.device import mesh_of
+from streamppo.learner.model import frozen, load_policy
+from streamppo.learner.objective import objective
+from streamppo.learner.parallel import context_parallel
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory, flags, ints
 
@@ -118,15 +120,19 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     mesh = mesh_of(device, config.learner.mesh)
     temperature = config.rollout.temperature
     torch.manual_seed(9)
-    slices = ulysses.slices_of(device, config.learner.mesh)
+    slices = context_parallel.slices_of(device, config.learner.mesh)
     critic, lora = config.algorithm.critic.model, config.model.lora
     offload = config.learner.offload
-    policy = loading.load(config.model, folder, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
+    policy = load_policy.load(
+        config.model, folder, temperature, mesh, critic, offload=offload, lora=lora, slices=slices
+    )
     policy.set_context(config.queue.prefix)
     policy.set_routes(replayed=config.rollout.engine.routes)
-    followed = reference.load(config, str(folder), mesh, policy, None)
+    followed = frozen.load_reference(config, str(folder), mesh, policy, None)
     taught_by = config.algorithm.teacher
-    teacher = loading.load(config.model, taught_by.model, temperature, mesh, slices=slices) if taught_by.model else None
+    teacher = (
+        load_policy.load(config.model, taught_by.model, temperature, mesh, slices=slices) if taught_by.model else None
+    )
     head = policy.value_head.weight
     fill = (torch.randn(head.shape) * 0.1).to(device)
     if isinstance(head, DTensor):
@@ -139,7 +145,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         torch.optim.SGD([one for one in policy.parameters() if one.requires_grad], lr=config.learner.lr * 100),
         objective.build(config),
         config,
-        group=slices.apart(),
+        group=slices.data_ranks(),
         reference=followed,
         teacher=teacher,
     )

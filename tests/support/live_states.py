@@ -2,15 +2,15 @@
 
 from typing import cast
 
-from streamppo.telemetry.live.state import State
+from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.metrics_file import Line, UpdateLine
 
 NASTY = "x = [red]1[/red]\n\x1b[2J\x07\u202e # 答え: 42 " + "日本語" * 200
 
 
-def empty() -> State:
+def empty() -> RunState:
     """A run that has just begun."""
-    return State("math", "/home/someone/runs/math", updates=100, lag_bound="2", batch_size=512)
+    return RunState("math", "/home/someone/runs/math", updates=100, lag_bound="2", batch_size=512)
 
 
 def update(version: int, wall_s: float) -> UpdateLine:
@@ -29,7 +29,7 @@ def engine(name: str, tokens: int, lived_s: float, wall_s: float, completion: st
     return cast(Line, line)
 
 
-def busy(versions: int = 40, completion: str = NASTY) -> State:
+def busy(versions: int = 40, completion: str = NASTY) -> RunState:
     """A run in the middle, with everything that can be shown, and text that could do harm."""
     state = empty()
     state.add({"part": 1, "wall_s": 0.0, "version": 0})

@@ -9,11 +9,11 @@ from pathlib import Path
 from report_case import deliver, line_of
 
 from streamppo.config.sections import Config
-from streamppo.queue import snapshot
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import settings_of
+from streamppo.queue.rules.records import PublishedVersion
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 
 
@@ -58,11 +58,11 @@ def _write(folder: Path, config: Config) -> None:
     assert saved is not None
     rules = QueueRules(settings, snapshot.rebuild(settings, saved, journal.path))
 
-    def commit(*made: Made) -> None:
-        journal.write(snapshot.drain(settings, rules.state), made)
+    def commit(*made: PublishedVersion) -> None:
+        journal.write(snapshot.take_changes(settings, rules.state), made)
 
     metrics_file.mend(folder)
-    recorded = max(metrics_file.recorded(metrics_file.read(folder)))
+    recorded = max(metrics_file.recorded_versions(metrics_file.read(folder)))
     calls = 2 * rules.state.version + 2
     with (folder / metrics_file.METRICS).open("a", buffering=1) as lines:
         while True:
@@ -76,4 +76,4 @@ def _write(folder: Path, config: Config) -> None:
                 commit()
             commit()
             rules.publish(batch.version + 1)
-            commit(Made(version=version + 1, digest="", archived=None))
+            commit(PublishedVersion(version=version + 1, digest="", archived=None))

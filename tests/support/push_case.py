@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from streamppo.weights.buckets import Buckets, Packed, Shard
+from streamppo.weights.buckets import Buckets, PackedPush, Shard
 from streamppo.weights.shares import join
 
 Tensors = dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ class Rank:
         self.rank, self.ranks = rank, ranks
         self.sets = [Buckets(self.shards, bucket_bytes) for _ in range(2)]
 
-    def push(self, version: int, tensors: Tensors, *, delta: bool = False) -> Packed:
+    def push(self, version: int, tensors: Tensors, *, delta: bool = False) -> PackedPush:
         self.sets.reverse()
         for name, into in self.sets[0].tensors.items():
             at = self.shards[name]
@@ -43,8 +43,8 @@ class Rank:
         arrays = [array.copy() for array in packed.arrays]
         for array in arrays:
             array.flags.writeable = False
-        return Packed(packed.push, arrays)
+        return PackedPush(packed.push, arrays)
 
 
-def joined(packed: list[Packed]) -> Packed:
-    return Packed(join([one.push for one in packed]), [array for one in packed for array in one.arrays])
+def joined(packed: list[PackedPush]) -> PackedPush:
+    return PackedPush(join([one.push for one in packed]), [array for one in packed for array in one.arrays])

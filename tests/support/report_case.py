@@ -9,12 +9,12 @@ from msgspec import structs
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue import snapshot
-from streamppo.queue.archive import Archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, settings_of
+from streamppo.queue.rules.records import PublishedVersion
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file
 from streamppo.types import Failure
@@ -57,11 +57,11 @@ def _sample(folder: Path, config: Config, updates: int) -> None:
         deliver(rules, version)
         batch = rules.take(version)
         assert batch is not None
-        made = Made(version=version + 1, digest="", archived=archive.write(batch))
+        made = PublishedVersion(version=version + 1, digest="", archived=archive.write(batch))
         rules.publish(version + 1)
-        journal.write(snapshot.drain(rules.settings, rules.state), [made], archive.settle)
+        journal.write(snapshot.take_changes(rules.settings, rules.state), [made], archive.settle)
     deliver(rules, updates, 1)
-    journal.write(snapshot.drain(rules.settings, rules.state))
+    journal.write(snapshot.take_changes(rules.settings, rules.state))
     journal.close()
 
 

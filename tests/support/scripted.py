@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from streamppo.rollout.engine import Candidates, Completion, Cuts, Sampling, Usage
+from streamppo.rollout.engine import Completion, Cuts, Sampling, TokenCandidates, Usage
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Prompt, Routes
 
@@ -56,8 +56,8 @@ class Scripted:
     async def stop(self) -> None: ...
 
 
-def alternatives(tokens: Ints) -> Candidates:
+def alternatives(tokens: Ints) -> TokenCandidates:
     """Each token and the next, but for the last."""
     counts = np.full(len(tokens), 2, np.int32)
     counts[-1] = 1
-    return Candidates(np.stack([tokens, tokens + 1], 1).ravel()[:-1], counts)
+    return TokenCandidates(np.stack([tokens, tokens + 1], 1).ravel()[:-1], counts)

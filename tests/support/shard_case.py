@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from streamppo.config.sections import Config
-from streamppo.queue.handout import Put
-from streamppo.queue.shard import QueueShard
-from streamppo.queue.shards import Shards, numbers
-from streamppo.types import Learned, Trajectory, encode
+from streamppo.queue.shards.batch_refs import Put
+from streamppo.queue.shards.shard import QueueShard
+from streamppo.queue.shards.shards import Shards, numbers
+from streamppo.types import TokenRecord, Trajectory, encode
 
 
 class Handle:
@@ -60,6 +60,6 @@ async def given(queue: Any, made: Sequence[Trajectory]) -> bytes:
     return encode(await queue._shards.store(made) if queue._shards else tuple(made))
 
 
-def told(queue: Any, learned: Learned) -> Any:
+def told(queue: Any, learned: TokenRecord) -> Any:
     """The learner's numbers as a rank gives them to `queue`."""
     return [Ref(encode(learned))] if queue._shards else encode(learned)

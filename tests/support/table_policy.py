@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
 from streamppo.config.sections import Config
-from streamppo.learner import attention, objective
-from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.policy import Part, Scored
-from streamppo.learner.routing import Routers
+from streamppo.learner.attention import attention, tree
+from streamppo.learner.batch.padded import Host, PaddedBatch
+from streamppo.learner.model.policy import Part, PolicyOutput
+from streamppo.learner.objective import objective
+from streamppo.learner.parallel.routing import Routers
 from streamppo.learner.update import Updater
 
 
@@ -41,17 +42,21 @@ class TablePolicy(nn.Module):
     def reshard(self) -> None:
         """Do nothing: there is nothing gathered."""
 
+    def sizes(self, host: Host) -> tree.TreeSizes:
+        """As `Policy.sizes`, of rows without branches."""
+        return tree.sizes(host, attention.padded, None)
+
     def _get_fsdp_state(self) -> SimpleNamespace:
         return SimpleNamespace(_comm_ctx=SimpleNamespace(post_forward_order=[]))
 
-    def forward(self, rows: PaddedBatch, part: Part) -> Scored:
+    def forward(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
         """Score completions of rows whose prompts are one token long."""
         self.passes.append(part)
         tokens_BT = rows.inputs_BL[:, 1:]
         logp_V = self.lm.logits_V.log_softmax(-1)
         valid_BT = torch.arange(tokens_BT.shape[1]) < rows.length_B[:, None]
         entropy_BT = -(logp_V.exp() * logp_V).sum().expand(tokens_BT.shape)
-        return Scored(
+        return PolicyOutput(
             logp_V[tokens_BT].masked_fill(~valid_BT, 0.0),
             entropy_BT.masked_fill(~valid_BT, 0.0),
             self.values_V[tokens_BT].masked_fill(~valid_BT, 0.0),

@@ -10,7 +10,7 @@ import torch
 from conftest import trajectory
 
 from streamppo.config.sections import Config
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.types import Batch
 
 

@@ -8,7 +8,9 @@ from conftest import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.algorithms import markdown, summed
+from benchmarks.learning.algorithms import markdown, summed
+
+pytestmark = pytest.mark.process
 
 
 def row(choice: str, max_lag: int, seed: int, reward: float, reached: int | None) -> dict[str, Any]:

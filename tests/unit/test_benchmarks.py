@@ -16,10 +16,13 @@ from streamppo.config.reward import FunctionScorer
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import gpu_day, gpu_parts, throughput
-from benchmarks.gpu_day import Part
-from benchmarks.latency import LATENCY
-from benchmarks.runs import Run
+from benchmarks.cost import throughput
+from benchmarks.gpu import gpu_day, gpu_parts
+from benchmarks.gpu.gpu_day import Part
+from benchmarks.lib.latency import LATENCY
+from benchmarks.lib.runs import Run
+
+pytestmark = pytest.mark.process
 
 
 def commands(document: str, script: str) -> list[list[str]]:
@@ -30,7 +33,7 @@ def commands(document: str, script: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("document", ["docs/results.md"])
 def test_the_throughput_commands_measure_the_lag_bound_and_the_reward_and_no_bound_of_their_own(document: str) -> None:
-    found = commands(document, "throughput.py")
+    found = commands(document, "cost/throughput.py")
     assert found
     for arguments in found:
         options = throughput.parser().parse_args(arguments)
@@ -40,7 +43,7 @@ def test_the_throughput_commands_measure_the_lag_bound_and_the_reward_and_no_bou
             admitted = (max_lag + 1) * config.queue.batch_size
             assert config.rollout.in_flight >= admitted
             scorer = config.reward.scorers["reward"]
-            assert isinstance(scorer, FunctionScorer) and scorer.function == "benchmarks.latency:score"
+            assert isinstance(scorer, FunctionScorer) and scorer.function == "benchmarks.lib.latency:score"
             assert scorer.concurrency >= admitted
 
 
@@ -81,7 +84,9 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other_and_says_why(tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the parts are what they are for, and take their time")
-@pytest.mark.parametrize("name", ["device", "head", "update", "layers", "end_to_end"])
+@pytest.mark.parametrize(
+    "name", ["device", "head", "update", "layers", pytest.param("end_to_end", marks=pytest.mark.slow)]
+)
 def test_every_part_that_needs_no_gpu_is_rehearsed(name: str) -> None:
     found: Any = gpu_day.measured(name, 200)
     assert set(found) == {"result"}, found

@@ -11,10 +11,12 @@ from streamppo.config import file as configfile
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import beside_trl as beside
-from benchmarks import trl_run
-from benchmarks.beside_trl import judge, lost, measured
-from benchmarks.runs import PLAIN
+from benchmarks.learning import beside_trl as beside
+from benchmarks.learning.beside_trl import judge, lost, measured
+from benchmarks.lib import trl_run
+from benchmarks.lib.runs import PLAIN
+
+pytestmark = pytest.mark.process
 
 EVENTS: list[dict[str, Any]] = [
     {"evaluation": 0, "wall_s": 3.0, "accuracy": 0.2},

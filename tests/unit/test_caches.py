@@ -14,7 +14,7 @@ import pytest
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.driver import environment
+from streamppo.driver.ray import environment
 from streamppo.rollout.sglang import wire
 from streamppo.types import encode
 
@@ -59,7 +59,7 @@ def test_what_the_user_has_set_wins(name: str, folder: Path, monkeypatch: pytest
     monkeypatch.setenv(name, "0")
     assert process.compile_caches() == {other: value for other, value in expected(folder).items() if other != name}
     # On a cluster it reaches the actors.
-    assert environment.carried(os.environ, frozenset())[name] == "0"
+    assert environment.carried_variables(os.environ, frozenset())[name] == "0"
 
 
 def no_folder(folder: Path, patch: pytest.MonkeyPatch) -> str:

@@ -14,8 +14,11 @@ from streamppo.config import file as configfile
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import chaos, draw
-from benchmarks.runs import PLAIN
+from benchmarks.faults import chaos
+from benchmarks.lib import draw
+from benchmarks.lib.runs import PLAIN
+
+pytestmark = pytest.mark.process
 
 KINDS = [one for name in ("correction", "advantage", "policy_loss", "exploration") for one in draw.choices()[name]]
 

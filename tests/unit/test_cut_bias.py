@@ -9,12 +9,14 @@ import torch
 from conftest import REPOSITORY, trajectory
 
 from streamppo.algorithms.advantages import gae
-from streamppo.learner.policy import nothing
+from streamppo.learner.model.policy import empty_output
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import cut_bias
-from benchmarks.cut_bias import Cut
+from benchmarks.learning import cut_bias
+from benchmarks.learning.cut_bias import Cut
+
+pytestmark = pytest.mark.process
 
 ONE = {
     "place": [1, 4, 9, 2],
@@ -43,7 +45,7 @@ def test_cuts_are_different_states_of_running_completions_each_as_likely_as_any_
 def test_each_cut_has_the_value_behind_its_tokens_the_one_before_and_what_came_of_it() -> None:
     batch = cut_bias.pad_all([trajectory([5, 6, 7], reward=1.0), trajectory([5, 6], number=1, reward=0.25)])
     values = torch.tensor([[0.1, 0.2, 0.4], [0.3, 0.5, 0.0]])
-    scored = nothing(batch)._replace(values_BT=values)
+    scored = empty_output(batch)._replace(values_BT=values)
     found = cut_bias.columns(batch, scored, [Cut(0, 1), Cut(0, 2), Cut(1, 1)])
     assert found["place"] == [1, 2, 1]
     assert found["ours"] == pytest.approx([0.2, 0.4, 0.5])

@@ -9,11 +9,13 @@ import learner_case
 import pytest
 import torch
 
-from benchmarks import lags
-from benchmarks.lags import Case
+from benchmarks.learning import lags
+from benchmarks.learning.lags import Case
 from streamppo.config import file as configfile
-from streamppo.learner import tiny
-from streamppo.learner.steering import is_lowered_by_ess
+from streamppo.learner.model import tiny
+from streamppo.learner.objective.adaptive_lag import is_lowered_by_ess
+
+pytestmark = pytest.mark.process
 
 TINY = ("updates=6", "queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 

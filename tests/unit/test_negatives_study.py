@@ -8,13 +8,15 @@ import learner_case
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import negatives
-from benchmarks.campaign import Row
-from benchmarks.negatives import Case
+from benchmarks.learning import negatives
+from benchmarks.learning.negatives import Case
+from benchmarks.lib.campaign import Row
 from streamppo.config import file as configfile
 from streamppo.config.correction import Topr
-from streamppo.learner import tiny
+from streamppo.learner.model import tiny
 from streamppo.types import ScoredText
+
+pytestmark = pytest.mark.process
 
 TINY = ("queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 

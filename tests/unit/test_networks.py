@@ -9,8 +9,10 @@ from conftest import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import networks
-from benchmarks.networks import longest_wait
+from benchmarks.lib import networks
+from benchmarks.lib.networks import longest_wait
+
+pytestmark = pytest.mark.process
 
 REFUSAL = networks.refusal()
 needs_networks = pytest.mark.skipif(bool(REFUSAL), reason=f"no networks: {REFUSAL}")

@@ -14,16 +14,19 @@ import pytest
 from terminal import shown, terminal, written
 
 from streamppo import process
-from streamppo.commands import alone, weights
+from streamppo.commands import standalone
+from streamppo.commands.models import weights
 from streamppo.config.sections import Config
-from streamppo.learner import tiny
+from streamppo.learner.model import tiny
 from streamppo.rollout import build
 from streamppo.rollout.episode import Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.telemetry.live.screen import Row, Screen
-from streamppo.types import Crossing, Identity, Trajectory
+from streamppo.telemetry.live.screen import Screen, ScreenRow
+from streamppo.types import Identity, Trajectory, WireStruct
+
+pytestmark = pytest.mark.process
 
 COUNT = 100
 
@@ -40,7 +43,10 @@ def by_hand() -> Iterator[None]:
 
 
 async def _unreachable(config: Config, model: str) -> int:
-    """Objects in cycles after `COUNT` trajectories have been sampled and scored in a process."""
+    """Objects in cycles after `COUNT` trajectories have been sampled and scored in a process.
+
+    The fewer of two counts: what a process does once, or another test's thread, is no trajectory's.
+    """
     tokenizer = Tokenizer(model)
     task = tasks.build(config.task, config.seed, tokenizer)
     rewards = Rewards(config.reward)
@@ -52,12 +58,17 @@ async def _unreachable(config: Config, model: str) -> int:
         await rewards.score(prompt, episode.text(prompt, tokenizer))
 
     try:
-        async with alone.engine(config, "alone", model, 0, weights.of_model(model, config.model.dtype)) as engine:
+        async with standalone.engine(
+            config, "alone", model, 0, weights.model_weights(model, config.model.dtype)
+        ) as engine:
             player = Player(engine, tokenizer, config.environment)
             await one(player, 0)
-            gc.collect()
-            await asyncio.gather(*(one(player, number) for number in range(1, COUNT + 1)))
-            return gc.collect()
+            counts: list[int] = []
+            for begin in (1, COUNT + 1):
+                gc.collect()
+                await asyncio.gather(*(one(player, begin + number) for number in range(COUNT)))
+                counts.append(gc.collect())
+            return min(counts)
     finally:
         await rewards.close()
 
@@ -70,7 +81,7 @@ def test_a_trajectory_leaves_no_cycle_behind(math_config: Callable[..., Config],
 
 def test_what_was_loaded_before_is_never_walked_again(by_hand: None) -> None:
     loaded = [[number] for number in range(1000)]
-    process.collect_rarely()
+    process.freeze_gc()
     assert gc.get_freeze_count() > len(loaded) and gc.get_threshold()[0] == process.MORE_OBJECTS
     assert not any(one is loaded for one in gc.get_objects())
 
@@ -78,7 +89,7 @@ def test_what_was_loaded_before_is_never_walked_again(by_hand: None) -> None:
 def test_what_crosses_a_process_is_not_walked_at_all() -> None:
     identity = Identity(task="test", prompt=1, sample=0)
     assert not gc.is_tracked(identity)
-    assert not any(kind.__struct_config__.gc for kind in _kinds(Crossing)) and Trajectory in _kinds(Crossing)
+    assert not any(kind.__struct_config__.gc for kind in _kinds(WireStruct)) and Trajectory in _kinds(WireStruct)
 
 
 def _kinds(kind: type[msgspec.Struct]) -> set[type[msgspec.Struct]]:
@@ -201,7 +212,7 @@ def test_lines_of_a_log_and_of_anybody_are_broken_between_words_on_a_terminal_al
     with terminal() as reader:
         logging.getLogger("streamppo.loop").info(text)
         screen = Screen()
-        screen.draw([Row("row", 3)])
+        screen.draw([ScreenRow("row", 3)])
         print(text)
         screen.leave()
         found = shown(written(reader), 40)

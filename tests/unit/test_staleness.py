@@ -11,13 +11,16 @@ from typing import Any
 import learner_case
 import pytest
 
-from benchmarks import ciphers, simulated, staleness
-from benchmarks.simulated import Costs
-from benchmarks.staleness import Case
+from benchmarks.learning import staleness
+from benchmarks.learning.staleness import Case
+from benchmarks.lib import ciphers, simulated
+from benchmarks.lib.simulated import Costs
 from streamppo.config import file as configfile
-from streamppo.learner import tiny
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import tiny
 from streamppo.types import ScoredText
+
+pytestmark = pytest.mark.process
 
 TINY = (
     "queue.batch_size=16",

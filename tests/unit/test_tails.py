@@ -10,16 +10,19 @@ import pytest
 from conftest import MATH, REPOSITORY
 
 from streamppo.config import file as configfile
-from streamppo.tasks import limits, plugins
+from streamppo.tasks import length_limit, plugins
 from streamppo.tasks.tokenizer import END, Tokenizer
 from streamppo.types import Identity, Prompt
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import lengths, tails
-from benchmarks.campaign import Campaign
-from benchmarks.runs import Goal, table, told
-from benchmarks.tails import Case
+from benchmarks.learning import tails
+from benchmarks.learning.tails import Case
+from benchmarks.lib import lengths
+from benchmarks.lib.campaign import Campaign
+from benchmarks.lib.runs import Goal, table, told
+
+pytestmark = pytest.mark.process
 
 DRAWS = {shape: [lengths.draw(shape, *divmod(number, 4)) for number in range(20_000)] for shape in lengths.SHAPES}
 PROMPT = Prompt(text="", columns={})
@@ -63,11 +66,11 @@ def test_a_run_takes_the_limits_that_are_drawn_and_an_answer_fits_into_an_evalua
     config = configfile.load(MATH, tails.overrides(Path("model"), Case(shape, 4, "drop"), 45))
     assert (config.queue.max_lag, config.queue.too_old, config.updates) == (4, "drop", 45)
     assert config.queue.samples_per_prompt == tails.SAMPLES
-    limit = limits.load(config.rollout.limit, config.rollout.max_tokens)
+    limit = length_limit.load(config.rollout.limit, config.rollout.max_tokens)
     identity = Identity(task="arithmetic", prompt=3, sample=2, attempt=1)
     assert limit(PROMPT, identity) == lengths.draw(shape, 3, 2, 1)
     assert limit(PROMPT, None) == len("198") + 1
-    assert callable(plugins.load("benchmarks.lengths:score", "reward.function"))
+    assert callable(plugins.load("benchmarks.lib.lengths:score", "reward.function"))
 
 
 def test_the_reward_reads_up_to_the_first_end(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_the_reward_reads_up_to_the_first_end(tmp_path: Path) -> None:
 
     character_tokenizer("0123456789+=").save_pretrained(tmp_path)
     tokenizer = Tokenizer(tmp_path)
-    four, six = tokenizer.sampled("46", "length").tolist()
+    four, six = tokenizer.encode_turn("46", "length").tolist()
 
     def is_right(*tokens: int) -> bool:
         return lengths.is_right(list(tokens), tokenizer.decode(np.array(tokens)), "46")
@@ -95,7 +98,7 @@ def test_the_reward_reads_up_to_the_first_end(tmp_path: Path) -> None:
 def test_the_model_without_end_is_the_model_with_no_token_that_ends_a_completion(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    from streamppo.learner import tiny
+    from streamppo.learner.model import tiny
     from streamppo.tasks import stop
 
     config = configfile.load(MATH, ["model.tiny={hidden_size=16, layers=1, max_steps=1}"])

@@ -1,19 +1,31 @@
 """Nothing that a policy, a reward or a stranger's folder says is obeyed by a terminal, or passes for a line of ours."""
 
+import io
+import json
 import logging
+import os
 import sys
 import traceback
 import unicodedata
 from pathlib import Path
+from unittest import mock
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ray._private import ray_constants, worker
+from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 
 from streamppo import process, terminal
-from streamppo.commands import echo, inspect, reward_test
+from streamppo.commands import console
 from streamppo.commands.checks.finding import Finding
-from streamppo.driver import cluster
+from streamppo.commands.look import inspect
+from streamppo.commands.start import reward_test
+from streamppo.driver.ray import cluster
 from streamppo.tasks.rewards.processes import output
 from streamppo.types import Reward
+from streamppo.types.crossing import utf8_safe
 
 HOSTILE = {
     "a colour": "\033[31mred\033[0m",
@@ -62,12 +74,12 @@ def test_a_log_line_is_harmless_also_with_a_traceback(
 
 
 def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    echo.echo(f"component {hostile}: 1")
-    echo.complain(f"TaskError: {hostile}")
-    rows = echo.table("name", "text")
+    console.echo(f"component {hostile}: 1")
+    console.complain(f"TaskError: {hostile}")
+    rows = console.table("name", "text")
     rows.add_row(hostile, hostile)
-    echo.console().print(rows)
-    with echo.log_to_stderr():
+    console.console().print(rows)
+    with console.log_to_stderr():
         logging.getLogger("streamppo.anywhere").warning("%s", hostile)
     said = capsys.readouterr()
     assert is_shown(said.out) and is_shown(said.err)
@@ -76,17 +88,94 @@ def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys
 
 
 def test_what_rewards_and_actors_print_is_harmless(hostile: str) -> None:
-    shown = output._shown(hostile.encode(errors="replace")).decode()
-    data = {"lines": [hostile, "plain"]}
-    cluster._show_lines(data)
-    assert is_shown(shown) and is_shown("".join(data["lines"])) and data["lines"][1] == "plain"
+    shown = output._sanitise(hostile.encode(errors="replace"), b"reward f: ").decode()
+    data = {"lines": [hostile, "plain", "5e1fours"], "actor_name": hostile}
+    cluster._show_lines("5e1f", data)
+    assert is_shown(shown) and is_shown("".join(data["lines"])) and is_shown(data["actor_name"])
+    assert data["lines"][1:] == ["prints: plain", "ours"]
+
+
+FORGED = ["learner-0: version 3", "warning: forged", "  further", "5e1", "", "reward f: forged", "prints: forged"]
+ORDERS = [f"{RAY_TQDM_MAGIC}{{}}", f"{ray_constants.LOG_PREFIX_INFO_MESSAGE}learner-0: version 3"]
+
+
+@pytest.mark.parametrize("line", [*FORGED, *ORDERS])
+def test_no_line_that_an_actor_prints_passes_for_one_of_its_log(line: str) -> None:
+    data = {"lines": [line, f" 5e1f{line}"], "pid": 12, "is_err": False}
+    cluster._show_lines("5e1f", data)
+    out = io.StringIO()
+    worker.print_worker_logs(data, out)
+    assert len(out.getvalue().splitlines()) == 2
+    assert all(" prints: " in one for one in out.getvalue().splitlines())
+
+
+def test_a_line_of_an_actors_log_has_the_mark_in_every_row_and_the_drivers_has_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(process.MARK, "5e1f")
+    for who in ("queue", ""):
+        monkeypatch.setattr(logging.getLogger("streamppo"), "handlers", [])
+        process.log_to_stdout(who)
+        logging.getLogger("streamppo.anywhere").info("one\ntwo")
+    rows = capsys.readouterr().out.splitlines()
+    assert rows == ["5e1fqueue: one", "5e1f  two", "one", "  two"]
+    assert [process.with_origin(row, "5e1f") for row in rows[:2]] == ["queue: one", "  two"]
+    assert process.with_origin("queue: one", "") == "prints: queue: one"
+
+
+ANY = st.text(st.characters(exclude_categories=[]) | st.sampled_from("\ud83d\x1b\u202e\u2028\r\n\x9b"))
+
+
+@given(ANY)
+def test_any_text_of_others_reaches_a_terminal_a_file_and_json(text: str) -> None:
+    assert is_shown(terminal.harmless(text)) and is_shown(terminal.lines(text))
+    for shown in (terminal.harmless(text), terminal.lines(text), process.with_origin(text, "5e1f"), utf8_safe(text)):
+        assert json.loads(json.dumps(shown)) == shown
+        assert msgspec.json.decode(msgspec.json.encode(shown)) == shown
+        assert shown.encode().decode() == shown
+
+
+def test_a_long_text_is_cut_and_says_by_how_much() -> None:
+    assert terminal.bounded("aaaaa", 3) == "aaa... (2 characters more)"
+    assert terminal.bounded("aaa", 3) == "aaa"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ANY, st.sampled_from(["utf-8", "ascii", "latin-1", "cp1252"]))
+def test_any_text_is_printed_in_any_encoding(monkeypatch: pytest.MonkeyPatch, text: str, encoding: str) -> None:
+    printed = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding))
+        process.take_any_text()
+        print(text)
+        console.echo(text)
+        sys.stdout.flush()
+        assert printed.getvalue().decode(encoding)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=20), st.integers(1, 30))
+def test_every_line_of_a_reward_says_whose_it_is(pieces: list[bytes], length: int) -> None:
+    printed, shown = os.pipe(), os.pipe()
+    with mock.patch.object(output, "LINE_BYTES", length):
+        for piece in pieces:
+            os.write(printed[1], piece)
+        os.close(printed[1])
+        output._forward(printed[0], shown[1], "mine:f")
+    with os.fdopen(shown[0], "rb") as read:
+        text = read.read().decode()
+    assert is_shown(text) and (not text or text.endswith("\n"))
+    assert all(line.startswith("reward mine:f: ") for line in text.splitlines())
+    said = b"".join(pieces)
+    assert text.count("\n") >= said.count(b"\n") + (not said.endswith(b"\n") and said != b"")
 
 
 def test_a_table_of_rewards_and_one_of_findings_are_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from streamppo.commands import check
+    from streamppo.commands.checks import check
 
     reward = Reward(score=1.0, components={hostile: 1.0}, explanation=hostile)
-    reward_test._print_table([reward_test.Tried(hostile, reward, "", 0.1), reward_test.Tried("", None, hostile, 0.1)])
+    reward_test._print_table(
+        [reward_test.TriedCompletion(hostile, reward, "", 0.1), reward_test.TriedCompletion("", None, hostile, 0.1)]
+    )
     check.print_table([Finding(hostile, "error", hostile)])
     assert is_shown(capsys.readouterr().out)
 

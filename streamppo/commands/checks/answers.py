@@ -5,10 +5,10 @@ from decimal import Decimal
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.task import ROWS
-from streamppo.commands.project import policy, sizes
+from streamppo.commands.start.project import policy, sizes
 from streamppo.config.reward import FunctionScorer, Scorer
 from streamppo.config.sections import BUILTIN, Config
-from streamppo.tasks import lesson
+from streamppo.tasks import warmup_data
 from streamppo.tasks.scorers import readers
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
         yield from _numeric(config, task.training[:ROWS])
     if tokenizer is None and config.model.path != BUILTIN:
         return
-    length = _characters if tokenizer is None else lambda text: len(tokenizer.sampled(text, "stop"))
+    length = _characters if tokenizer is None else lambda text: len(tokenizer.encode_turn(text, "stop"))
     lengths = [length(text) for text in _texts(task.training[:ROWS])]
     bound = config.rollout.max_tokens
     if config.model.path != BUILTIN and bound < FEW and not sizes.is_small(found := policy.look(config.model.path)):
@@ -74,14 +74,14 @@ def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
     answers = [prompt.columns.get("answer") for prompt in prompts]
     numbers = [one for one in answers if isinstance(one, int | float | Decimal) and not isinstance(one, bool)]
     others = [one for one in config.reward.scorers.values() if isinstance(one, FunctionScorer)]
-    if numbers and any(readers.of(one.function) is None for one in others):
+    if numbers and any(readers.reader_of(one.function) is None for one in others):
         kinds = " or ".join(sorted({type(one).__name__ for one in numbers}))
         text = f"{len(numbers)} of the first {len(answers)} rows have a number as their answer, such as {numbers[0]!r}"
         yield Finding("answers", "note", f"{text}: the reward gets it as {kinds}, and a completion is a text")
 
 
 def _characters(text: str) -> int:
-    return len(lesson.Characters().ids(Prompt(text=text, columns={}))) + 1
+    return len(warmup_data.Characters().ids(Prompt(text=text, columns={}))) + 1
 
 
 def _texts(prompts: Sequence[Prompt]) -> Iterator[str]:

@@ -32,7 +32,7 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
         yield Finding("stop", "error", str(error))
         return
     if found.ids or found.strings:
-        yield Finding("stop", "ok", f"completions end at {found.described(tokenizer.name)}")
+        yield Finding("stop", "ok", f"completions end at {found.describe(tokenizer.name)}")
     else:
         text = "nothing ends a completion but its length: name tokens or strings in rollout.stop"
         yield Finding("stop", "note", text)
@@ -88,7 +88,7 @@ def rows(config: Config, hf_config: PretrainedConfig) -> Findings:
     longest = longest_row(config)
     if isinstance(config.rollout.engine, EmbeddedEngine):
         try:
-            positions.embedded(hf_config, longest)
+            positions.embedded_limit(hf_config, longest)
         except ModelError as error:
             yield Finding("model", "error", str(error))
         return

@@ -22,6 +22,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def of_reward(name: str) -> str:
+def reward_subject(name: str) -> str:
     """Name the subject of a finding about a scorer; that of [reward] itself, which is called so, once."""
     return "reward" if name == "reward" else f"reward {name}"

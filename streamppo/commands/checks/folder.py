@@ -129,7 +129,7 @@ def _pretraining(run: str) -> Finding:
         text = f"{run!r}, whose batches are to teach it, is no folder here (looked at {Path(run).absolute()})"
         return Finding("critic", "not here", text)
     # zarr is slow to import, and few runs have another one teach their critic.
-    from streamppo.queue import archive
+    from streamppo.queue.store import archive
 
     try:
         batches = len(archive.open(Path(run)).versions())

@@ -9,7 +9,9 @@ from pathlib import Path
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config, shares_gpus
-from streamppo.driver import memory, placement, threads
+from streamppo.driver import threads
+from streamppo.driver.ray import placement
+from streamppo.driver.watch import memory
 from streamppo.errors import ModelError
 
 DEVICES = Path("/dev")
@@ -38,7 +40,7 @@ def _sglang() -> Finding:
     from streamppo.rollout.sglang import wire
 
     try:
-        return Finding("engine", "ok", f"SGLang {'.'.join(map(str, wire.installed()))}")
+        return Finding("engine", "ok", f"SGLang {'.'.join(map(str, wire.installed_version()))}")
     except ModelError as error:
         return Finding("engine", "error", str(error))
 

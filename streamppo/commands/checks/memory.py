@@ -6,12 +6,12 @@ import torch
 from msgspec import structs
 from transformers import PretrainedConfig
 
-from streamppo.commands import memory_estimate as estimate
 from streamppo.commands.checks import machine
+from streamppo.commands.checks import memory_estimate as estimate
 from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.config.sections import LOCAL, Config, longest_completion, longest_row, shares_gpus
 from streamppo.config.task import DataTask
-from streamppo.driver import placement
+from streamppo.driver.ray import placement
 from streamppo.errors import ModelError
 from streamppo.learner import memory as ranks
 from streamppo.rollout import positions
@@ -70,7 +70,7 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     yield from _object_store(config, model)
 
 
-def _candidates(config: Config, model: ranks.Sizes) -> Findings:
+def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
     if not config.rollout.cuts:
         return
     most = estimate.candidate_bytes(config, model)
@@ -80,7 +80,7 @@ def _candidates(config: Config, model: ranks.Sizes) -> Findings:
     yield Finding("candidates", "ok", text)
 
 
-def _machine(config: Config, model: ranks.Sizes, longest: int) -> Findings:
+def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Compare what a run on this machine alone has in its memory with what there is."""
     engine = estimate.engine(config, model, longest, 0.0)
     needed, has = estimate.machine(config, model, ranks.rank(config, model, longest), engine), machine.memory_mib()
@@ -94,7 +94,7 @@ def _machine(config: Config, model: ranks.Sizes, longest: int) -> Findings:
     yield Finding("host memory", "error" if is_here else "not here", text + advice * is_cache)
 
 
-def _rank_and_engine(config: Config, model: ranks.Sizes, longest: int, gpu: Gpu) -> Findings:
+def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu: Gpu) -> Findings:
     rank, shared = ranks.rank(config, model, longest), shares_gpus(config)
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.parts.items() if size)
     yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")
@@ -130,7 +130,7 @@ def _fits(subject: str, size: int, gpu: Gpu) -> Findings:
     yield Finding(subject, "error" if gpu.known else "not here", text)
 
 
-def _object_store(config: Config, model: ranks.Sizes) -> Findings:
+def _object_store(config: Config, model: ranks.ModelSizes) -> Findings:
     wanted, has = estimate.object_store(model), config.cluster.object_store_mib * 2**20
     if config.cluster.address == LOCAL and wanted > has:
         mib = -(-wanted // 2**20)

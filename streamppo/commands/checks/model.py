@@ -8,35 +8,35 @@ from streamppo.commands.checks.finding import Finding, first_line
 from streamppo.commands.checks.folder import find
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import ModelError, TaskError
-from streamppo.learner import tiny
-from streamppo.tasks import lesson
+from streamppo.learner.model import tiny
+from streamppo.tasks import warmup_data
 from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
 from streamppo.weights.models.settings import settings
 
 
-class Loaded(NamedTuple):
+class ModelFiles(NamedTuple):
     """Configuration and tokenizer of the model, as far as they are on this machine."""
 
     hf_config: PretrainedConfig | None = None
     tokenizer: Tokenizer | None = None
 
 
-def load(config: Config) -> tuple[Loaded, list[Finding]]:
+def load(config: Config) -> tuple[ModelFiles, list[Finding]]:
     """Read the model's configuration and its tokenizer, without weights."""
     if config.model.path == BUILTIN:
-        return Loaded(tiny.settings(config.model, SPECIALS + len(lesson.prepare(config).alphabet))), []
+        return ModelFiles(tiny.settings(config.model, SPECIALS + len(warmup_data.prepare(config).alphabet))), []
     folder, _ = find(config.model.path, "model")
     if folder is None:
-        return Loaded(), []
+        return ModelFiles(), []
     try:
         hf_config = settings(folder)
     except ModelError as error:
-        return Loaded(), [Finding("model", "error", first_line(error))]
+        return ModelFiles(), [Finding("model", "error", first_line(error))]
     try:
         tokenizer = Tokenizer(folder, config.model.clock)
     except (OSError, ValueError, TaskError) as error:
-        return Loaded(hf_config), [Finding("model", "error", first_line(error))]
-    return Loaded(hf_config, tokenizer), [_vocabulary(tokenizer, hf_config)]
+        return ModelFiles(hf_config), [Finding("model", "error", first_line(error))]
+    return ModelFiles(hf_config, tokenizer), [_vocabulary(tokenizer, hf_config)]
 
 
 def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:

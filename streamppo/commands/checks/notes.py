@@ -2,7 +2,16 @@
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.correction import NoCorrection, Truncate
-from streamppo.config.policy_loss import Cispo, Clip, Gmpo, Gspo, ImportanceWeighted, OwnLoss, Reinforce, SequenceClip
+from streamppo.config.policy_loss import (
+    Cispo,
+    Clip,
+    CustomLoss,
+    Gmpo,
+    Gspo,
+    ImportanceWeighted,
+    Reinforce,
+    SequenceClip,
+)
 from streamppo.config.sections import LOCAL, Config, longest_completion
 from streamppo.driver import threads
 from streamppo.tasks.task import Task
@@ -29,7 +38,7 @@ def notes(config: Config, task: Task | None) -> Findings:
             "learner.exact is false: updates that are made again have weights near the recorded ones, not equal"
         )
     yield from _cores(config)
-    yield from _repeated(config, task)
+    yield from _note_repeats(config, task)
     held_out = None if task is None else len(task.held_out(None))
     if held_out is not None and held_out < config.evaluation.prompts:
         yield _note(f"evaluation.prompts ({config.evaluation.prompts}) are more than the {held_out} that are held out")
@@ -81,7 +90,7 @@ def _loss(config: Config) -> Findings:
     """Losses that are another one here: for lack of a ratio, or by the average."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
-    plain = isinstance(loss, Reinforce | ImportanceWeighted | OwnLoss | Cispo) or loss == Clip()
+    plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
     if steps == 1 and algorithm.proximal == "recompute" and not plain:
         yield _note(
             f"algorithm.policy_loss {kind!r} is about current / proximal, which is 1 where an update is one step: "
@@ -109,7 +118,7 @@ def _out_of_the_loss(config: Config) -> Findings:
         )
 
 
-def _repeated(config: Config, task: Task | None) -> Findings:
+def _note_repeats(config: Config, task: Task | None) -> Findings:
     """A batch that has more prompts than there are."""
     prompts = config.queue.batch_size // config.queue.samples_per_prompt
     if task is not None and config.queue.segments is None and 0 < len(task.training) < prompts:

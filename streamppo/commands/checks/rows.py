@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from streamppo.commands.checks.finding import Finding, Findings, of_reward
+from streamppo.commands.checks.finding import Finding, Findings, reward_subject
 from streamppo.config.reward import FunctionScorer, Reward, Scorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks import lesson
+from streamppo.tasks import warmup_data
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.scorers import gold, readers
-from streamppo.tasks.scorers.answers import boxed
+from streamppo.tasks.scorers.answers import extract_boxed
 from streamppo.tasks.scorers.readers import Reader
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
@@ -46,7 +46,7 @@ class Faults:
         self._scorers = [
             _Read(name, scorer, reader)
             for name, scorer in config.reward.scorers.items()
-            if isinstance(scorer, FunctionScorer) and (reader := readers.of(scorer.function)) is not None
+            if isinstance(scorer, FunctionScorer) and (reader := readers.reader_of(scorer.function)) is not None
         ]
 
     def __call__(self, where: str, prompt: Prompt) -> None:
@@ -60,7 +60,7 @@ class Faults:
             if one.bad:
                 rows = "row fails" if one.bad == 1 else "rows fail"
                 yield Finding(
-                    of_reward(one.name),
+                    reward_subject(one.name),
                     "error" if one.bad > self._limit * one.seen else "note",
                     f"{one.bad} of {one.seen} {rows} with each completion, as the scorer cannot read the answer: "
                     f"{'; '.join(one.places)}",
@@ -96,7 +96,7 @@ def is_for(scorer: Scorer, prompt: Prompt) -> bool:
     return not scorer.sources or prompt.source in scorer.sources
 
 
-class _Scored(NamedTuple):
+class _OwnAnswerScore(NamedTuple):
     """The total of a row's own answer, or the reason why it has none."""
 
     total: float | None
@@ -113,7 +113,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
     if config.environment is None:
         try:
             yield _example(prompts[0], tokenizer)
-            rows = [(one, _own(one, tokenizer)) for one in prompts]
+            rows = [(one, _own_completion(one, tokenizer)) for one in prompts]
         except TaskError as error:
             yield Finding("rows", "error", str(error))
             return
@@ -126,7 +126,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
 def _characters(task: Task) -> Tokenizer:
     """Make the tokenizer that builtin:tiny will have."""
     with tempfile.TemporaryDirectory() as folder:
-        character_tokenizer(lesson.of(task).alphabet).save_pretrained(folder)
+        character_tokenizer(warmup_data.warmup_of_task(task).alphabet).save_pretrained(folder)
         return Tokenizer(Path(folder))
 
 
@@ -147,13 +147,13 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
     return Finding("example", "ok", f"a prompt as the model sees it, {count} tokens: {json.dumps(shown)}")
 
 
-def _own(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
+def _own_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
     """Make the completion that is the row's own answer; an empty one without an answer that is a text or a number."""
     try:
         completion = gold.text(prompt.columns.get("answer"))
     except TaskError:
         completion = ""
-    tokens = tokenizer.sampled(completion, "stop") if completion or tokenizer.eos_id is not None else None
+    tokens = tokenizer.encode_turn(completion, "stop") if completion or tokenizer.eos_id is not None else None
     return ScoredText(
         prompt=prompt.text,
         completion=completion,
@@ -167,7 +167,7 @@ def _own(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
 
 async def _scores(
     name: str, scorer: FunctionScorer, rows: Sequence[tuple[Prompt, ScoredText]]
-) -> Sequence[_Scored] | TaskError:
+) -> Sequence[_OwnAnswerScore] | TaskError:
     """Score the rows as a run would; an error if the reward cannot be loaded."""
     rewards = Rewards(Reward(scorers={name: scorer}))
     try:
@@ -183,21 +183,21 @@ async def _scores(
 
 def _written_for(scorer: FunctionScorer, text: ScoredText) -> ScoredText:
     """Put the answer into the box in which `Math` looks for it."""
-    if scorer.function != MATH or boxed(text.completion) is not None:
+    if scorer.function != MATH or extract_boxed(text.completion) is not None:
         return text
     fields = {name: getattr(text, name) for name in text.__struct_fields__}
     return ScoredText(**{**fields, "completion": rf"\boxed{{{text.completion}}}"})
 
 
-async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _Scored:
+async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _OwnAnswerScore:
     try:
-        return _Scored((await rewards.score(prompt, text)).total)
+        return _OwnAnswerScore((await rewards.score(prompt, text)).total)
     except RewardFailed as error:
-        return _Scored(None, str(error))
+        return _OwnAnswerScore(None, str(error))
 
 
-def _verdict(name: str, scored: Sequence[_Scored] | TaskError) -> Finding:
-    subject = of_reward(name)
+def _verdict(name: str, scored: Sequence[_OwnAnswerScore] | TaskError) -> Finding:
+    subject = reward_subject(name)
     if isinstance(scored, TaskError):
         return Finding(subject, "error", str(scored))
     totals = [one.total for one in scored if one.total is not None]
@@ -213,5 +213,5 @@ def _verdict(name: str, scored: Sequence[_Scored] | TaskError) -> Finding:
     return Finding(subject, "ok", text)
 
 
-def _failures(scored: Sequence[_Scored]) -> Iterator[str]:
+def _failures(scored: Sequence[_OwnAnswerScore]) -> Iterator[str]:
     return (one.reason for one in scored if one.total is None)

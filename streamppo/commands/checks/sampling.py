@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, object] = {
 NONE: tuple[object, ...] = (None, [], {}, "")
 
 
-def ignored(config: Config) -> Findings:
+def name_ignored(config: Config) -> Findings:
     """Name once the settings of the model's generation that tokens are not sampled with."""
     if config.model.path == BUILTIN:
         return

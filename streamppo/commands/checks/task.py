@@ -1,21 +1,24 @@
 """Checks of the task's data, the rewards and the environment."""
 
 import os
+import shlex
+import shutil
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from streamppo.commands.checks.finding import Finding, Findings, of_reward
+from streamppo.commands.checks.finding import Finding, Findings, reward_subject
 from streamppo.commands.checks.folder import find, looks_like_path, weights
 from streamppo.commands.checks.rows import Faults, is_for
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config.sections import BUILTIN, Config
-from streamppo.config.task import DataTask
+from streamppo.config.task import AgentEnvironment, DataTask, Environment
 from streamppo.errors import StreamppoError, TaskError
-from streamppo.tasks import environments, lesson, limits, read
+from streamppo.tasks import agent, dataset_files, environments, length_limit, warmup_data
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
-from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
+from streamppo.tasks.rewards.scoring import Rewards, describe, detect
 from streamppo.tasks.rewards.signature import VERL
 from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.task import Task
@@ -34,12 +37,12 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return None, [_absent(place) for place in absent]
     builtin = config.model.path == BUILTIN
-    measure = lesson.Characters() if builtin else tokenizer
+    measure = warmup_data.Characters() if builtin else tokenizer
     faults = Faults(config) if tokenizer is None else None
     try:
         task = tasks.build(config.task, config.seed, measure, limit=limit, look=faults)
         if builtin:
-            lesson.of(task)
+            warmup_data.warmup_of_task(task)
     except StreamppoError as error:
         return None, [Finding("task", "error", str(error))]
     found = [Finding("task", "ok", _prompts(task, measure))]
@@ -54,7 +57,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
 
 def _absent(place: str) -> Finding:
     text = f"{place!r} is no file or folder here (looked at {Path(place).absolute()})"
-    if looks_like_path(place) or Path(place).suffix in read.SUFFIXES:
+    if looks_like_path(place) or Path(place).suffix in dataset_files.SUFFIXES:
         return Finding("task", "not here", text)
     if find_spec("datasets") is None:
         text += "; to load it by that name from the hub, pip install 'streamppo[data]'"
@@ -90,7 +93,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
     """Check every scorer, and that there is one for every data source."""
     prompts = task.training[:ROWS] if task is not None else ()
     for name, scorer in config.reward.scorers.items():
-        subject = of_reward(name)
+        subject = reward_subject(name)
         try:
             yield _scorer(subject, scorer, [one for one in prompts if is_for(scorer, one)])
             if isinstance(scorer, ModelScorer):
@@ -99,7 +102,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
             yield Finding(subject, "error", str(error))
     try:
         for source in sorted(task.sources()) if task is not None else ():
-            Rewards(config.reward).of(source)
+            Rewards(config.reward).scorers_of(source)
     except TaskError as error:
         yield Finding("reward", "error", str(error))
 
@@ -107,10 +110,10 @@ def rewards(config: Config, task: Task | None) -> Findings:
 def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
     match scorer:
         case FunctionScorer():
-            how, in_actor = recognised(scorer)
+            how, in_actor = detect(scorer)
             for prompt in prompts:
                 how.columns(prompt.columns)
-            text = shown(scorer, how, in_actor=in_actor)
+            text = describe(scorer, how, in_actor=in_actor)
             if hidden := sorted(how.own & {name for prompt in prompts for name in prompt.columns} - VERL):
                 text = f"{text}; it does not get the columns {', '.join(hidden)}, whose names are its parameters"
             if scorer.function == CODE:
@@ -128,17 +131,31 @@ def environment(config: Config) -> Findings:
     """Check that the environment can be loaded, if there is one."""
     if config.environment is None:
         return
+    match config.environment:
+        case Environment(name=name) as chosen:
+            load, bound = partial(environments.load, chosen), "turns"
+        case AgentEnvironment(agent=name, command=command) as chosen:
+            load, bound = partial(_agent, chosen), "requests"
+            name = name or shlex.join(command)
     try:
-        environments.load(config.environment)
+        load()
     except TaskError as error:
         yield Finding("environment", "error", str(error))
         return
-    yield Finding("environment", "ok", f"{config.environment.name}, up to {config.environment.max_turns} turns")
+    yield Finding("environment", "ok", f"{name}, up to {chosen.max_turns} {bound}")
+
+
+def _agent(chosen: AgentEnvironment) -> None:
+    """Raise `TaskError` if an agent cannot be run."""
+    if chosen.agent:
+        agent.load(chosen.agent)
+    elif shutil.which(chosen.command[0]) is None:
+        raise TaskError(f"environment.command begins with {chosen.command[0]!r}, which is no program here")
 
 
 def limit(config: Config) -> Findings:
     """Check that the function of rollout.limit can be loaded, if there is one."""
     try:
-        limits.load(config.rollout.limit, config.rollout.max_tokens)
+        length_limit.load(config.rollout.limit, config.rollout.max_tokens)
     except TaskError as error:
         yield Finding("rollout", "error", str(error))

@@ -9,8 +9,8 @@ from streamppo.commands.checks.folder import OWN_CRITICS, find
 from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import ModelError
-from streamppo.learner import pretrained
-from streamppo.rollout.fit import Architecture
+from streamppo.learner.model import hf_files
+from streamppo.rollout.weight_checks import Architecture
 from streamppo.weights.models import fit, headers
 from streamppo.weights.models.fit import Kind
 from streamppo.weights.models.settings import settings
@@ -19,7 +19,7 @@ READ_MIB = 2048
 """Files up to this size are read once for numbers that are not finite; of larger ones whoever loads them says so."""
 
 
-class Named(NamedTuple):
+class NamedModel(NamedTuple):
     """A model of a configuration: the subject of its findings, its path, and what of it is loaded."""
 
     subject: str
@@ -40,21 +40,21 @@ def findings(config: Config) -> Findings:
             yield from _names(folder)
 
 
-def _models(config: Config) -> Iterator[Named]:
+def _models(config: Config) -> Iterator[NamedModel]:
     if config.model.path != BUILTIN:
-        yield Named("model", config.model.path)
+        yield NamedModel("model", config.model.path)
     if (critic := config.algorithm.critic.model) not in OWN_CRITICS:
-        yield Named("critic", critic, body=True)
+        yield NamedModel("critic", critic, body=True)
     if teacher := config.algorithm.teacher.model:
-        yield Named("teacher", teacher)
+        yield NamedModel("teacher", teacher)
     for name, scorer in config.reward.models().items():
-        yield Named(f"reward {name}", scorer.path, "AutoModelForSequenceClassification")
+        yield NamedModel(f"reward {name}", scorer.path, "AutoModelForSequenceClassification")
 
 
-def _weights(one: Named, folder: Path) -> Finding:
+def _weights(one: NamedModel, folder: Path) -> Finding:
     try:
         count = fit.check(
-            folder, settings(folder), pretrained.critic_kind(folder) if one.body else one.kind, body=one.body
+            folder, settings(folder), hf_files.critic_kind(folder) if one.body else one.kind, body=one.body
         )
         mib = sum(file.stat().st_size for file in headers.weight_files(folder)) / 2**20
         name = fit.not_finite(folder) if mib <= READ_MIB else ""
@@ -68,7 +68,7 @@ def _weights(one: Named, folder: Path) -> Finding:
 
 def _export(folder: str) -> Findings:
     try:
-        notes = pretrained.rehearse(folder)
+        notes = hf_files.rehearse(folder)
     except ModelError as error:
         yield Finding("export", "error", f"the settings beside the weights cannot be saved: {error}")
         return

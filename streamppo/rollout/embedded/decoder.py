@@ -25,8 +25,8 @@ from streamppo.process import phase
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.fit import Architecture, check_fit
-from streamppo.weights.content import compare, content, write
+from streamppo.rollout.weight_checks import Architecture, check_fit
+from streamppo.weights.content import compare, hash_tensor, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,6 +42,14 @@ class _Filling(NamedTuple):
     prompts_N: Tensor
 
 
+class _Extending(NamedTuple):
+    """The rows that are extended, from the `first` on; each token's place, and the places [B, 1, P, T] that it sees."""
+
+    first: int
+    at_BP: Tensor
+    mask: Tensor
+
+
 class _Decoding(NamedTuple):
     """A step's places, and the spans of rows in which attention is computed, each with its mask [b, 1, 1, T]."""
 
@@ -53,7 +61,7 @@ class _Decoding(NamedTuple):
 class Decoder:
     """The model with a cache: rows 0 .. `rows`-1 hold one sequence each, of as many tokens as `reserve` was asked for.
 
-    Every token sees all before it: rows of more tokens than `positions.embedded` gives would be computed wrongly.
+    Every token sees all before it: rows of more tokens than `positions.embedded_limit` gives would be computed wrongly.
     Raises `ModelError` for a model that it would not compute exactly, and `WeightsError` for `tensors` (HF names) that
     do not fit.
     """
@@ -116,12 +124,12 @@ class Decoder:
         if self._spare is None:
             self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
         if contents is None:
-            contents = {name: content(tensor.to(self.dtype)) for name, tensor in tensors.items()}
-        compare(contents, self._written(self._spare, tensors))
+            contents = {name: hash_tensor(tensor.to(self.dtype)) for name, tensor in tensors.items()}
+        compare(contents, self._write_tensors(self._spare, tensors))
         return self._spare
 
     @torch.no_grad()
-    def _written(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
+    def _write_tensors(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
         """Write one tensor after another, and yield the hash of what has been written."""
         for name, view in parameters.views(into, self._expected.keys(), self.head_width):
             yield name, write(view, tensors[name].to(self.dtype).reshape(view.shape))
@@ -141,6 +149,20 @@ class Decoder:
         return self._logits(last_BC).index_select(0, prompts_N)
 
     @torch.inference_mode()
+    def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
+        """Feed `lengths_B` tokens to each of rows `first` .. `first` + B - 1, behind its first `starts_B` tokens.
+
+        No row has more than `longest` tokens then, and each has room for one more. Returns the logits [B, V] after the
+        last token of each row, float32.
+        """
+        B, P = tokens_BP.shape
+        # Padding lies behind a row's tokens, where its next token is written before it is seen.
+        at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
+        mask = torch.arange(longest, device=self.device) <= at_BP[:, None, :, None]
+        hidden_BPC = self._layers(tokens_BP, _Extending(first, at_BP, mask))
+        return self._logits(hidden_BPC[torch.arange(B, device=self.device), lengths_B - 1])
+
+    @torch.inference_mode()
     def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
         """Feed one token to each of rows 0..B-1, at place `at_B`, with attention in `spans` of them.
 
@@ -151,7 +173,7 @@ class Decoder:
 
     @torch.inference_mode()
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
-        """Copy the first `length` cached tokens of each of some rows to another row."""
+        """Copy the first `length` cached tokens of each of some rows to another row; a row may go to several."""
         for layer in self.cache[:, :, :length]:
             # Whole rows at once: indices would go element by element.
             layer.index_copy_(0, targets_B, layer.index_select(0, sources_B))
@@ -164,13 +186,12 @@ class Decoder:
         seen_BT = places_T <= at_B[:, None]
         return [seen_BT[span.first : span.end, None, None, : span.longest] for span in spans]
 
-    def _layers(self, tokens_BP: Tensor, places: _Filling | _Decoding) -> Tensor:
+    def _layers(self, tokens_BP: Tensor, places: _Filling | _Extending | _Decoding) -> Tensor:
         parameters, eps = self.parameters, self.config.rms_norm_eps
         B, P = tokens_BP.shape
         C = parameters.norm.shape
         x_BPC = F.embedding(tokens_BP, parameters.embedding)
-        filling = isinstance(places, _Filling)
-        rotation = self.rotation_TD[:P, None] if filling else self.rotation_TD[places.at_B, None, None]
+        rotation = self._rotation_of(places, P)
         for layer, cache in zip(parameters.layers, self.cache, strict=True):
             h_BPC = F.rms_norm(x_BPC, C, layer.norm, eps)
             qkv = F.linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
@@ -181,6 +202,15 @@ class Decoder:
             gate, up = F.linear(h_BPC, layer.gate_up).chunk(2, -1)
             x_BPC = x_BPC + F.linear(F.silu(gate) * up, layer.down)
         return F.rms_norm(x_BPC, C, parameters.norm, eps)
+
+    def _rotation_of(self, places: _Filling | _Extending | _Decoding, P: int) -> Tensor:
+        match places:
+            case _Filling():
+                return self.rotation_TD[:P, None]
+            case _Extending(at_BP=at_BP):
+                return self.rotation_TD[at_BP][:, :, None]
+            case _Decoding(at_B=at_B):
+                return self.rotation_TD[at_B, None, None]
 
     def _rotate(self, layer: Layer, qkv: Tensor, rotation: Tensor) -> None:
         """Normalise (qwen3) and rotate queries and keys, in place in the fused product."""
@@ -196,13 +226,17 @@ class Decoder:
             rotated = torch.view_as_complex(pairs.float().contiguous()) * rotation
             pairs.copy_(torch.view_as_real(rotated))
 
-    def _attend(self, qkv: Tensor, cache: Tensor, places: _Filling | _Decoding) -> Tensor:
+    def _attend(self, qkv: Tensor, cache: Tensor, places: _Filling | _Extending | _Decoding) -> Tensor:
         B, P = qkv.shape[:2]
         q, kv = qkv[:, :, : self.heads], qkv[:, :, self.heads :]
         if isinstance(places, _Filling):
             first, prompts_N = places
             cache[first : first + len(prompts_N), :P] = kv.index_select(0, prompts_N)
             return self._attention(q, kv, None).reshape(B, P, -1)
+        if isinstance(places, _Extending):
+            first, at_BP, mask = places
+            cache[first : first + B][torch.arange(B, device=self.device)[:, None], at_BP] = kv
+            return self._attention(q, cache[first : first + B, : mask.shape[-1]], mask).reshape(B, P, -1)
         cache[torch.arange(B, device=self.device), places.at_B] = kv[:, 0]
         attended = [
             self._attention(q[span.first : span.end], cache[span.first : span.end, : span.longest], mask_b11T)
@@ -210,15 +244,15 @@ class Decoder:
         ]
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, P, -1)
 
-    def _attention(self, q: Tensor, kv: Tensor, mask_b11T: Tensor | None) -> Tensor:
+    def _attention(self, q: Tensor, kv: Tensor, mask_b1PT: Tensor | None) -> Tensor:
         """Causal, or to the places of a mask: [b, P, H, D] and [b, T, 2 K, D] -> [b, P, H, D]."""
         K = self.kv_heads
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             kv[:, :, :K].transpose(1, 2),
             kv[:, :, K:].transpose(1, 2),
-            attn_mask=mask_b11T,
-            is_causal=mask_b11T is None,
+            attn_mask=mask_b1PT,
+            is_causal=mask_b1PT is None,
             enable_gqa=self.heads != K,
         )
         return attended.transpose(1, 2)

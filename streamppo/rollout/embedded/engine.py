@@ -23,9 +23,9 @@ from torch import Tensor
 
 from streamppo.rollout import positions
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
-from streamppo.rollout.embedded.rows import Ends, Request, Rows
+from streamppo.rollout.embedded.rows import DecodingRows, EndTokens, RunningRequest
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
-from streamppo.rollout.fit import check_prompt
+from streamppo.rollout.weight_checks import check_prompt
 from streamppo.types import Ints
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ class EmbeddedEngine:
         version: int,
         slots: int,
         max_total_tokens: int,
-        ends: Ends,
+        ends: EndTokens,
         seed: int,
         kv: Literal["keep", "recompute"] = "keep",
         dtype: torch.dtype = torch.float32,
         float32_head: bool = True,
         device: str = "cpu",
     ) -> None:
-        positions.embedded(hf_config, max_total_tokens)
+        positions.embedded_limit(hf_config, max_total_tokens)
         self._decoder = Decoder(
             hf_config,
             tensors,
@@ -72,14 +72,14 @@ class EmbeddedEngine:
             device=device,
         )
         self._most = max_total_tokens
-        self._rows = Rows(self._decoder, ends, torch.Generator(device).manual_seed(seed), max_total_tokens)
+        self._rows = DecodingRows(self._decoder, ends, torch.Generator(device).manual_seed(seed), max_total_tokens)
         # transformers' configurations are slow to ask.
         self._vocabulary = hf_config.vocab_size
         self._checked: Ints | None = None
         self._version = version
         self._slots = slots
         self._kv = kv
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[RunningRequest] = deque()
         self._promised: set[asyncio.Future[Completion] | asyncio.Future[None]] = set()
         self._swap: tuple[int, Parameters, asyncio.Future[None]] | None = None
         self._one_swap = asyncio.Lock()
@@ -87,7 +87,7 @@ class EmbeddedEngine:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
-        self._driver = asyncio.create_task(self._drive())
+        self._driver = asyncio.create_task(self._run_loop())
         self._driver.add_done_callback(self._fail_all)
 
     @property
@@ -95,9 +95,15 @@ class EmbeddedEngine:
         """The version of the weights that the next token will be sampled with."""
         return self._version
 
-    def reserve(self, tokens: int) -> None:
-        """Let the cache hold rows of so many tokens, before any comes. Raises `ModelError` if there is no memory."""
+    def reserve(self, tokens: int, *, turns: bool = False) -> None:
+        """Let the cache hold rows of so many tokens, before any comes. Raises `ModelError` if there is no memory.
+
+        With `turns`, rows that have ended stay as long as there is room, and a prompt that continues one is prefilled
+        from there on; `kv` holds for them as for running rows.
+        """
         self._rows.reserve(min(tokens, self._most))
+        if turns:
+            self._rows.keep_turns()
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
@@ -106,7 +112,7 @@ class EmbeddedEngine:
             check_prompt(prompt, self._most - 1, self._vocabulary)
             self._checked = prompt
         limit = min(sampling.max_tokens, self._most - len(prompt))
-        request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
+        request = RunningRequest(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()
         self._waiting.append(request)
         self._promised.add(request.done)
@@ -133,7 +139,8 @@ class EmbeddedEngine:
 
     def usage(self) -> Usage:
         """See `Engine.usage`."""
-        return Usage(self._rows.tokens, self._busy_s, self._idle_s, self._swaps, self._swap_s)
+        rows, swaps = self._rows, (self._swaps, self._swap_s)
+        return Usage(rows.tokens, self._busy_s, self._idle_s, *swaps, prompted=rows.prompted, reused=rows.reused)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
@@ -149,22 +156,22 @@ class EmbeddedEngine:
             self._driver.result()
         self._work.set()
 
-    async def _drive(self) -> None:
+    async def _run_loop(self) -> None:
         while True:
-            await self._rest()
+            await self._wait_for_work()
             begin = time.perf_counter()
             self._rows.remove_cancelled()
             if self._swap is not None:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
             # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
-            ended = await self._run(self._burst, self._admissible(), self._version)
+            ended = await self._run(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
             for request in ended:
                 request.resolve()
             self._busy_s += time.perf_counter() - begin
 
-    async def _rest(self) -> None:
+    async def _wait_for_work(self) -> None:
         """Wait until there is something to do."""
         begin = time.perf_counter()
         if not (self._rows.count or self._waiting or self._swap):
@@ -172,7 +179,7 @@ class EmbeddedEngine:
             await self._work.wait()
             self._idle_s += time.perf_counter() - begin
 
-    def _burst(self, admitted: list[Request], version: int) -> list[Request]:
+    def _step_until_boundary(self, admitted: list[RunningRequest], version: int) -> list[RunningRequest]:
         """Admit, then step until a prefill is worth it again. Returns the requests that ended. Runs in the thread."""
         begin = time.perf_counter()
         ended = self._rows.admit(admitted, version) if admitted else []
@@ -183,9 +190,9 @@ class EmbeddedEngine:
                 break
         return ended
 
-    def _admissible(self) -> list[Request]:
+    def _next_requests(self) -> list[RunningRequest]:
         """Requests to admit at this boundary: at most one for each free row."""
-        admitted: list[Request] = []
+        admitted: list[RunningRequest] = []
         while self._waiting and len(admitted) < self._slots - self._rows.count:
             request = self._waiting.popleft()
             if not request.done.done():
@@ -198,7 +205,7 @@ class EmbeddedEngine:
         self._rows.hand_over()
         self._decoder.adopt(parameters)
         self._version = version
-        if self._kv == "recompute" and self._rows.count:
+        if self._kv == "recompute":
             await self._run(self._rows.recompute)
         self._swaps += 1
         self._swap_s += time.perf_counter() - begin

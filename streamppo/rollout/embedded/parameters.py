@@ -87,11 +87,11 @@ def views(of: Parameters, names: Collection[str], head_width: int) -> Iterator[t
     elif of.head is not of.embedding:
         yield EMBEDDING, of.head
     for number, layer in enumerate(of.layers):
-        for name, view in _of_layer(layer, head_width):
+        for name, view in _layer_parameters(layer, head_width):
             yield f"model.layers.{number}.{name}", view
 
 
-def _of_layer(layer: Layer, head_width: int) -> Iterator[tuple[str, Tensor]]:
+def _layer_parameters(layer: Layer, head_width: int) -> Iterator[tuple[str, Tensor]]:
     yield "input_layernorm.weight", layer.norm
     yield "post_attention_layernorm.weight", layer.mlp_norm
     yield "self_attn.o_proj.weight", layer.out

@@ -1,7 +1,8 @@
 """The running completions of the embedded engine, one in each row. Synchronous; called in the engine's thread.
 
 Rows 0 .. count-1 are running, so that a step works on views of the cache; when rows end, the last ones move into their
-places. `at` tokens of a row are in the cache; `fed` is the token that the next step puts there.
+places. `at` tokens of a row are in the cache; `fed` is the token that the next step puts there. With turns, the rows
+behind them hold completions that have ended, for prompts that continue them (prefixes.py).
 """
 
 import asyncio
@@ -13,23 +14,26 @@ import numpy as np
 import torch
 
 from streamppo.process import phase
-from streamppo.rollout import cuts
-from streamppo.rollout.embedded import spans
+from streamppo.rollout import segment_cuts
+from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
+from streamppo.rollout.embedded.prefixes import Prefix, Prefixes
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.engine import NEVER, Candidates, Completion, Cuts, Sampling
+from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling, TokenCandidates
 from streamppo.types import Ints
 
 REORDER = 1.2
 """Long rows are brought to the front where attention looks at so many times the places that it would look at then."""
 GROWTH = 4
 """The cache grows to hold this part more than it has to."""
+LOOKS = 2**24
+"""Prompts that continue rows are computed together as long as their tokens look at no more places than this."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k that leave the model's distribution as it is."""
 
 
-class Ends(NamedTuple):
+class EndTokens(NamedTuple):
     """Tokens that end completions, and a function that tells if the last of some tokens [T] completes a string.
 
     Beside them the `unknown` tokens, which the tokenizer does not have: they are never sampled.
@@ -41,7 +45,7 @@ class Ends(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class RunningRequest:
     """One completion under way. `limit` is the number of tokens at which it is cut off.
 
     With top-p or top-k, `candidates` holds for every token those that it was drawn from; none stands for all. Of its
@@ -69,10 +73,13 @@ class Request:
             self.done.set_result(self.completion)
 
 
-class Rows:
-    """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each."""
+class DecodingRows:
+    """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each.
 
-    def __init__(self, decoder: Decoder, ends: Ends, generator: torch.Generator, most: int) -> None:
+    Of the `prompted` tokens `reused` were not computed: they were in the cache, or another sample's.
+    """
+
+    def __init__(self, decoder: Decoder, ends: EndTokens, generator: torch.Generator, most: int) -> None:
         capacity, width = decoder.cache.shape[1], decoder.room
         self._decoder, self._most = decoder, most
         self._generator = generator
@@ -82,12 +89,14 @@ class Rows:
         self._completes = ends.completes
         self._unknown = torch.tensor(ends.unknown, dtype=torch.int64, device=decoder.device) if ends.unknown else None
         self._capacity = capacity
-        self.requests: list[Request] = []
-        self.tokens = 0
-        self._cut: list[Request] = []
+        self.requests: list[RunningRequest] = []
+        self.tokens = self.prompted = self.reused = 0
+        self._prefixes: Prefixes | None = None
+        self._cut: list[RunningRequest] = []
         self._at = np.zeros(capacity, np.int64)
         self._length = np.zeros(capacity, np.int64)
         self._limit = np.zeros(capacity, np.int64)
+        self._root = np.zeros(capacity, np.int64)
         self._next_cut = np.zeros(capacity, np.int64)
         self._sampling = np.zeros((capacity, 3), np.float32)
         self._out = np.zeros((capacity, width), np.int32)
@@ -99,6 +108,10 @@ class Rows:
         """Number of running rows."""
         return len(self.requests)
 
+    def keep_turns(self) -> None:
+        """Keep rows that have ended for prompts that continue them, as long as there is room."""
+        self._prefixes = Prefixes()
+
     def reserve(self, room: int) -> None:
         """Let every row hold `room` tokens. Raises `ModelError` if there is no memory for it."""
         if room <= self._decoder.room:
@@ -109,7 +122,7 @@ class Rows:
         self._logprobs = np.pad(self._logprobs, wider)
 
     @phase("prefill")
-    def admit(self, requests: Sequence[Request], version: int) -> list[Request]:
+    def admit(self, requests: Sequence[RunningRequest], version: int) -> list[RunningRequest]:
         """Prefill new rows and sample their first tokens. Returns the requests that end at once."""
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
@@ -117,6 +130,9 @@ class Rows:
             self.reserve(min(longest + longest // GROWTH, self._most))
         first = self.count
         rows = np.arange(first, first + len(requests))
+        starts = np.zeros(len(requests), np.int64)
+        if self._prefixes is not None:
+            requests, starts = self._begin(requests, self._prefixes)
         self.requests += requests
         lengths = np.array([len(request.prompt) for request in requests])
         self._at[rows], self._length[rows] = lengths, 0
@@ -125,21 +141,27 @@ class Rows:
         self._sampling[rows] = [
             (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) for request in requests
         ]
-        logits_BV = self._prefill([request.prompt for request in requests], first)
-        return self._advance(rows, logits_BV, version)
+        prompts, new = [request.prompt for request in requests], int((starts == 0).sum())
+        logits = [self._prefill(prompts[:new], first)] if new else []
+        logits += self._extend(prompts[new:], starts[new:], first + new)
+        return self._advance(rows, logits[0] if len(logits) == 1 else torch.cat(logits), version)
 
     @phase("decode")
-    def step(self, version: int) -> list[Request]:
+    def step(self, version: int) -> list[RunningRequest]:
         """Sample one token for every running row. Returns the requests that end with it."""
         rows = np.arange(self.count)
-        divided, device = self._divided(), self._decoder.device
+        divided, device = self._plan_spans(), self._decoder.device
         at, fed = self._at[rows], self._out[rows, self._length[rows] - 1].astype(np.int64)
         logits_BV = self._decoder.step(torch.from_numpy(fed).to(device), torch.from_numpy(at).to(device), divided)
         self._at[rows] += 1
         return self._advance(rows, logits_BV, version)
 
     def recompute(self) -> None:
-        """Compute the cache of every running row again, with the present weights."""
+        """Compute the cache of every running row again, with the present weights; those that have ended are left."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+        if not self.requests:
+            return
         texts = [
             np.concatenate([request.prompt, self._out[row, : self._length[row] - 1]])
             for row, request in enumerate(self.requests)
@@ -154,7 +176,7 @@ class Rows:
             if request.cuts and request.cuts.max_age and self._length[row] > request.handed
         ]
         running = [(one, one.oldest_behind(handed, int(self._versions[row, handed]))) for row, one, handed in by_age]
-        for place in cuts.due_before_swap(version, running):
+        for place in segment_cuts.segments_to_cut(version, running):
             self._cut_row(by_age[place][0])
 
     def hand_over(self) -> None:
@@ -171,7 +193,7 @@ class Rows:
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
-    def _divided(self) -> list[Span]:
+    def _plan_spans(self) -> list[Span]:
         """Divide the running rows into spans for a step; long rows are brought to the front where that pays."""
         lengths, most = self._at[: self.count] + 1, self._decoder.room
         found = spans.divide(lengths, most)
@@ -185,12 +207,56 @@ class Rows:
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
+    def _begin(self, requests: Sequence[RunningRequest], kept: Prefixes) -> tuple[list[RunningRequest], np.ndarray]:
+        """Copy the cached beginnings of prompts to the rows that they get; without one they come first, then the short.
+
+        Returns the requests in their new order, and the number of tokens that each of them has in the cache.
+        """
+        first, end = self.count, self.count + len(requests)
+        running = [
+            (row, Prefix(request.prompt, len(request.prompt), int(self._root[row])))
+            for row, request in enumerate(self.requests)
+            if self._root[row] < len(request.prompt)
+        ]
+        found = kept.starts([request.prompt for request in requests], running)
+        new = [start.common and len(one.prompt) - start.common for one, start in zip(requests, found, strict=True)]
+        order = np.argsort(new, kind="stable")
+        starts = [found[n] for n in order]
+        self._root[first:end] = [start.root for start in starts]
+        copies = [(start.row, row, start.common) for row, start in enumerate(starts, first) if start.common]
+        copies += kept.make_room(first, end, self._capacity)
+        if copies:
+            sources, targets, lengths = (np.array(column) for column in zip(*copies, strict=True))
+            self._copy_cache(sources, targets, int(lengths.max()))
+        return [requests[n] for n in order], np.array([start.common for start in starts])
+
+    def _extend(self, prompts: Sequence[Ints], starts: np.ndarray, first: int) -> list[torch.Tensor]:
+        """Fill the cache of rows from `first` on with what follows the first `starts` tokens of `prompts`."""
+        device, logits = self._decoder.device, list[torch.Tensor]()
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        new, begin = lengths - starts, 0
+        self.prompted += int(lengths.sum())
+        self.reused += int(starts.sum())
+        while begin < len(prompts):
+            looks = np.arange(1, len(prompts) - begin + 1) * new[begin:] * np.maximum.accumulate(lengths[begin:])
+            part = slice(begin, begin + max(1, int((looks <= LOOKS).sum())))
+            tokens_BP = np.zeros((len(new[part]), int(new[part].max())), np.int64)
+            for row, prompt, start in zip(tokens_BP, prompts[part], starts[part], strict=True):
+                row[: len(prompt) - start] = prompt[start:]
+            tokens, behind, counts = (torch.from_numpy(one).to(device) for one in (tokens_BP, starts[part], new[part]))
+            logits.append(self._decoder.extend(tokens, behind, counts, first + begin, int(lengths[part].max())))
+            begin = part.stop
+        return logits
+
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
         """Fill the cache from row `first` on with `texts`, each different one computed once: samples share a prompt."""
         places: dict[bytes, int] = {}
         prompts = np.array([places.setdefault(text.tobytes(), len(places)) for text in texts])
         different = [np.frombuffer(text, np.int32) for text in places]
         lengths = np.array([len(text) for text in different])
+        total = sum(len(text) for text in texts)
+        self.prompted += total
+        self.reused += total - int(lengths.sum())
         tokens_BP = np.zeros((len(different), int(lengths.max())), np.int64)
         for row, text in zip(tokens_BP, different, strict=True):
             row[: len(text)] = text
@@ -203,7 +269,7 @@ class Rows:
         )
 
     @torch.inference_mode()
-    def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:
+    def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[RunningRequest]:
         """Sample a token for each of `rows`, note it, and end the rows that are complete."""
         if self._unknown is not None:
             logits_BV.index_fill_(1, self._unknown, -torch.inf)
@@ -246,7 +312,7 @@ class Rows:
         temperature, top_p, top_k = torch.from_numpy(knobs).to(self._decoder.device).unbind(1)
         return Draws(temperature, top_p, top_k.long())
 
-    def _complete(self, row: int, stopped: bool) -> Request:
+    def _complete(self, row: int, stopped: bool) -> RunningRequest:
         """Give the request of one row its completion."""
         request = self.requests[row]
         request.completion = self._so_far(row, "stop" if stopped else "length")
@@ -271,20 +337,29 @@ class Rows:
         )
 
     def _free(self, rows: np.ndarray) -> None:
-        """Free `rows`, which rise: the last rows that go on take the places of those before them, all in one copy."""
+        """Free `rows`, which rise: the last rows that go on take the places of those before them, all in one copy.
+
+        With turns they exchange theirs, and what the freed rows hold stays.
+        """
         left = self.count - len(rows)
         goes_on = np.ones(self.count, np.bool_)
         goes_on[rows] = False
         holes, last = rows[rows < left], np.flatnonzero(goes_on[left:]) + left
-        if len(holes):
+        keeps = self._prefixes is not None and bool((self._at[rows] >= prefixes.LEAST).any())
+        if len(holes) and keeps:
+            self._copy(np.concatenate([last, holes]), np.concatenate([holes, last]))
+        elif len(holes):
             self._copy(last, holes)
+        if self._prefixes is not None and keeps:
+            for row, request in enumerate(self.requests[left:], left):
+                text = np.concatenate([request.prompt, self._out[row, : self._length[row]]])
+                self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row])))
         del self.requests[left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy running rows to the places of others; rows that are both exchange theirs."""
-        device, width = self._decoder.device, int(self._at[sources].max())
-        self._decoder.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), width)
-        for column in (self._at, self._length, self._limit, self._next_cut, self._sampling):
+        self._copy_cache(sources, targets, int(self._at[sources].max()))
+        for column in (self._at, self._length, self._limit, self._root, self._next_cut, self._sampling):
             column[targets] = column[sources]
         length = int(self._length[targets].max())
         for column in (self._out, self._logprobs, self._versions):
@@ -293,6 +368,10 @@ class Rows:
         for target, request in zip(targets, moved, strict=True):
             self.requests[target] = request
 
+    def _copy_cache(self, sources: np.ndarray, targets: np.ndarray, length: int) -> None:
+        device = self._decoder.device
+        self._decoder.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), length)
 
-def _joined(sets: Sequence[Ints]) -> Candidates:
-    return Candidates(np.concatenate(sets), np.array([len(one) for one in sets], np.int32))
+
+def _joined(sets: Sequence[Ints]) -> TokenCandidates:
+    return TokenCandidates(np.concatenate(sets), np.array([len(one) for one in sets], np.int32))

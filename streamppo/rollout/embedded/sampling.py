@@ -19,7 +19,7 @@ class Draws(NamedTuple):
     top_k_B: Tensor
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token for each row, and its log-prob. `inside_BV`: the tokens that top-p and top-k left, if they are on."""
 
     tokens_B: Tensor
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     inside_BV: Tensor | None
 
 
-def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> Drawn:
+def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> SampledTokens:
     """Draw one token for each row. Without `draws`, from the model's own distribution.
 
     Greedy rows carry their log-prob at temperature 1. Raises `ModelError` if logits are not finite: a token drawn from
@@ -49,7 +49,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -
     logprobs_B = logp_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
     if not bool(logprobs_B.isfinite().all()):
         raise ModelError("the logits are not finite: the weights have diverged")
-    return Drawn(tokens_B, logprobs_B, inside_BV)
+    return SampledTokens(tokens_B, logprobs_B, inside_BV)
 
 
 def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:

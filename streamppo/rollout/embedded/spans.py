@@ -25,12 +25,12 @@ class Span(NamedTuple):
 
 def divide(lengths: np.ndarray, most: int) -> list[Span]:
     """The cheapest spans of rows with these lengths [B], in this order; no span has more than `most` places."""
-    whole = Span(0, len(lengths), int(_rounded(lengths.max(), most)))
+    whole = Span(0, len(lengths), int(_round_up(lengths.max(), most)))
     if len(lengths) < 2 or whole.longest <= SHORT:
         return [whole]
     before, after = np.maximum.accumulate(lengths), np.maximum.accumulate(lengths[::-1])[::-1]
     ends = np.arange(1, len(lengths))
-    longest_before, longest_after = _rounded(before[:-1], most), _rounded(after[1:], most)
+    longest_before, longest_after = _round_up(before[:-1], most), _round_up(after[1:], most)
     looks = ends * longest_before + ends[::-1] * longest_after
     best = int(looks.argmin())
     if looks[best] > WORTH * cost([whole]):
@@ -51,5 +51,5 @@ def cost(spans: list[Span]) -> int:
     return sum((span.end - span.first) * span.longest for span in spans)
 
 
-def _rounded(lengths: np.ndarray, most: int) -> np.ndarray:
+def _round_up(lengths: np.ndarray, most: int) -> np.ndarray:
     return np.minimum(-(-lengths // ROUND) * ROUND, most)

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
-from streamppo.rollout.fit import Architecture, check_fit, check_prompt
-from streamppo.rollout.sglang import life as lives
+from streamppo.rollout.sglang import session as lives
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.life import Life, Setup
-from streamppo.rollout.sglang.link import HEALTH_S, Link
-from streamppo.rollout.sglang.stream import INTERVAL, Streams
+from streamppo.rollout.sglang.client import HEALTH_S, Link
+from streamppo.rollout.sglang.session import Life, SessionSetup
+from streamppo.rollout.sglang.stream import INTERVAL, CompletionStreams
+from streamppo.rollout.weight_checks import Architecture, check_fit, check_prompt
 from streamppo.types import Ints
 from streamppo.weights.content import check
 
@@ -46,12 +46,12 @@ Fields: TypeAlias = Mapping[str, object]
 log = logging.getLogger(__name__)
 
 
-class Died(Exception):
+class SGLangDied(Exception):
     """SGLang died during this call; the message says why."""
 
 
 async def start(
-    setup: Setup,
+    setup: SessionSetup,
     hf_config: "PreTrainedConfig",
     *,
     version: int,
@@ -65,7 +65,7 @@ async def start(
     """
     architecture = Architecture(hf_config)
     check_fit(architecture.shapes, tensors)
-    saved = await asyncio.to_thread(_own, architecture, tensors)
+    saved = await asyncio.to_thread(_copy_as_files, architecture, tensors)
     life = await lives.begin(setup, 0, version, saved)
     return SGLangEngine(setup, life, architecture, version, saved, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
 
@@ -75,7 +75,7 @@ class SGLangEngine:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: SessionSetup,
         life: Life,
         architecture: Architecture,
         version: int,
@@ -95,9 +95,10 @@ class SGLangEngine:
         self._serving, self._certain = asyncio.Event(), asyncio.Event()
         self._serving.set()
         self._certain.set()
-        self._streams = Streams(self._certain)
+        self._streams = CompletionStreams(self._certain)
         self._cancel_calls: set[Callable[[], bool]] = set()
         self._tokens = self._swaps = self._in_flight = self._requests = self._restarts = 0
+        self._prompted = self._reused = 0
         self._busy_s = self._swap_s = 0.0
         self._begin = self._since = time.perf_counter()
         self._watch = asyncio.create_task(self._keep_alive())
@@ -113,7 +114,7 @@ class SGLangEngine:
         async with self._capacity:
             self._count(+1)
             try:
-                return await self._sample_in_spite_of_deaths(prompt, sampling, cuts)
+                return await self._generate_with_restart(prompt, sampling, cuts)
             finally:
                 self._count(-1)
 
@@ -122,7 +123,7 @@ class SGLangEngine:
     ) -> None:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
-        saved = await asyncio.to_thread(_own, self._architecture, tensors, contents)
+        saved = await asyncio.to_thread(_copy_as_files, self._architecture, tensors, contents)
         async with self._swapping:
             await self._until_serving()
             begin = time.perf_counter()
@@ -130,7 +131,7 @@ class SGLangEngine:
                 await self._until_death(self._life.carrier.stage(saved))
                 self._certain.clear()
                 await self._until_death(self._life.swap(version, saved, self._streams.loaded))
-            except Died as died:
+            except SGLangDied as died:
                 raise WeightsError(f"SGLang died while it took version {version} ({died})") from None
             except (ValueError, WeightsError) as refused:
                 self._end_life(f"it refused version {version}")
@@ -146,7 +147,8 @@ class SGLangEngine:
         """See `Engine.usage`."""
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
-        return Usage(self._tokens, self._busy_s, idle_s, self._swaps, self._swap_s, self._restarts)
+        counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
+        return Usage(self._tokens, self._busy_s, idle_s, *counts)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
@@ -195,7 +197,7 @@ class SGLangEngine:
         finally:
             call.cancel()
             self._cancel_calls.discard(call.cancel)
-        raise Died(end.result())
+        raise SGLangDied(end.result())
 
     async def _until_serving(self) -> None:
         """Wait until SGLang runs and is certain of its weights. Raises the error of a start that failed."""
@@ -215,15 +217,18 @@ class SGLangEngine:
 
     # --- requests --------------------------------------------------------------------------------------------
 
-    async def _sample_in_spite_of_deaths(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
+    async def _generate_with_restart(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         for _ in range(DEATHS):
             await self._until_serving()
-            with suppress(Died):
+            with suppress(SGLangDied):
                 return await self._sample(prompt, sampling, cuts)
         raise ModelError(f"SGLang died {DEATHS} times over one prompt of {len(prompt)} tokens")
 
     async def _sample(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         self._requests += 1
+        if self._setup.routes:
+            # A stream brings none: the completion comes in one piece.
+            cuts = None
         link, rid = self._life.link, f"{self._run}-{self._requests}"
         fields = wire.request(
             prompt,
@@ -239,7 +244,7 @@ class SGLangEngine:
             routes=self._setup.routes,
         )
         routed = len(prompt) if self._setup.routes else 0
-        sample = partial(self._in_segments, cuts) if cuts else partial(self._at_once, routed)
+        sample = partial(self._generate_in_segments, cuts) if cuts else partial(self._at_once, routed)
         try:
             completion = await sample(link, fields, candidates=sampling.cuts)
         except asyncio.CancelledError:
@@ -249,6 +254,8 @@ class SGLangEngine:
         except ValueError as refused:
             raise ModelError(f"SGLang refuses a prompt of {len(prompt)} tokens: {refused}") from refused
         self._tokens += len(completion.tokens)
+        self._prompted += len(prompt)
+        self._reused += min(completion.cached, len(prompt))
         return completion
 
     async def _at_once(self, routed: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:
@@ -257,12 +264,12 @@ class SGLangEngine:
         await self._until_death(self._certain.wait())
         return wire.completion(answer, version, cuts=candidates, kv=self._setup.kv, routed=routed)
 
-    async def _in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
+    async def _generate_in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
         with self._streams.open(cuts, self._held, candidates=candidates) as stream:
             try:
                 await self._until_death(stream.read(link.stream(**fields)))
                 await self._until_death(self._certain.wait())
-            except Died as died:
+            except SGLangDied as died:
                 if stream.handed:
                     raise ModelError(f"SGLang died behind a segment that was handed over: {died}") from died
                 raise
@@ -277,7 +284,7 @@ class SGLangEngine:
         self._in_flight += change
 
 
-def _own(
+def _copy_as_files(
     architecture: Architecture, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
     """Name and cut `tensors` as the model's files do, in memory of this process, which keeps them for the next life.

@@ -24,7 +24,7 @@ def held_name(name: str) -> str:
     return name
 
 
-def held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a model as one rank of SGLang keeps them: experts side by side, [experts, rows, columns]."""
     parts: dict[str, dict[int, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -14,7 +14,7 @@ import msgspec
 from streamppo.config.engine import SGLangEngine
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.link import HEALTH_S, Answer
+from streamppo.rollout.sglang.client import HEALTH_S, Answer
 
 SILENT_S = 5.0
 """A server that has not answered for this long is taken for dead."""
@@ -26,7 +26,7 @@ class Server:
     def __init__(self, client: httpx.AsyncClient, url: str, slots: int, info: Mapping[str, Answer]) -> None:
         states = info.get("internal_states") or [{}]
         room = sum(state.get("effective_max_running_requests_per_dp") or slots for state in states)
-        self.version = wire.supported(info["version"], f"the SGLang server at {url}")
+        self.version = wire.parse_supported_version(info["version"], f"the SGLang server at {url}")
         self.capacity, self.ranks = min(slots, room), int(info.get("tp_size", 1))
         self._client, self._url = client, url
 

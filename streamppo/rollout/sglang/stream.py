@@ -19,18 +19,18 @@ from typing import Literal
 import numpy as np
 
 from streamppo.errors import ModelError
-from streamppo.rollout import cuts as rules
+from streamppo.rollout import segment_cuts as rules
 from streamppo.rollout.engine import Completion, Cuts
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.link import Answer
-from streamppo.rollout.sglang.wire import Drawn
+from streamppo.rollout.sglang.client import Answer
+from streamppo.rollout.sglang.wire import SampledPart
 from streamppo.types import Ints
 
 INTERVAL = 8
 """Tokens that SGLang sends at a time: each message costs CPU, and a swap waits for so many steps where a cut is due."""
 
 
-class Stream:
+class CompletionStream:
     """One completion under way, sent to an SGLang that held `version`; with `candidates`, top-p or top-k are on.
 
     `length` tokens have arrived, of which `handed` are in segments.
@@ -39,7 +39,7 @@ class Stream:
     def __init__(self, cuts: Cuts, version: int, certain: asyncio.Event, *, candidates: bool) -> None:
         self.cuts, self.length, self.handed = cuts, 0, 0
         self._certain, self._candidates = certain, candidates
-        self._arrived: list[Drawn] = []
+        self._arrived: list[SampledPart] = []
         self._begins: list[tuple[int, int]] = [(0, version)]
         self._handed_versions = np.zeros(0, np.int32)
         self._due: asyncio.Future[None] | None = None
@@ -73,7 +73,7 @@ class Stream:
         """Hand over the segments that are due, unless it is in doubt which weights sampled them."""
         # The last token is never handed over: the completion has it.
         while self._certain.is_set() and (at := self._next_cut()) <= self.length - (self._last is not None):
-            self._cut(at)
+            self._write_cut(at)
         if self._due and self.handed >= self._begins[-1][0]:
             self._settle()
 
@@ -83,7 +83,7 @@ class Stream:
 
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
         """Read the whole completion. Raises `ModelError` if a token that was handed over is older than was said."""
-        whole = wire.whole(self._joined(), self._last, self._begins[0][1], kv)
+        whole = wire.complete(self._concatenate(), self._last, self._begins[0][1], kv)
         if not whole.versions_known:
             whole = whole._replace(versions=self._versions())
         known = whole.versions[: self.handed]
@@ -95,7 +95,9 @@ class Stream:
         return whole
 
     def _add(self, meta: Answer) -> None:
-        self._arrived.append(wire.drawn(meta, meta["completion_tokens"] - self.length, candidates=self._candidates))
+        self._arrived.append(
+            wire.read_sampled(meta, meta["completion_tokens"] - self.length, candidates=self._candidates)
+        )
         self.length = meta["completion_tokens"]
         if meta.get("finish_reason"):
             self._last = meta
@@ -106,14 +108,14 @@ class Stream:
         begin, by_length = self._begins[-1][0], self.cuts.next_by_length(self.handed)
         return min(by_length, begin) if self._due and self.handed < begin else by_length
 
-    def _cut(self, at: int) -> None:
-        joined, versions = self._joined(), self._versions()[:at]
-        candidates = None if joined.candidates is None else joined.candidates.before(at)
+    def _write_cut(self, at: int) -> None:
+        joined, versions = self._concatenate(), self._versions()[:at]
+        candidates = None if joined.candidates is None else joined.candidates.first(at)
         self.handed, self._handed_versions = at, versions
         self.cuts.take(Completion(joined.tokens[:at], joined.logprobs[:at], versions, "cut", candidates=candidates))
 
-    def _joined(self) -> Drawn:
-        self._arrived = [wire.joined(self._arrived)]
+    def _concatenate(self) -> SampledPart:
+        self._arrived = [wire.concatenate(self._arrived)]
         return self._arrived[0]
 
     def _versions(self) -> Ints:
@@ -128,17 +130,17 @@ class Stream:
         self._due = None
 
 
-class Streams:
+class CompletionStreams:
     """The streams of one engine; `certain` is set while its weights are in no doubt."""
 
     def __init__(self, certain: asyncio.Event) -> None:
         self._certain = certain
-        self._open: dict[Stream, None] = {}
+        self._open: dict[CompletionStream, None] = {}
 
     @contextmanager
-    def open(self, cuts: Cuts, version: int, *, candidates: bool) -> Iterator[Stream]:
+    def open(self, cuts: Cuts, version: int, *, candidates: bool) -> Iterator[CompletionStream]:
         """Begin a stream, and close it at the end."""
-        stream = Stream(cuts, version, self._certain, candidates=candidates)
+        stream = CompletionStream(cuts, version, self._certain, candidates=candidates)
         self._open[stream] = None
         try:
             yield stream
@@ -155,7 +157,7 @@ class Streams:
         """Cut what is due at `version`, which SGLang certainly holds; return when all of it was handed over."""
         found = [(stream, stream.oldest()) for stream in self._open if stream.cuts.max_age]
         by_age = [(stream, oldest) for stream, oldest in found if oldest is not None]
-        due = rules.due_before_swap(version, [(stream.cuts, oldest) for stream, oldest in by_age])
+        due = rules.segments_to_cut(version, [(stream.cuts, oldest) for stream, oldest in by_age])
         waited = [by_age[place][0].cut_before_swap() for place in due]
         for stream in list(self._open):
             stream.cut_what_is_due()

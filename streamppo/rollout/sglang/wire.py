@@ -17,8 +17,8 @@ from streamppo import process
 from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
-from streamppo.rollout.engine import Candidates, Completion, Sampling
-from streamppo.rollout.sglang.link import Answer
+from streamppo.rollout.engine import Completion, Sampling, TokenCandidates
+from streamppo.rollout.sglang.client import Answer
 from streamppo.types import Floats, Ints, Routes
 
 OLDEST = (0, 5, 17)
@@ -56,25 +56,25 @@ NEUTRAL = {
 """Sampling parameters that change nothing."""
 
 
-class Drawn(NamedTuple):
+class SampledPart(NamedTuple):
     """Consecutive tokens of a completion with their log-probs, and with their candidates if top-p or top-k are on."""
 
     tokens: Ints
     logprobs: Floats
-    candidates: Candidates | None
+    candidates: TokenCandidates | None
 
 
-def installed() -> tuple[int, ...]:
+def installed_version() -> tuple[int, ...]:
     """Read the version of the installed SGLang. Raises `ModelError` if there is none, or if it is too old."""
     try:
-        return supported(metadata.version("sglang"), "the installed SGLang")
+        return parse_supported_version(metadata.version("sglang"), "the installed SGLang")
     except metadata.PackageNotFoundError:
         raise ModelError(
             "SGLang is not installed: pip install 'streamppo[sglang]', or another rollout.engine"
         ) from None
 
 
-def supported(version: str, what: str) -> tuple[int, ...]:
+def parse_supported_version(version: str, what: str) -> tuple[int, ...]:
     """Parse `version`, that of `what`. Raises `ModelError` if it is too old to be used safely."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if numbers < OLDEST:
@@ -241,7 +241,7 @@ def completion(
     if the answer is no completion.
     """
     meta = answer["meta_info"]
-    made = whole(drawn(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv)
+    made = complete(read_sampled(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv)
     return made._replace(routes_SE=_routes(meta, routed + len(made.tokens) - 1)) if routed else made
 
 
@@ -253,7 +253,7 @@ def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
     return given.reshape(tokens, -1).astype(np.int16)
 
 
-def drawn(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> Drawn:
+def read_sampled(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> SampledPart:
     """Read the last `count` tokens in an answer's `meta`. Raises `ModelError` if it lacks something of them."""
     entries = (meta.get("output_token_logprobs") or ())[-count:] if count else ()
     if len(entries) != count:
@@ -264,17 +264,19 @@ def drawn(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> Drawn:
         logprobs, among = _among_candidates(meta, count)
     if not np.isfinite(logprobs).all():
         raise ModelError("the log-probs are not finite: the weights have diverged")
-    return Drawn(np.array([entry[1] for entry in entries], np.int32), logprobs, among)
+    return SampledPart(np.array([entry[1] for entry in entries], np.int32), logprobs, among)
 
 
-def joined(parts: Sequence[Drawn]) -> Drawn:
+def concatenate(parts: Sequence[SampledPart]) -> SampledPart:
     """Lay consecutive parts end to end."""
     tokens, logprobs, candidates = zip(*parts, strict=True)
     among = [one for one in candidates if one is not None]
-    return Drawn(np.concatenate(tokens), np.concatenate(logprobs), Candidates.joined(among) if among else None)
+    return SampledPart(
+        np.concatenate(tokens), np.concatenate(logprobs), TokenCandidates.concatenate(among) if among else None
+    )
 
 
-def whole(got: Drawn, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]) -> Completion:
+def complete(got: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]) -> Completion:
     """Make a completion of all its tokens and the `meta` of its last answer. The rest is as for `completion`."""
     reason = meta.get("finish_reason") or {}
     finish = reason.get("type")
@@ -294,17 +296,18 @@ def whole(got: Drawn, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep
         finish=finish,
         versions_known=spans is not None,
         candidates=got.candidates,
+        cached=meta.get("cached_tokens") or 0,
     )
 
 
-def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, Candidates]:
+def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, TokenCandidates]:
     """Read the log-probs of the last `count` tokens among their candidates, and these."""
     sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     last = slice(-count, None) if count else slice(0)
     sets, logprobs = (sets or ())[last], (logprobs or ())[last]
     if not len(sets) == len(logprobs) == count:
         raise ModelError("SGLang does not name the tokens that top-p and top-k left for each token of a completion")
-    return np.array(logprobs, np.float32), Candidates(
+    return np.array(logprobs, np.float32), TokenCandidates(
         np.concatenate([np.zeros(0, np.int32), *(np.sort(np.array(one, np.int32)) for one in sets)]),
         np.array([len(one) for one in sets], np.int32),
     )

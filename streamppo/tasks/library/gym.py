@@ -12,7 +12,7 @@ import numpy as np
 from streamppo.config.task import GymTask
 from streamppo.errors import TaskError
 from streamppo.tasks import split
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.types import Prompt, ScoredText
 
 
@@ -26,7 +26,7 @@ class Gym:
             raise TaskError(f"reasoning-gym's {config.dataset!r} cannot be made: {error}") from error
         prompts = [_prompt(data[number], config) for number in range(config.size)]
         keys = [split.key(prompt.text) for prompt in prompts]
-        self.notes = split.repeated(keys, config.dataset)
+        self.notes = split.describe_repeats(keys, config.dataset)
         try:
             divided = split.divide(prompts, keys, config.held_out, seed)
         except TaskError as error:

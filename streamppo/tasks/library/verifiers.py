@@ -19,8 +19,8 @@ from typing import Protocol
 from streamppo.config.task import VerifiersTask
 from streamppo.errors import TaskError
 from streamppo.tasks import chat, split
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.environments import Done
-from streamppo.tasks.read import Row
 from streamppo.types import Message, Prompt
 
 
@@ -66,12 +66,12 @@ class Rows:
         self.training: Sequence[Prompt] = [_prompt(row, name) for row in made.get_dataset()]
         self.held_out: Sequence[Prompt] = [_prompt(row, name) for row in made.get_eval_dataset()]
         keys, held_out = ([split.key(one.text) for one in rows] for rows in (self.training, self.held_out))
-        self.notes = [*split.repeated(keys, name)]
+        self.notes = [*split.describe_repeats(keys, name)]
         if held_out and set(held_out) <= set(keys):
             # verifiers gives the training rows where there are no others.
             self.training, self.held_out = split.divide(self.training, keys, config.held_out, seed)
         else:
-            self.notes += split.found(held_out, set(keys), name)
+            self.notes += split.describe_overlap(held_out, set(keys), name)
 
 
 class Verifiers:

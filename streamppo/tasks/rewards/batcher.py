@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple, TypeAlias
 
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText

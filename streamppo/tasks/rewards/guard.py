@@ -22,7 +22,7 @@ OTHERS = "other reasons"
 log = logging.getLogger(__name__)
 
 
-class Ended(Protocol):
+class CallResult(Protocol):
     """The end of a call: with a `reason` it has failed."""
 
     @property
@@ -37,7 +37,7 @@ class Ended(Protocol):
 
 
 P = ParamSpec("P")
-E = TypeVar("E", bound=Ended)
+E = TypeVar("E", bound=CallResult)
 
 
 class Guard(Generic[P, E]):
@@ -119,7 +119,7 @@ class Guard(Generic[P, E]):
         self._next_s = max(self._next_s, now) + 1 / self._limits.calls_per_s
         await asyncio.sleep(self._next_s - 1 / self._limits.calls_per_s - now)
 
-    def _count_failures(self, outcome: Ended) -> None:
+    def _count_failures(self, outcome: CallResult) -> None:
         """Open the breaker after failures in a row. Only a success closes it: a call that is too late tells nothing."""
         if not outcome.reason:
             self._failures = 0

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from numbers import Real
 
-from streamppo.tasks import places
-from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
+from streamppo.tasks import user_traceback
+from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 QUOTED = 200
 """Characters of a bad value or of an error that a reason quotes."""
@@ -16,7 +16,7 @@ LARGEST = 1e16
 """No reward is larger: the squares of a batch's rewards, and their sum, are numbers of float32."""
 
 
-class Outcome(Crossing, frozen=True):
+class Outcome(WireStruct, frozen=True):
     """`reward`, or else `reason`; neither means that the scorer has no opinion on this trajectory."""
 
     reward: Reward | None = None
@@ -29,9 +29,9 @@ class Outcome(Crossing, frozen=True):
 NO_OPINION = Outcome()
 
 
-def failed(error: BaseException) -> Outcome:
+def failure_of(error: BaseException) -> Outcome:
     """Turn an exception into a failure, with the user's file and line where it came through one."""
-    reason = utf8_safe(places.told(error)[:QUOTED])
+    reason = utf8_safe(user_traceback.format_user_error(error)[:QUOTED])
     return Outcome(reason=reason, retryable=bool(getattr(error, "retryable", False)), whole=True)
 
 
@@ -47,21 +47,21 @@ def check(value: object, text: ScoredText) -> Outcome:
     try:
         return Outcome(reward=Reward(score=number(value)))
     except ValueError as error:
-        return _refused(value, str(error))
+        return _refusal(value, str(error))
 
 
 def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ...]:
     """Turn a list with one value for each text into outcomes; None is no opinion."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        return (_refused(values, f"not a list of {len(texts)} numbers"),) * len(texts)
+        return (_refusal(values, f"not a list of {len(texts)} numbers"),) * len(texts)
     listed = list(values)
     if len(listed) != len(texts):
-        values, completions = _counted(len(listed), "value"), _counted(len(texts), "completion")
+        values, completions = _count(len(listed), "value"), _count(len(texts), "completion")
         return (Outcome(reason=f"returned {values} for {completions}"),) * len(texts)
     return tuple(NO_OPINION if value is None else check(value, text) for value, text in zip(listed, texts, strict=True))
 
 
-def _counted(count: int, noun: str) -> str:
+def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -70,13 +70,13 @@ def check_verl(value: object, text: ScoredText) -> Outcome:
     if not isinstance(value, Mapping):
         return check(value, text)
     if "score" not in value:
-        return _refused(value, "a dict without `score`")
+        return _refusal(value, "a dict without `score`")
     extras = {utf8_safe(name): _number_or_none(extra) for name, extra in value.items() if name != "score"}
     components = {name: extra for name, extra in extras.items() if extra is not None}
     try:
         return Outcome(reward=Reward(score=number(value["score"]), components=components))
     except ValueError as error:
-        return _refused(value, f"whose score is {error}")
+        return _refusal(value, f"whose score is {error}")
 
 
 def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
@@ -89,7 +89,7 @@ def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
     try:
         return Outcome(reward=plain(reward))
     except ValueError as error:
-        return _refused(reward, str(error))
+        return _refusal(reward, str(error))
 
 
 def plain(reward: Reward) -> Reward:
@@ -138,5 +138,5 @@ def _number_or_none(value: object) -> float | None:
         return None
 
 
-def _refused(value: object, why: str) -> Outcome:
+def _refusal(value: object, why: str) -> Outcome:
     return Outcome(reason=f"returned {repr(value)[:QUOTED]}, {why}")

@@ -18,7 +18,7 @@ from streamppo.errors import Retryable, TaskError
 from streamppo.tasks.chat_template import PLAIN, ChatTemplate, sources
 from streamppo.tasks.control_tokens import MARK, ControlTokens
 from streamppo.tasks.rewards.batcher import CallBatch
-from streamppo.tasks.rewards.outcome import Outcome, check, failed
+from streamppo.tasks.rewards.outcome import Outcome, check, failure_of
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText, decode, encode
 
@@ -78,7 +78,7 @@ class RewardModel:
             return self._tokenizer(text.prompt + text.completion, split_special_tokens=True)["input_ids"]
         if not self._tokenizer.chat_template:
             raise TaskError("the prompts are messages, but the reward model's tokenizer has no chat template")
-        rendered = self._chat.whole((*text.prompt_messages, *text.completion_messages), PLAIN)
+        rendered = self._chat.render_conversation((*text.prompt_messages, *text.completion_messages), PLAIN)
         if MARK in rendered:
             return self._control.ids(rendered)
         return self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
@@ -128,8 +128,8 @@ async def connect(actor: ActorProxy[RewardModel], config: ModelScorer) -> CallBa
         try:
             return decode(await actor.score.remote(encode(texts)), tuple[Outcome, ...])
         except RayTaskError as error:
-            return (failed(error.cause),) * len(texts)
+            return (failure_of(error.cause),) * len(texts)
         except RayError as error:
-            return (failed(Retryable(f"the reward model {config.path} is not there: {error}")),) * len(texts)
+            return (failure_of(Retryable(f"the reward model {config.path} is not there: {error}")),) * len(texts)
 
     return call

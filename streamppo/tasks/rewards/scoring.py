@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from streamppo.config import reward as choices
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks import plugins
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.batcher import Batcher, CallBatch, CallOne
-from streamppo.tasks.rewards.begun import Begun
+from streamppo.tasks.rewards.eager_coroutine import EagerCoroutine
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, number, too_late
 from streamppo.tasks.rewards.processes import pool
@@ -54,7 +54,7 @@ class Rewards:
         Raises `TaskError` if one cannot be loaded, or if a data source has none.
         """
         for source in sources:
-            self.of(source)
+            self.scorers_of(source)
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
@@ -63,7 +63,7 @@ class Rewards:
 
         Raises `RewardFailed` if one fails, or if none applies.
         """
-        names = self.of(prompt.source)
+        names = self.scorers_of(prompt.source)
         if not names:
             return Reward()
         if len(names) == 1:
@@ -100,7 +100,7 @@ class Rewards:
         for service in self._services.values():
             await service.close()
 
-    def of(self, source: str) -> list[str]:
+    def scorers_of(self, source: str) -> list[str]:
         """Name the scorers of a data source. Raises `TaskError` if there are scorers, and none is for it."""
         if source not in self._selected:
             self._selected[source] = [
@@ -132,8 +132,8 @@ class Rewards:
         rewards = [reward for _, reward in scored]
         return Reward(
             score=sum(weight * reward.score for weight, reward in zip(weights, rewards, strict=True)),
-            tokens=_weighted(weights, [reward.tokens for reward in rewards]),
-            turns=_weighted(weights, [reward.turns for reward in rewards]),
+            tokens=_weighted_sum(weights, [reward.tokens for reward in rewards]),
+            turns=_weighted_sum(weights, [reward.turns for reward in rewards]),
             components=components,
             explanation="\n".join(
                 f"{name}: {reward.explanation}" if self._several else reward.explanation
@@ -166,8 +166,8 @@ class Rewards:
 
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[CallBatch, int, int]:
         """Load a function: (the call, trajectories in one call, calls at once)."""
-        how, in_actor = recognised(scorer)
-        log.info("%s is %s", name, shown(scorer, how, in_actor=in_actor))
+        how, in_actor = detect(scorer)
+        log.info("%s is %s", name, describe(scorer, how, in_actor=in_actor))
         size = scorer.batch_size if how.style == "batched" else 1
         if in_actor:
             reward = signature.load(scorer.function, scorer.arguments)
@@ -177,10 +177,10 @@ class Rewards:
         return started.call, size, scorer.concurrency if how.is_async else scorer.processes
 
 
-def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
+def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
     """Find out how a function is called, and whether in the actor. Raises `TaskError` if it cannot be called."""
     found = plugins.load(scorer.function, "reward.function")
-    how = signature.recognise(found, scorer.function, scorer.arguments)
+    how = signature.detect_signature(found, scorer.function, scorer.arguments)
     ours = getattr(found, "__module__", "").startswith("streamppo.")
     in_actor = scorer.where == "actor" or (scorer.where == "auto" and ours and how.is_async)
     if in_actor and not how.is_async:
@@ -188,7 +188,7 @@ def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, boo
     return how, in_actor
 
 
-def shown(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
+def describe(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
     """Describe the findings of `recognised` for people."""
     kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
@@ -202,7 +202,7 @@ def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
     """Give `call` up after `timeout_s`. A call in a process of its own is ended by its pool instead."""
 
     async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        begun = Begun(call(texts, columns))
+        begun = EagerCoroutine(call(texts, columns))
         if begun.ended is not None:
             return begun.ended
         try:
@@ -221,7 +221,7 @@ def _one(call: CallBatch) -> CallOne:
     return one
 
 
-def _weighted(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
+def _weighted_sum(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
     """Add up, by weight, the columns that are not empty; they have one length."""
     given = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
     return tuple(sum(weight * column[i] for weight, column in given) for i in range(len(given[0][1]))) if given else ()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from streamppo.config.reward import JudgeScorer, ServiceScorer
 from streamppo.errors import TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.client import Client
-from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failed
+from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failure_of
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Reward, ScoredText
 
@@ -30,7 +30,7 @@ class Service:
                     return (await self._judge(judge, texts[0], columns[0]),)
         # A server of other people may answer anything.
         except Exception as error:
-            return (failed(error),)
+            return (failure_of(error),)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamppo.errors import TaskError
-from streamppo.tasks import places, plugins
-from streamppo.tasks.read import Row
-from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failed
+from streamppo.tasks import plugins, user_traceback
+from streamppo.tasks.dataset_files import Row
+from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failure_of
 from streamppo.types import Message, ScoredText
 
 Texts: TypeAlias = tuple[ScoredText, ...]
@@ -53,7 +53,7 @@ class Signature(NamedTuple):
         return {name: given[name] for name in self.asks if name in given}
 
 
-def recognise(found: object, name: str, arguments: Mapping[str, object]) -> Signature:
+def detect_signature(found: object, name: str, arguments: Mapping[str, object]) -> Signature:
     """Read the signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
     function = _called(found, name)
     if inspect.isclass(found):
@@ -106,40 +106,40 @@ def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Se
     )
 
 
-class Loaded(NamedTuple):
+class LoadedReward(NamedTuple):
     """A reward, ready to be called on texts and their rows."""
 
     signature: Signature
     function: Callable[..., object]
 
 
-def load(name: str, arguments: Mapping[str, object]) -> Loaded:
+def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
     """Load the reward called `name`. A class is built with `arguments`; a function gets them with every call.
 
     Raises `TaskError` that says what is wrong with the name, the signature or the constructor.
     """
     found = plugins.load(name, "reward.function")
-    signature = recognise(found, name, arguments)
+    signature = detect_signature(found, name, arguments)
     try:
         made = found(**arguments) if inspect.isclass(found) else partial(_called(found, name), **arguments)
     # Other people's constructors raise anything.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"reward.function {name!r}: {places.told(error)}") from error
+        raise TaskError(f"reward.function {name!r}: {user_traceback.format_user_error(error)}") from error
     assert callable(made)
-    return Loaded(signature, made)
+    return LoadedReward(signature, made)
 
 
-def call(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
     """Call a sync reward; exceptions become failures."""
     try:
         value = _invoke(reward, texts, columns)
         return _outcomes(reward.signature.style, value, texts)
     # Other people's rewards raise anything, and so do the values that they return, when they are looked at.
     except (Exception, SystemExit) as error:
-        return (failed(error),) * len(texts)
+        return (failure_of(error),) * len(texts)
 
 
-async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+async def call_async(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
     """Call an async reward; exceptions become failures, cancellation passes."""
     try:
         value = _invoke(reward, texts, columns)
@@ -147,16 +147,18 @@ async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Ou
         return _outcomes(reward.signature.style, await value, texts)
     # As in `call`.
     except (Exception, SystemExit) as error:
-        return (failed(error),) * len(texts)
+        return (failure_of(error),) * len(texts)
 
 
-def _invoke(reward: Loaded, texts: Texts, columns: Columns) -> object:
+def _invoke(reward: LoadedReward, texts: Texts, columns: Columns) -> object:
     signature, function = reward
     match signature.style:
         case "trajectory":
             return function(texts[0], **signature.columns(columns[0]))
         case "batched":
-            return function(**_own(signature, _batched(texts)), **_listed([signature.columns(row) for row in columns]))
+            return function(
+                **_own(signature, _trl_arguments(texts)), **_listed([signature.columns(row) for row in columns])
+            )
         case "verl":
             return function(**_own(signature, _verl(texts[0], columns[0])), **signature.columns(columns[0]))
 
@@ -170,7 +172,7 @@ def _listed(rows: list[dict[str, object]]) -> dict[str, list[object]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _batched(texts: Texts) -> dict[str, object]:
+def _trl_arguments(texts: Texts) -> dict[str, object]:
     """Return TRL's keyword arguments: of a chat, prompts and completions are lists of messages.
 
     A completion that continues an assistant's message begins with it, and the prompt ends before it.

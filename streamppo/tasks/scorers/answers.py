@@ -13,7 +13,7 @@ DECIMAL = r"((?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?
 VALUE = re.compile(rf"([-+]?)\\?\$?([-+]?){DECIMAL}(?: ?/ ?{DECIMAL})? ?\\?%?")
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{...} or \fbox{...}, braces balanced; None if there is none."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
@@ -27,7 +27,7 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def marked(text: str) -> str | None:
+def extract_marked(text: str) -> str | None:
     """Return the rest of the line after the last ####, as in GSM8K's own answers; None if there is none."""
     found = MARKED.findall(text)
     return found[-1].strip() if found else None

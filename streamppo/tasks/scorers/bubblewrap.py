@@ -17,7 +17,7 @@ from pathlib import Path
 
 from streamppo.errors import TaskError
 from streamppo.tasks.scorers import capture
-from streamppo.tasks.scorers.capture import Limits, Ran
+from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 NOBODY = "65534"
 NEEDS = (0, 8, 0)
@@ -43,13 +43,13 @@ class Bubblewrap:
             raise TaskError(missing)
         self._disk_bytes = disk_mib * 2**20
 
-    async def run(self, program: str, stdin: str, limits: Limits) -> Ran:
+    async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
         """See `Sandbox.run`."""
         return await asyncio.to_thread(self._run, program, stdin, limits)
 
-    def _run(self, program: str, stdin: str, limits: Limits) -> Ran:
+    def _run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
         # Unlinked: bubblewrap copies it into the sandbox.
-        with tempfile.TemporaryFile() as source, capture.Started() as started:
+        with tempfile.TemporaryFile() as source, capture.StartSignal() as started:
             source.write(program.encode(errors="replace"))
             source.seek(0)
             file = ["--perms", "0644", "--ro-bind-data", str(source.fileno()), "/tmp/program.py"]

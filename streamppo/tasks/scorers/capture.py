@@ -24,7 +24,7 @@ SHARED_KIB = 16 * 2**10
 """Shared memory from which the parts of each process are told from what they have in common."""
 
 
-class Limits(NamedTuple):
+class RunLimits(NamedTuple):
     """Bounds of one run. Memory is that of each process, and on Linux that of all processes of the program together."""
 
     timeout_s: float
@@ -47,10 +47,10 @@ class Place(NamedTuple):
     files: tuple[int, ...] = ()
 
 
-class Started:
+class StartSignal:
     """A pipe by which the launcher says that the program begins: earlier ends are the sandbox's, not the program's."""
 
-    def __enter__(self) -> "Started":
+    def __enter__(self) -> "StartSignal":
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._begun = False
@@ -60,18 +60,18 @@ class Started:
         os.close(self._reader)
         os.close(self.writer)
 
-    def arguments(self, limits: Limits) -> list[str]:
+    def arguments(self, limits: RunLimits) -> list[str]:
         """Return the launcher's last arguments."""
         return [str(limits.memory_mib), str(int(limits.timeout_s) + 1), str(self.writer)]
 
-    def said(self) -> bool:
+    def has_begun(self) -> bool:
         """Find out whether the program began."""
         with contextlib.suppress(BlockingIOError):
             self._begun = self._begun or os.read(self._reader, 1) == b"1"
         return self._begun
 
 
-def run(command: list[str], stdin: str, limits: Limits, started: Started, place: Place) -> Ran:
+def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, place: Place) -> Ran:
     """Run a command whose last step is the launcher. Raises `TaskError` if the launcher never came to the program."""
     # Unlinked files: a pipe's other end may be held open by what the program has started, and a path be replaced.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -95,7 +95,7 @@ def run(command: list[str], stdin: str, limits: Limits, started: Started, place:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         said = _text(err)
-        if not started.said():
+        if not started.has_begun():
             if exit_code is None:
                 raise Retryable(f"the sandbox did not start within {START_S:g} s")
             raise TaskError(f"the sandbox did not start: {said.strip()[-500:]}")
@@ -106,13 +106,13 @@ def _text(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), FILE_BYTES, 0).decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes], limits: Limits, started: Started) -> tuple[int | None, str]:
+def _end(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSignal) -> tuple[int | None, str]:
     """Wait: (exit code, note for people). None is the time limit, -9 with a note the memory of all processes."""
     end, begun = time.monotonic() + START_S, False
     while (left_s := end - time.monotonic()) > 0:
         if _ended(process, min(left_s, LOOK_S)):
             return process.wait(), ""
-        if not begun and started.said():
+        if not begun and started.has_begun():
             end, begun = time.monotonic() + limits.timeout_s, True
         if memory_bytes(process.pid) > limits.memory_mib * 2**20:
             return -signal.SIGKILL, f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TypeAlias, TypedDict, cast
 
 from streamppo.errors import TaskError
-from streamppo.tasks import places, plugins
-from streamppo.tasks.scorers.sandbox import Limits, Ran, Sandbox
+from streamppo.tasks import plugins, user_traceback
+from streamppo.tasks.scorers.sandbox import Ran, RunLimits, Sandbox
 from streamppo.types import Reward, ScoredText
 
 FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
 DEFAULT = "streamppo.tasks.scorers.bubblewrap:Bubblewrap"
-TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("values", "exceptions", "crossing")]
+TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("plain_data", "exceptions", "isolated_tests")]
 SIDES = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTILINE)
 """Both sides of a test in code, for sandboxes that have nothing of ours."""
 DONE = '"done"'
@@ -54,7 +54,7 @@ class Exchange:
         self._certain = -1
         self._before: list[str] = []
 
-    def answered(self, ran: Ran, limits: Limits) -> None:
+    def take_answers(self, ran: Ran, limits: RunLimits) -> None:
         """Take over what the program said; it may have ended before it had answered all."""
         self._before = self.answers
         lines = [line for line in ran.stdout.split("\n") if line]
@@ -63,7 +63,7 @@ class Exchange:
         if self._short and not self.answers:
             self.reason = self._short
 
-    def judged(self, verdict: Verdict) -> None:
+    def take_verdict(self, verdict: Verdict) -> None:
         """Take over what the checker said.
 
         Each round knows one operation more. Raises `TaskError` for a test that asks for another one every time.
@@ -108,7 +108,7 @@ class CodeTests:
         memory_mib: int = 512,
     ) -> None:
         self._sandbox = _sandbox(sandbox)
-        self._limits = Limits(test_timeout_s, memory_mib)
+        self._limits = RunLimits(test_timeout_s, memory_mib)
         self._all_timeout_s = all_timeout_s
         self._all_or_nothing = all_or_nothing
         self._first: dict[str, list[Operations]] = {}
@@ -160,11 +160,11 @@ class CodeTests:
                     continue
                 task = {"program": program, "operations": one.wanted}
                 ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
-                one.answered(ran, limits)
+                one.take_answers(ran, limits)
             waiting = [one for one in waiting if one.reason is None]
             if waiting:
                 for one, said in zip(waiting, await self._check(waiting, end), strict=True):
-                    one.judged(said)
+                    one.take_verdict(said)
         return [one.reason or "" for one in exchanges]
 
     async def _first_of(self, codes: list[str], end: float) -> list[Operations]:
@@ -199,7 +199,7 @@ class CodeTests:
         lost: Verdict = {"failed": reason, "lost": True}
         return [*said, *[lost] * (len(tests) - len(said))]
 
-    def _left(self, end: float) -> Limits | None:
+    def _left(self, end: float) -> RunLimits | None:
         left_s = end - time.monotonic()
         return self._limits._replace(timeout_s=min(self._limits.timeout_s, left_s)) if left_s > 0 else None
 
@@ -222,7 +222,7 @@ def _sandbox(name: str) -> Sandbox:
         raise
     # A sandbox may be other people's code, which raises anything.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"sandbox {name!r}: {places.told(error)}") from error
+        raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
 
 
 def usable(tests: object) -> list[Test]:
@@ -243,7 +243,7 @@ def usable(tests: object) -> list[Test]:
     return tests
 
 
-def _ended_badly(ran: Ran, limits: Limits) -> str:
+def _ended_badly(ran: Ran, limits: RunLimits) -> str:
     if ran.exit_code is None:
         return f"no end after {limits.timeout_s:.3g} s"
     return f"exit code {ran.exit_code}: {ran.stderr.strip()[-QUOTED:]}" if ran.exit_code else ""

@@ -41,7 +41,7 @@ class Exceptions:
     def __init__(self) -> None:
         self.left: list[BaseException] = []
 
-    def noted(self, error: BaseException) -> BaseException:
+    def record(self, error: BaseException) -> BaseException:
         """Return the exception, which fails the test unless it is accepted."""
         if isinstance(error, Refused) or not _expected():
             self.left.append(error)

@@ -29,8 +29,8 @@ def text(answer: object) -> str:
 def number(answer: object) -> Fraction:
     r"""Read a gold answer as a number: alone, behind the last ####, or in the last \boxed{}. Raises `TaskError`."""
     whole = text(answer)
-    inner = answers.marked(whole) or answers.boxed(whole) or whole
-    value = answers.number(answers.boxed(inner) or inner)
+    inner = answers.extract_marked(whole) or answers.extract_boxed(whole) or whole
+    value = answers.number(answers.extract_boxed(inner) or inner)
     if value is None:
         raise TaskError(
             f"the row's answer is {_quoted(answer)}, which is no number: "

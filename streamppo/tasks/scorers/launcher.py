@@ -65,9 +65,23 @@ def _leave_network() -> bool:
 
 def refuse_hoards() -> bool:
     """Have the kernel answer the calls in `HOARDS` as if it did not know them; False where it allows no filter."""
-    arch, numbers = HOARDS.get(os.uname().machine, (0, []))
-    if sys.platform != "linux" or not numbers:
+    if sys.platform != "linux" or not (code := hoards_filter(os.uname().machine)):
         return False
+    buffer = ctypes.create_string_buffer(code)
+    filters = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return libc.prctl(PR_SET_SECCOMP, 2, filters, 0, 0) == 0
+
+
+def hoards_filter(machine: str) -> bytes:
+    """Return the kernel's BPF program that refuses `HOARDS`, and every call in numbers of another machine.
+
+    It has 8 bytes for each instruction; none of them for a machine that we do not know.
+    """
+    arch, numbers = HOARDS.get(machine, (0, []))
+    if not numbers:
+        return b""
     # Instructions of struct seccomp_data's nr (offset 0) and arch (4): (code, jump if true, jump if false, operand).
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050000 | ENOSYS)
@@ -75,13 +89,7 @@ def refuse_hoards() -> bool:
     # Numbers from 2**30 are x32's, which are the same calls once more.
     program = [(load, 0, 0, 4), (equal, 0, count + 3, arch), (load, 0, 0, 0), (at_least, count + 1, 0, 0x40000000)]
     program += [(equal, count - place, 0, number) for place, number in enumerate(numbers)]
-    program += [allow, refuse]
-    code = b"".join(struct.pack("HBBI", *one) for one in program)
-    buffer = ctypes.create_string_buffer(code)
-    filters = struct.pack("HP", len(program), ctypes.addressof(buffer))
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    return libc.prctl(PR_SET_SECCOMP, 2, filters, 0, 0) == 0
+    return b"".join(struct.pack("HBBI", *one) for one in [*program, allow, refuse])
 
 
 def _die_with(parent: int) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from streamppo.errors import TaskError
 from streamppo.tasks.scorers import gold
-from streamppo.tasks.scorers.answers import boxed, first_number, last_number, marked, number, same_number
+from streamppo.tasks.scorers.answers import (
+    extract_boxed,
+    extract_marked,
+    first_number,
+    last_number,
+    number,
+    same_number,
+)
 from streamppo.types import ScoredText
 
 if TYPE_CHECKING:
@@ -31,15 +38,15 @@ async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
     """
     wanted = gold.number(answer)
     text = trajectory.completion
-    claimed = marked(text)
-    given = (first_number(claimed) or claimed) if claimed else boxed(text) or last_number(text)
+    claimed = extract_marked(text)
+    given = (first_number(claimed) or claimed) if claimed else extract_boxed(text) or last_number(text)
     return float(given is not None and number(given) == wanted)
 
 
 async def numeric(trajectory: ScoredText, answer: str | float) -> float:
     r"""Compare the number in the completion's last \boxed{}, else its last number. `answer` is as in `gsm8k`."""
     wanted = gold.number(answer)
-    given = boxed(trajectory.completion) or last_number(trajectory.completion)
+    given = extract_boxed(trajectory.completion) or last_number(trajectory.completion)
     return float(given is not None and number(given) == wanted)
 
 
@@ -58,29 +65,29 @@ class Math:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._boxed_only = boxed_only
-        self._wanted = lru_cache(maxsize=REMEMBERED)(self._parsed)
+        self._wanted = lru_cache(maxsize=REMEMBERED)(self._parse_bare)
 
     def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
         """Return 1.0 for an equal answer, else 0.0."""
-        wanted_text, wanted = self.wanted(answer)
-        inside = boxed(trajectory.completion)
+        wanted_text, wanted = self.read_answer(answer)
+        inside = extract_boxed(trajectory.completion)
         if inside is None and self._boxed_only:
             return 0.0
         if inside is not None and same_number(inside, wanted_text):
             return 1.0
-        given = self._parse(trajectory.completion) if inside is None else self._parsed(inside)
+        given = self._parse(trajectory.completion) if inside is None else self._parse_bare(inside)
         return float(self._library.verify(wanted, given, timeout_seconds=None))
 
-    def wanted(self, answer: object) -> tuple[str, Expressions]:
+    def read_answer(self, answer: object) -> tuple[str, Expressions]:
         """Read the answer of a row: its text, and that as formulas. Raises `TaskError` for one that cannot be read."""
         text = gold.text(answer)
-        inner = boxed(text) or text
+        inner = extract_boxed(text) or text
         expressions = self._wanted(inner)
         if not expressions:
             raise TaskError(f"math-verify cannot read the row's answer {answer!r}")
         return inner, expressions
 
-    def _parsed(self, latex: str) -> Expressions:
+    def _parse_bare(self, latex: str) -> Expressions:
         """Parse bare LaTeX, which math-verify reads only inside of dollars or boxes."""
         return self._parse(f"\\boxed{{{latex}}}")
 

@@ -12,14 +12,14 @@ from functools import cache
 from typing import TypeAlias
 
 from streamppo.errors import TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.scorers import code, gold
 from streamppo.tasks.scorers.maths import Math
 
 Reader: TypeAlias = Callable[[Row], object]
 
 
-def of(function: str) -> Reader | None:
+def reader_of(function: str) -> Reader | None:
     """Return the reader of the scorer called `function`; None where the rows of the scorer are not known."""
     return READERS.get(function)
 
@@ -33,7 +33,7 @@ def _text(row: Row) -> object:
 
 
 def _formula(row: Row) -> object:
-    return _math().wanted(row.get("answer"))
+    return _math().read_answer(row.get("answer"))
 
 
 @cache

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from streamppo.tasks.scorers import capture
-from streamppo.tasks.scorers.capture import Limits, Ran
+from streamppo.tasks.scorers.capture import Ran, RunLimits
 
-__all__ = ["Limits", "Local", "Ran", "Sandbox"]
+__all__ = ["Local", "Ran", "RunLimits", "Sandbox"]
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Sandbox(Protocol):
     """Runs Python programs that nobody trusts; a remote service is another class with this method."""
 
-    async def run(self, program: str, stdin: str, limits: Limits) -> Ran:
+    async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
         """Run to the end, or to a limit. Raises an exception only if the sandbox itself fails."""
         ...
 
@@ -38,12 +38,12 @@ class Local:
         log.warning("the sandbox Local is no wall: programs of the policy can read and change all that this user can")
         self._around = "require" if require_no_network else "try"
 
-    async def run(self, program: str, stdin: str, limits: Limits) -> Ran:
+    async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
         """See `Sandbox.run`."""
         return await asyncio.to_thread(self._run, program, stdin, limits)
 
-    def _run(self, program: str, stdin: str, limits: Limits) -> Ran:
-        with tempfile.TemporaryDirectory(prefix="streamppo-") as folder, capture.Started() as started:
+    def _run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
+        with tempfile.TemporaryDirectory(prefix="streamppo-") as folder, capture.StartSignal() as started:
             (Path(folder) / "program.py").write_bytes(program.encode(errors="replace"))
             launcher = [str(capture.LAUNCHER), self._around, str(os.getpid()), *started.arguments(limits)]
             env = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": folder, "PYTHONHASHSEED": "0"}

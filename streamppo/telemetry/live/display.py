@@ -20,8 +20,8 @@ from rich.text import Text
 from streamppo.config.sections import Config
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live import memory
-from streamppo.telemetry.live.screen import Row, Screen
-from streamppo.telemetry.live.state import State
+from streamppo.telemetry.live.screen import Screen, ScreenRow
+from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.live.view import last, view
 from streamppo.telemetry.metrics_file import Line
 
@@ -71,11 +71,11 @@ def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) ->
     return PlainLines()
 
 
-def state_of(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> State:
+def state_of(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> RunState:
     """Make the state of a run of which nothing is known yet; who feeds the `diagnosis` is its owner."""
     queue = config.queue
     lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
-    return State(config.name, str(folder), config.updates, lag_bound, queue.batch_size, diagnosis=diagnosis)
+    return RunState(config.name, str(folder), config.updates, lag_bound, queue.batch_size, diagnosis=diagnosis)
 
 
 class PlainLines:
@@ -112,7 +112,7 @@ class LiveView:
 
     reports_s = REPORTS_S
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: RunState) -> None:
         self._state = state
         self._screen = Screen()
         self._plain = PlainLines()
@@ -140,7 +140,7 @@ class LiveView:
         if self._closed or present - self._drawn_at < wait_s:
             return
         if present - self._looked_at > REPORTS_S:
-            self._looked_at, self._state.memory = present, memory.used()
+            self._looked_at, self._state.memory = present, memory.memory_in_use()
         self._drawn_at, self._changed = present, False
         self._state.doing, self._state.wall_s = doing, wall_s
         if size := self._screen.size():
@@ -172,7 +172,7 @@ class LiveView:
             with self._console.capture() as capture:
                 self._console.print(Text("\n").join(rows), soft_wrap=True, end="")
             lines = capture.get().split("\n")
-            self._screen.draw([Row(line, row.cell_len) for line, row in zip(lines, rows, strict=True)])
+            self._screen.draw([ScreenRow(line, row.cell_len) for line, row in zip(lines, rows, strict=True)])
         except Exception:
             # A fault in a picture ends no run.
             self._leave()
@@ -182,7 +182,7 @@ class LiveView:
 class _Warnings(logging.Handler):
     """Keeps the newest warning of the driver."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: RunState) -> None:
         super().__init__(logging.WARNING)
         self._state = state
 

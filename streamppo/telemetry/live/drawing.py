@@ -18,7 +18,7 @@ def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
     """
     if not values or width < 1:
         return [""] * height
-    means = _averaged(values, width)
+    means = _average(values, width)
     low, high = min(means), max(means)
     steps = 8 * height - 1
     # Means of equal numbers differ by a rounding.
@@ -42,7 +42,7 @@ def seconds(value: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def cut(text: str, width: int) -> str:
+def truncate(text: str, width: int) -> str:
     """Cut `text` to `width` cells, with … at the end if anything was cut."""
     if width < 1:
         return ""
@@ -52,7 +52,7 @@ def cut(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
-def _averaged(values: Sequence[float], width: int) -> list[float]:
+def _average(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     ends = [len(values) * place // width for place in range(width + 1)]

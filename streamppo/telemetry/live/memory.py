@@ -8,7 +8,7 @@ CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
 
 
-def used() -> tuple[float, float] | None:
+def memory_in_use() -> tuple[float, float] | None:
     """Return the memory in use, without files that can be dropped, and all there is, in GiB; None if nothing tells."""
     try:
         return _machine(CGROUP, MEMINFO)

@@ -3,7 +3,7 @@
 from rich.text import Text
 
 from streamppo.telemetry.live.drawing import bar
-from streamppo.telemetry.live.state import State
+from streamppo.telemetry.live.state import RunState
 
 LABEL = 10
 """Cells of a row's label."""
@@ -15,12 +15,12 @@ TALL_BAR = 24
 """Cells of the longest bar of the lag histogram, in rows of its own."""
 
 
-def labelled(label: str, *parts: str | tuple[str, str]) -> Text:
+def labelled_row(label: str, *parts: str | tuple[str, str]) -> Text:
     """Begin a row with its label."""
     return Text.assemble((f"{label:<{LABEL}}", "dim"), *parts)
 
 
-def pipeline(state: State, width: int, *, tall: bool = False) -> list[list[Text]]:
+def pipeline(state: RunState, width: int, *, tall: bool = False) -> list[list[Text]]:
     """Lay out lag, queue, waiting, speed and memory; each has no row while nothing is known of it.
 
     `tall` gives each bar of the lag histogram a row.
@@ -29,12 +29,12 @@ def pipeline(state: State, width: int, *, tall: bool = False) -> list[list[Text]
     return [lags, _queue(state, width), waits(state, width), _speed(state, width), _memory(state)]
 
 
-def waits(state: State, width: int) -> list[Text]:
+def waits(state: RunState, width: int) -> list[Text]:
     """Say who waits for whom: shares of the newest updates, and of the time between two reports of the engines."""
     learner, engines = state.learner_waits, state.engines_idle
     if learner is None:
         return []
-    row = labelled("waiting", "learner ", _share(learner), ", engines ", _share(engines))
+    row = labelled_row("waiting", "learner ", _share(learner), ", engines ", _share(engines))
     return [_if_it_fits(row, f": {verdict(learner, engines or 0.0)}", width)]
 
 
@@ -55,7 +55,7 @@ def _share(share: float | None) -> tuple[str, str]:
     return (f"{share:.0%}", "bold" if share < WAITS else "bold yellow")
 
 
-def _buckets(state: State) -> dict[str, float]:
+def _buckets(state: RunState) -> dict[str, float]:
     """Share of the tokens of each bucket of lags, up to the oldest one that there is."""
     histogram = state.lag_histogram
     total, oldest = sum(histogram.values()), max(histogram, default=0)
@@ -67,18 +67,18 @@ def _buckets(state: State) -> dict[str, float]:
     return found
 
 
-def _lags(state: State, width: int) -> list[Text]:
+def _lags(state: RunState, width: int) -> list[Text]:
     shares = _buckets(state)
     if not shares:
         return []
-    row = labelled("lag")
+    row = labelled_row("lag")
     cells = (width - LABEL) // len(shares) - 8
     for name, share in shares.items():
         row.append(f"{name} ", "dim").append(bar(share, max(1, min(cells, 12))), "cyan").append(f" {share:.0%}  ")
     return [row.append(f"of {state.lag_bound}", "dim")]
 
 
-def _tall_lags(state: State, width: int) -> list[Text]:
+def _tall_lags(state: RunState, width: int) -> list[Text]:
     shares = _buckets(state)
     if not shares:
         return []
@@ -86,25 +86,25 @@ def _tall_lags(state: State, width: int) -> list[Text]:
     rows: list[Text] = []
     for place, (name, share) in enumerate(shares.items()):
         drawn = bar(share / longest, cells)
-        rows.append(labelled("" if place else "lag", (f"{name:<4}", "dim"), (f"{drawn} ", "cyan"), f"{share:.0%}"))
+        rows.append(labelled_row("" if place else "lag", (f"{name:<4}", "dim"), (f"{drawn} ", "cyan"), f"{share:.0%}"))
     rows[-1].append(f"  of at most {state.lag_bound}", "dim")
     return rows
 
 
-def _queue(state: State, width: int) -> list[Text]:
+def _queue(state: RunState, width: int) -> list[Text]:
     """Show the trajectories that are ready, against the batch that waits for them, and those that are being sampled."""
     if not state.ready + state.in_flight:
         return []
-    row = labelled("queue", (f"{state.ready}", "bold"), f" of {state.batch_size} ready ")
+    row = labelled_row("queue", (f"{state.ready}", "bold"), f" of {state.batch_size} ready ")
     text = f" {state.in_flight} being sampled"
     cells = max(1, min(20, width - row.cell_len - len(text)))
     done = bar(state.ready / max(1, state.batch_size), cells)
     return [row.append(done, "green").append("─" * (cells - len(done)), "dim").append(text)]
 
 
-def _speed(state: State, width: int) -> list[Text]:
+def _speed(state: RunState, width: int) -> list[Text]:
     """Show the tokens that engines sample in a second, and those that the learner trains on."""
-    row = labelled("speed")
+    row = labelled_row("speed")
     sampled, trained, update_s = state.sampled_per_s, state.trained_per_s, state.update_s
     if sampled is None and trained is None:
         return []
@@ -115,9 +115,9 @@ def _speed(state: State, width: int) -> list[Text]:
     return [row if update_s is None else _if_it_fits(row, f"{update_s:.2g} s an update", width)]
 
 
-def _memory(state: State) -> list[Text]:
+def _memory(state: RunState) -> list[Text]:
     """Show the memory of the driver's machine, the most that the first rank took of its GPU, and restarts."""
-    row = labelled("memory")
+    row = labelled_row("memory")
     if state.memory is not None:
         used, total = state.memory
         row.append(f"{used:.1f}", "bold").append(f" of {total:.1f} GiB on this machine  ")

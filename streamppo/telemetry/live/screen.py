@@ -21,7 +21,7 @@ from streamppo.process import wrap
 ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
 
-class Row(NamedTuple):
+class ScreenRow(NamedTuple):
     """One row as the terminal gets it, and the cells that it takes there."""
 
     text: str
@@ -33,7 +33,7 @@ class Screen:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._rows: Sequence[Row] = ()
+        self._rows: Sequence[ScreenRow] = ()
         self._late: deque[str] = deque()
         self._replaced: dict[str, tuple[TextIO, Above]] = {}
 
@@ -54,7 +54,7 @@ class Screen:
         except (OSError, ValueError):
             return None
 
-    def draw(self, rows: Sequence[Row]) -> None:
+    def draw(self, rows: Sequence[ScreenRow]) -> None:
         """Replace the rows."""
         self._replace_streams()
         with self._locked():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from streamppo.telemetry.diagnosis import Diagnosis
-from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, Sampled, UpdateLine, numbers
+from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, SampleLine, UpdateLine, numbers
 
 WINDOW = 20
 """Updates that speeds and shares are averaged over."""
@@ -26,7 +26,7 @@ class Pace(NamedTuple):
     tokens_trained: float
 
 
-class Engine(NamedTuple):
+class EngineLines(NamedTuple):
     """The newest line of a rollout actor, and the one before it."""
 
     newest: EngineLine
@@ -34,7 +34,7 @@ class Engine(NamedTuple):
 
 
 @dataclass(slots=True)
-class State:
+class RunState:
     """The state of one run.
 
     `lag_bound` says what a lag is at most, `line` is the newest update in one line, `doing` the driver's reason to
@@ -56,8 +56,8 @@ class State:
     newest: Mapping[str, float] = field(default_factory=dict)
     ready: int = 0
     in_flight: int = 0
-    engines: dict[str, Engine] = field(default_factory=dict)
-    sampled: Sampled | None = None
+    engines: dict[str, EngineLines] = field(default_factory=dict)
+    sampled: SampleLine | None = None
     restarts: int = 0
     warning: str = ""
     warned_s: float = 0.0
@@ -175,7 +175,7 @@ class State:
 
     def _add_engine(self, line: EngineLine) -> None:
         known = self.engines.get(line["engine"])
-        self.engines[line["engine"]] = Engine(line, known.newest if known else None)
+        self.engines[line["engine"]] = EngineLines(line, known.newest if known else None)
         self.sampled = line["sampled"] or self.sampled
 
     def _begin_part(self) -> None:
@@ -186,6 +186,6 @@ class State:
         self.ended = ""
 
 
-def _since(engine: Engine, name: Literal["tokens", "busy_s", "idle_s"]) -> float:
+def _since(engine: EngineLines, name: Literal["tokens", "busy_s", "idle_s"]) -> float:
     """Count from the line before to the newest, or from the start if it is the first."""
     return engine.newest[name] - (engine.before[name] if engine.before else 0)

@@ -12,9 +12,9 @@ from itertools import pairwise, zip_longest
 
 from rich.text import Text
 
-from streamppo.telemetry.live.drawing import bar, curve, cut, seconds
-from streamppo.telemetry.live.pipeline import LABEL, labelled, pipeline, waits
-from streamppo.telemetry.live.state import State
+from streamppo.telemetry.live.drawing import bar, curve, seconds, truncate
+from streamppo.telemetry.live.pipeline import LABEL, labelled_row, pipeline, waits
+from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.terminal import harmless
 
@@ -39,7 +39,7 @@ VERSION = 7
 """Cells of the version of the newest accuracy."""
 
 
-def view(state: State, columns: int, rows: int) -> list[Text]:
+def view(state: RunState, columns: int, rows: int) -> list[Text]:
     """Lay the state out for a terminal: no row is wider than `columns` - 1, and some rows are left for log lines."""
     width, room = columns - 1, _room(rows)
     if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
@@ -53,7 +53,7 @@ def view(state: State, columns: int, rows: int) -> list[Text]:
     return found[: max(1, rows - 1)]
 
 
-def last(state: State, columns: int) -> list[Text]:
+def last(state: RunState, columns: int) -> list[Text]:
     """Lay out the rows that stay in the scrollback when the run has ended."""
     width = columns - 1
     if columns < LEAST_COLUMNS:
@@ -74,7 +74,7 @@ def _room(rows: int) -> int:
 # --- the layouts ---------------------------------------------------------------------------------------------
 
 
-def _narrow(state: State, width: int, room: int) -> list[Text]:
+def _narrow(state: RunState, width: int, room: int) -> list[Text]:
     """Take rows in the order of their importance until there is no more room; show them in their own order.
 
     Curves take the rest if all of them fit.
@@ -102,7 +102,7 @@ def _narrow(state: State, width: int, room: int) -> list[Text]:
     return [row for place, (_, rows) in enumerate(found) if place in taken for row in rows]
 
 
-def _wide(state: State, width: int, room: int) -> list[Text]:
+def _wide(state: RunState, width: int, room: int) -> list[Text]:
     half = (width - GAP) // 2
     above = [_title(state, width), _progress(state, width)]
     below = [_warning(state, width)] if state.present_warning else []
@@ -134,21 +134,21 @@ def _beside(left: Text, right: Text, half: int) -> Text:
 # --- rows ----------------------------------------------------------------------------------------------------
 
 
-def _title(state: State, width: int) -> Text:
+def _title(state: RunState, width: int) -> Text:
     lasted = seconds(state.wall_s)
-    title = cut(harmless(f"{state.name}  {state.folder}"), width - len(lasted) - 4)
+    title = truncate(harmless(f"{state.name}  {state.folder}"), width - len(lasted) - 4)
     rule = "─" * max(0, width - len(lasted) - Text(title).cell_len - 2)
     row = Text.assemble((title, "bold"), " ", (rule, "dim"), " ", (lasted, "dim"))
     return row
 
 
-def _line(state: State, width: int) -> Text:
+def _line(state: RunState, width: int) -> Text:
     """Show the newest update, or the driver's reason to wait; a terminal of unknown width gets all of it."""
     text = harmless(state.line or state.doing)
     return Text(text if width < 0 else text[:width])
 
 
-def _progress(state: State, width: int) -> Text:
+def _progress(state: RunState, width: int) -> Text:
     """Show how far the run is; before its first update and after its last one, the driver's reason to wait.
 
     Of a run that has ended, the time that it took.
@@ -161,24 +161,26 @@ def _progress(state: State, width: int) -> Text:
         left = "stopping"
     elif not state.doing.startswith("update") and state.doing:
         left = harmless(state.doing)
-    left = cut(left, width // 2)
+    left = truncate(left, width // 2)
     share = state.version / state.updates
     room = width - LABEL - len(made) - Text(left).cell_len - 10
     done, colour = bar(share, room), "red" if state.ended not in ("", FINISHED) else "green"
     rest = "─" * (room - len(done))
-    return labelled("update", (f"{made}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold"))
+    return labelled_row(
+        "update", (f"{made}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold")
+    )
 
 
-def _reward(state: State, width: int, height: int) -> list[Text]:
+def _reward(state: RunState, width: int, height: int) -> list[Text]:
     return _curve(state, "reward", width, height)
 
 
-def _curve(state: State, name: str, width: int, height: int) -> list[Text]:
+def _curve(state: RunState, name: str, width: int, height: int) -> list[Text]:
     """Show the newest value of a metric and its curve; the label stands beside the highest row of it."""
     return _drawn(SHOWN[name], state.curves[name], width, height, STYLES[name])
 
 
-def _held_out(state: State, width: int, height: int = 1) -> list[Text]:
+def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
     """Show the accuracy on held-out prompts; `v20` is the version of the newest one."""
     cells = width - VERSION - LABEL - VALUE - RANGE
     rows = _drawn("held-out", _over_versions(state.held_out, cells), width - VERSION, height, "bright_cyan")
@@ -207,21 +209,23 @@ def _drawn(label: str, values: Sequence[float], width: int, height: int, style: 
         return []
     lines = curve(values, width - LABEL - VALUE - RANGE, height)
     newest = Text(f"{values[-1]:<{VALUE}.3f}", "bold")
-    head = labelled(label).append_text(newest).append(lines[0], style)
+    head = labelled_row(label).append_text(newest).append(lines[0], style)
     head.append(f"  {min(values):.2f}..{max(values):.2f}", "dim")
     return [head, *(Text(" " * (LABEL + VALUE)).append(line, style) for line in lines[1:])]
 
 
-def _warning(state: State, width: int) -> Text:
+def _warning(state: RunState, width: int) -> Text:
     when = f"  {seconds(state.warned_s)}"
-    return labelled("warning", (cut(harmless(state.warning), width - LABEL - len(when)), "yellow"), (when, "dim"))
+    return labelled_row(
+        "warning", (truncate(harmless(state.warning), width - LABEL - len(when)), "yellow"), (when, "dim")
+    )
 
 
-def _end(state: State, width: int) -> Text:
-    return labelled("ended", (cut(harmless(state.ended), width - LABEL), "bold red"))
+def _end(state: RunState, width: int) -> Text:
+    return labelled_row("ended", (truncate(harmless(state.ended), width - LABEL), "bold red"))
 
 
-def _sample(state: State, width: int) -> list[Text]:
+def _sample(state: RunState, width: int) -> list[Text]:
     """Show one completion behind its prompt, in one row, with every character made harmless."""
     if state.sampled is None:
         return []
@@ -231,8 +235,8 @@ def _sample(state: State, width: int) -> list[Text]:
     prompt, completion = harmless(one["prompt"]), harmless(one["completion"])
     # The end of a prompt is the question; a completion gets at least the half of the row.
     prompt = _tail(prompt, max(room // 2, room - len(completion)))
-    shown = cut(completion, room - Text(prompt).cell_len)
-    return [labelled("sample", (prompt, "dim"), (" → ", "dim"), shown, (tail, "dim"))]
+    shown = truncate(completion, room - Text(prompt).cell_len)
+    return [labelled_row("sample", (prompt, "dim"), (" → ", "dim"), shown, (tail, "dim"))]
 
 
 def _tail(text: str, width: int) -> str:
@@ -243,5 +247,5 @@ def _tail(text: str, width: int) -> str:
     return short if short == text else "…" + short[1:]
 
 
-def _footer(state: State) -> Text:
+def _footer(state: RunState) -> Text:
     return Text(STOPPING, "bold yellow") if state.stopping else Text(CTRL_C, "dim")

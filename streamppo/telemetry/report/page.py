@@ -135,7 +135,7 @@ def render(views: Sequence[View]) -> str:
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {
         "headline": view.headline,
-        "beside": view.beside,
+        "beside": view.compare_headlines,
         "ledger": view.ledger,
         "lengths": view.lengths,
     }
@@ -181,7 +181,9 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
 
 def _by_version(one: View) -> list[Mapping[str, object]]:
     """The lines of updates, as they were or remade; each has its version under the name `update`."""
-    return [{"update": line["remade"], **line} if "remade" in line else line for line in summary.in_order(one.lines)]
+    return [
+        {"update": line["remade"], **line} if "remade" in line else line for line in summary.updates_in_order(one.lines)
+    ]
 
 
 def _points(metric: str, one: View, run: Sequence[Mapping[str, object]]) -> list[Point]:
@@ -209,7 +211,7 @@ def _sentence(metric: str) -> str:
 
 def lags(one: View) -> Markup:
     """Tokens by lag: those that were masked for it in another colour."""
-    told = summary.of_lines(one.lines)
+    told = summary.summarise(one.lines)
     sampled, trained = told["lag"]["histogram"], told["trained_lag"]["histogram"]
     every = sampled if max(sampled, default=0) > plot.MOST_COLUMNS else range(max(sampled, default=-1) + 1)
     bars = [Bar(f"{lag}", sampled.get(lag, 0), 0 if trained.get(lag) else 3) for lag in every]

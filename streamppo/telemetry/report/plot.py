@@ -68,7 +68,7 @@ class Event(NamedTuple):
     strength: float = 1.0
 
 
-class Column(NamedTuple):
+class Histogram(NamedTuple):
     """Amounts of whole numbers, such as tokens of each lag, at one place of the x axis."""
 
     x: float
@@ -81,7 +81,7 @@ def curves(found: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
     A curve that ends before the others has a dot where it ends; one with teeth is pale, with its running mean before
     it.
     """
-    found = [one._replace(points=_thinned(_finite(one.points))) for one in found]
+    found = [one._replace(points=_thin_out(_finite(one.points))) for one in found]
     if not any(one.points for one in found):
         return Markup("")
     xs = [x for one in found for x, _ in one.points]
@@ -141,9 +141,9 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
     return _svg([*_rules(y_axis), *_marks(x_axis), *_names(x_name, unit), *drawn], 'class="bars"')
 
 
-def heat(columns: Sequence[Column], x_name: str, y_name: str) -> Markup:
+def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
     """Draw how amounts are shared out among whole numbers, over an axis; more of a column is a deeper colour."""
-    columns = _merged([one for one in columns if sum(one.amounts.values()) > 0])
+    columns = _merge_bins([one for one in columns if sum(one.amounts.values()) > 0])
     if not columns:
         return Markup("")
     highest = min(MOST_ROWS, max(max(one.amounts) for one in columns))
@@ -222,24 +222,24 @@ def _finite(points: Sequence[Point]) -> list[Point]:
     return [(x, y) for x, y in points if math.isfinite(y)]
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def _thin_out(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(len(points) / MOST_POINTS)
     parts = [points[begin : begin + size] for begin in range(0, len(points), size)] if size > 1 else []
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts] or list(points)
 
 
-def _merged(columns: Sequence[Column]) -> list[Column]:
+def _merge_bins(columns: Sequence[Histogram]) -> list[Histogram]:
     size = max(1, math.ceil(len(columns) / MOST_COLUMNS))
-    found: list[Column] = []
+    found: list[Histogram] = []
     for begin in range(0, len(columns), size):
         sums: Counter[int] = Counter()
         for one in columns[begin : begin + size]:
             sums.update(one.amounts)
-        found.append(Column(columns[min(begin + size, len(columns)) - 1].x, sums))
+        found.append(Histogram(columns[min(begin + size, len(columns)) - 1].x, sums))
     return found
 
 
-def _rows(column: Column, highest: int) -> dict[int, int]:
+def _rows(column: Histogram, highest: int) -> dict[int, int]:
     found: Counter[int] = Counter()
     for row, amount in column.amounts.items():
         found[min(row, highest)] += amount
@@ -261,7 +261,7 @@ def _ticks(axis: _Axis, count: int = TICKS) -> list[float]:
 
 def _marks(x_axis: _Axis) -> list[str]:
     """Write the numbers below the axis, but for its right end, where its name stands."""
-    places = [(x_axis.place(tick), short(tick)) for tick in _ticks(x_axis, X_TICKS)]
+    places = [(x_axis.place(tick), abbreviate(tick)) for tick in _ticks(x_axis, X_TICKS)]
     return [_text(x, HEIGHT - 5, text, "middle") for x, text in places if x < WIDTH - NAME]
 
 
@@ -274,11 +274,11 @@ def _rules(y_axis: _Axis) -> list[str]:
     drawn: list[str] = []
     for tick in _ticks(y_axis):
         y = y_axis.place(tick)
-        drawn += [_line(LEFT, y, WIDTH - RIGHT, y), _text(LEFT - 5, y + 3.5, short(tick), "end")]
+        drawn += [_line(LEFT, y, WIDTH - RIGHT, y), _text(LEFT - 5, y + 3.5, abbreviate(tick), "end")]
     return drawn
 
 
-def short(number: float) -> str:
+def abbreviate(number: float) -> str:
     """1234567 -> 1.23M; small numbers as they are, in four digits."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(number) >= size:

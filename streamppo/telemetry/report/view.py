@@ -11,10 +11,10 @@ from markupsafe import Markup, escape
 from streamppo.errors import StreamppoError
 from streamppo.telemetry import progress, timeline
 from streamppo.telemetry import summary as summaries
-from streamppo.telemetry.diagnosis import Finding
+from streamppo.telemetry.diagnosis import Sign
 from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine
 from streamppo.telemetry.progress import WORSE
-from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
+from streamppo.telemetry.report.plot import MOST_POINTS, Event, abbreviate
 from streamppo.telemetry.summary import OfLines, Summary
 from streamppo.telemetry.timeline import Stretch
 from streamppo.types import QueueReport
@@ -40,24 +40,24 @@ def section(caller: Callable[[], Markup]) -> Markup:
     return Markup(f'<p class="none">{escape(why)}</p>') if made is None else made
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Consecutive tokens of one version, as text; None where the policy did not sample them."""
 
     text: str
     lag: int | None
 
 
-class Sample(NamedTuple):
+class TrainedSample(NamedTuple):
     """A trajectory that was trained on by the update that made `version`."""
 
     version: int
     title: str
     reward: float
     prompt: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[TextPiece]
 
 
-class Row(NamedTuple):
+class NamedNumber(NamedTuple):
     """A named number with a remark."""
 
     name: str
@@ -78,9 +78,9 @@ class View:
     summary: Summary | None = None
     config: str = ""
     queue: QueueReport | None = None
-    samples: list[Sample] = field(default_factory=list[Sample])
-    failures: Sequence[Row] = ()
-    findings: Sequence[Finding] = ()
+    samples: list[TrainedSample] = field(default_factory=list[TrainedSample])
+    failures: Sequence[NamedNumber] = ()
+    findings: Sequence[Sign] = ()
     notes: list[str] = field(default_factory=list[str])
     is_replay: bool = False
 
@@ -109,60 +109,64 @@ def kind(condition: str) -> str:
     return known.get(condition) or ("running" if condition.startswith("running") else "failed")
 
 
-def in_short(condition: str) -> str:
+def condition_word(condition: str) -> str:
     """Write a condition in one word, and an error by its first line."""
     return condition.strip().partition("\n")[0] if kind(condition) == "failed" else condition
 
 
-def signs(view: View) -> tuple[list[Finding], list[Finding]]:
+def signs(view: View) -> tuple[list[Sign], list[Sign]]:
     """The findings that hold, and those that are over."""
     return [one for one in view.findings if one.holds], [one for one in view.findings if not one.holds]
 
 
-def headline(view: View) -> list[Row]:
+def headline(view: View) -> list[NamedNumber]:
     """The numbers that people ask for first."""
-    told = summaries.of_lines(view.lines)
-    rows = [Row("verdict", told["verdict"])] if told["verdict"] else []
-    rows += [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
-    rows += [Row("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
+    told = summaries.summarise(view.lines)
+    rows = [NamedNumber("verdict", told["verdict"])] if told["verdict"] else []
+    rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{told['updates']}")]
+    rows += [NamedNumber("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
     rows += _ends(told)
     lag = told["trained_lag"]
     if lag["mean"] is not None:
-        rows.append(Row("lag of trained tokens", f"{lag['mean']:.2f}", f"versions; at most {lag['max']}"))
-    rows.append(Row("tokens trained on", short(told["tokens_trained"])))
-    rows.append(Row("learner waits", f"{told['learner_idle_share']:.0%}", "of its time"))
+        rows.append(NamedNumber("lag of trained tokens", f"{lag['mean']:.2f}", f"versions; at most {lag['max']}"))
+    rows.append(NamedNumber("tokens trained on", abbreviate(told["tokens_trained"])))
+    rows.append(NamedNumber("learner waits", f"{told['learner_idle_share']:.0%}", "of its time"))
     if view.summary and (engines := view.summary["engines"]):
-        rows.append(Row("engines idle", f"{engines['idle_share']:.0%}", "of their time"))
-        rows.append(Row("sampled", f"{short(engines['tokens_per_s'])}/s", "tokens, all engines together"))
+        rows.append(NamedNumber("engines idle", f"{engines['idle_share']:.0%}", "of their time"))
+        rows.append(NamedNumber("sampled", f"{abbreviate(engines['tokens_per_s'])}/s", "tokens, all engines together"))
     restarts = sum(told["restarts"].values())
-    return [*rows, Row("push", f"{told['push_ms']:.0f} ms", "in the mean"), Row("restarts", f"{restarts}")]
+    return [
+        *rows,
+        NamedNumber("push", f"{told['push_ms']:.0f} ms", "in the mean"),
+        NamedNumber("restarts", f"{restarts}"),
+    ]
 
 
-class Beside(NamedTuple):
+class RunsTable(NamedTuple):
     """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
 
     runs: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
 
 
-def beside(views: Sequence[View]) -> Beside | None:
+def compare_headlines(views: Sequence[View]) -> RunsTable | None:
     """The headlines of several runs; None of a single one."""
     if len(views) < 2:
         return None
     found = [{row.name: row.value for row in headline(one)} for one in views]
     names = list(dict.fromkeys(name for rows in found for name in rows))
-    return Beside([one.name for one in views], [(name, [rows.get(name, "") for rows in found]) for name in names])
+    return RunsTable([one.name for one in views], [(name, [rows.get(name, "") for rows in found]) for name in names])
 
 
-def _ends(told: OfLines) -> list[Row]:
-    rows: list[Row] = []
+def _ends(told: OfLines) -> list[NamedNumber]:
+    rows: list[NamedNumber] = []
     for name, ends in (("held-out accuracy", told["eval_accuracy"]), ("reward", told["reward"])):
         if ends["start"] is not None and ends["final"] is not None:
-            rows.append(Row(name, f"{ends['final']:.3f}", f"{ends['start']:.3f} at the start"))
+            rows.append(NamedNumber(name, f"{ends['final']:.3f}", f"{ends['start']:.3f} at the start"))
     return rows
 
 
-def ledger(view: View) -> tuple[list[Row], str]:
+def ledger(view: View) -> tuple[list[NamedNumber], str]:
     """Each sampled token that reached the queue, under its end; and a sentence about the sum.
 
     All of it is as of the journal's version: lines of later updates are left out. The learner counts the tokens of its
@@ -173,7 +177,7 @@ def ledger(view: View) -> tuple[list[Row], str]:
     if view.queue is None:
         return [], ""
     found, version = view.queue.tokens, view.queue.version
-    known = [line for line in summaries.in_order(view.lines) if _version(line) <= version]
+    known = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
     missing, told = version - len(known), _in_batches(known)
     trained, masked, rest = told["tokens_trained"], told["tokens_too_old"], told["tokens"]
     unknown = found["consumed"] - rest if missing else 0
@@ -191,7 +195,7 @@ def ledger(view: View) -> tuple[list[Row], str]:
         ("waiting", found["waiting"], "ready, in the queue"),
         ("leased", found["leased"], "in the batch of an update that has not published its version"),
     ]
-    rows = [Row(name, f"{count:,}", remark) for name, count, remark in parts if count or name == "trained on"]
+    rows = [NamedNumber(name, f"{count:,}", remark) for name, count, remark in parts if count or name == "trained on"]
     return rows, _sum(found["delivered"], sum(count for _, count, _ in parts), version, missing)
 
 
@@ -216,17 +220,17 @@ def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
     return {name: round(sum(one for one in found if isinstance(one, int | float))) for name, found in values.items()}
 
 
-def lengths(view: View) -> list[Row]:
+def lengths(view: View) -> list[NamedNumber]:
     """Mean lengths of what was trained on and of what was sampled, and the bias between them."""
     if view.queue is None or not view.queue.consumed:
         return []
     queue, dropped = view.queue, view.queue.dropped["too_old"]
     sampled = (queue.tokens["consumed"] + queue.tokens["too_old"]) / (queue.consumed + dropped)
     bias = queue.mean_tokens_consumed / max(sampled, 1e-9) - 1
-    rows = [Row("trained on", f"{queue.mean_tokens_consumed:.2f}", "tokens a completion, mean")]
+    rows = [NamedNumber("trained on", f"{queue.mean_tokens_consumed:.2f}", "tokens a completion, mean")]
     if dropped:
-        rows.append(Row("dropped: too old", f"{queue.mean_tokens_dropped:.2f}", f"{dropped:,} completions"))
-    return [*rows, Row("both", f"{sampled:.2f}", f"bias of the trained ones {bias:+.1%}")]
+        rows.append(NamedNumber("dropped: too old", f"{queue.mean_tokens_dropped:.2f}", f"{dropped:,} completions"))
+    return [*rows, NamedNumber("both", f"{sampled:.2f}", f"bias of the trained ones {bias:+.1%}")]
 
 
 def events(view: View) -> list[Event]:
@@ -244,7 +248,7 @@ def events(view: View) -> list[Event]:
     found += [_engine(one) for one in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
     found += _untold(view.lines, stretches)
     for line in view.lines:
-        if (told := timeline.told(line)) is not None:
+        if (told := timeline.describe_event(line)) is not None:
             lane, before, colour = INSTANTS[told[0]]
             colour = FINISHED_COLOUR if line.get("end") == FINISHED else colour
             found.append(Event(lane, line["wall_s"], line["wall_s"], before + told[1], colour))
@@ -265,7 +269,7 @@ def _engine(stretch: Stretch) -> Event:
     versions = f"version {before['version']}" + (
         f" to {line['version']}" if line["version"] != before["version"] else ""
     )
-    text = f"{line['engine']}: {short(stretch.tokens_per_s)} tokens/s, idle {stretch.idle:.0%}, {versions}"
+    text = f"{line['engine']}: {abbreviate(stretch.tokens_per_s)} tokens/s, idle {stretch.idle:.0%}, {versions}"
     return Event(line["engine"], before["wall_s"], line["wall_s"], text, 5, 0.15 + 0.85 * (1 - stretch.idle))
 
 

@@ -16,7 +16,7 @@ class Look(NamedTuple):
     written_s: float
 
 
-class Follower:
+class ResumedReader:
     """The lines of the run in `folder` behind the first `sent` bytes of its file; no more of them are kept."""
 
     def __init__(self, folder: Path, sent: int = 0) -> None:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from streamppo.telemetry.metrics_file import EngineLine, Line, numbers
 
-BY_ENGINE = ("version", "tokens", "busy_s", "idle_s")
-"""Numbers in the line of a rollout actor."""
+BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused")
+"""Numbers that the line of a rollout actor can have."""
 
 
 class Point(NamedTuple):
@@ -25,7 +25,7 @@ class Points:
         self.outcome = ""
         self._restarts: dict[str, int] = {}
 
-    def of(self, lines: Sequence[Line], written_s: float) -> Iterator[Point]:
+    def make(self, lines: Sequence[Line], written_s: float) -> Iterator[Point]:
         """Make a point of every line that has numbers for others; the last line was written at `written_s`."""
         for line in lines:
             version, values = self._values(line)
@@ -63,5 +63,5 @@ def _of_pipeline(line: Line) -> dict[str, float]:
 
 def _of_engine(line: EngineLine) -> dict[str, float]:
     counters: Mapping[str, object] = {**line}
-    told = {name: counters[name] for name in BY_ENGINE}
+    told = {name: counters.get(name) for name in BY_ENGINE}
     return {f"engine_{name}_{line['engine']}": float(n) for name, n in told.items() if isinstance(n, int | float)}

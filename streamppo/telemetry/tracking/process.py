@@ -20,10 +20,10 @@ import msgspec
 from msgspec import structs
 
 from streamppo import durable
-from streamppo.telemetry.tracking.follow import Follower
+from streamppo.telemetry.tracking.follow import ResumedReader
 from streamppo.telemetry.tracking.points import Points
 from streamppo.telemetry.tracking.trackers.build import build
-from streamppo.telemetry.tracking.trackers.run import Kind, Run, Tracker
+from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
 POLL_S = 1.0
 """Seconds between two looks at the file."""
@@ -44,20 +44,20 @@ class Progress(msgspec.Struct, frozen=True):
 def main() -> None:
     """Follow the run of the first line of standard input."""
     os.nice(NICENESS)
-    run = msgspec.json.decode(sys.stdin.buffer.readline(), type=Run)
+    run = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrackedRun)
     follow(run)
     sys.stderr.flush()
     # Libraries may wait for a server when Python ends.
     os._exit(0)
 
 
-def follow(run: Run) -> None:
+def follow(run: TrackedRun) -> None:
     """Send everything that comes, and close the tracker when standard input has ended."""
     path = progress_path(Path(run.folder), run.kind)
     progress = msgspec.json.decode(path.read_bytes(), type=Progress) if path.is_file() else Progress()
     with _limit(OPEN_S):
         tracker = build(structs.replace(run, id=progress.id))
-    follower, points = Follower(Path(run.folder), progress.sent), Points(progress.version)
+    follower, points = ResumedReader(Path(run.folder), progress.sent), Points(progress.version)
     _save(path, Progress(tracker.id, follower.sent, points.version))
     while not _has_ended(POLL_S):
         with _limit(SEND_S):
@@ -74,10 +74,10 @@ def progress_path(folder: Path, kind: Kind) -> Path:
     return folder / "trackers" / f"{kind}.json"
 
 
-def _send(tracker: Tracker, follower: Follower, points: Points) -> bool:
+def _send(tracker: Tracker, follower: ResumedReader, points: Points) -> bool:
     """Send the next lines; False if there are none."""
     before, look = follower.sent, follower.look()
-    if found := list(points.of(look.lines, look.written_s)):
+    if found := list(points.make(look.lines, look.written_s)):
         tracker.send(found)
     return follower.sent != before
 

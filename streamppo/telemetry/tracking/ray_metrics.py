@@ -32,7 +32,7 @@ class RayGauges:
         if self._lost:
             return
         try:
-            for point in self._points.of([line], time.time()):
+            for point in self._points.make([line], time.time()):
                 self._newest |= {**point.values, names.VERSION: self._points.version}
             for metric, value in self._newest.items():
                 self._set(metric, value)

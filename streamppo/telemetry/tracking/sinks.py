@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from streamppo.config import change
+from streamppo.config import diff
 from streamppo.config.sections import Config
 from streamppo.config.telemetry import Endpoint, RayMetrics
 from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.tracking import process
-from streamppo.telemetry.tracking.trackers.run import Kind, Run
+from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun
 
 if TYPE_CHECKING:
     from streamppo.telemetry.tracking.ray_metrics import RayGauges
@@ -73,7 +73,7 @@ class Sinks:
                 self._give_up(kind, self._reason(kind))
         self._processes = {}
 
-    def _start(self, run: Run) -> "subprocess.Popen[bytes]":
+    def _start(self, run: TrackedRun) -> "subprocess.Popen[bytes]":
         """Start a process in a session of its own: Ctrl-C is for the driver, which then lets it end."""
         path = self._log(run.kind)
         for folder in (path.parent, process.progress_path(self._folder, run.kind).parent):
@@ -114,12 +114,12 @@ def _hang_up(one: "subprocess.Popen[bytes]") -> None:
             one.stdin.close()
 
 
-def runs(config: Config, folder: Path) -> list[Run]:
+def runs(config: Config, folder: Path) -> list[TrackedRun]:
     """Tell every tracker that has a process of its own of the run in `folder`."""
-    telemetry, values = config.telemetry, change.fields(config)
-    found = [Run(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
+    telemetry, values = config.telemetry, diff.fields(config)
+    found = [TrackedRun(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
     if isinstance(telemetry.prometheus, Endpoint):
-        found.append(Run("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
+        found.append(TrackedRun("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
     return found
 
 

@@ -7,18 +7,18 @@ from markupsafe import Markup
 
 from streamppo.telemetry import timeline
 from streamppo.telemetry.live.pipeline import verdict
-from streamppo.telemetry.live.state import State
+from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.report import plot, view
 from streamppo.telemetry.report.page import Chart
-from streamppo.telemetry.report.plot import Column, Curve, Point
+from streamppo.telemetry.report.plot import Curve, Histogram, Point
 from streamppo.telemetry.report.view import View
 
 NEWEST = 20
 """Updates of the timeline that shows each of them."""
 
 
-class Stage(NamedTuple):
+class StageView(NamedTuple):
     """A stage of the pipeline: a number about it, and remarks."""
 
     name: str
@@ -35,28 +35,30 @@ class Actor(NamedTuple):
     idle: str
 
 
-def stages(state: State) -> list[Stage]:
+def stages(state: RunState) -> list[StageView]:
     """The four stages in the order in which tokens, and then weights, go through them."""
     versions = sorted({engine.newest["version"] for engine in state.engines.values()})
     count = len(state.engines)
     spread = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
     return [
-        Stage(
+        StageView(
             "rollout",
             f"{_whole(state.sampled_per_s)} tokens/s",
             [f"{count} actor{'s' * (count != 1)} with version {spread or '-'}", f"idle {_share(state.engines_idle)}"],
         ),
-        Stage("queue", f"{state.ready:,} ready", [_batch(state), f"{state.in_flight:,} being sampled"]),
-        Stage(
+        StageView("queue", f"{state.ready:,} ready", [_batch(state), f"{state.in_flight:,} being sampled"]),
+        StageView(
             "learner",
             f"{_whole(state.trained_per_s)} tokens/s",
             [f"{_seconds(state.update_s)} an update", f"waits {_share(state.learner_waits)}"],
         ),
-        Stage("weights", f"version {state.version:,}", [_push(state), f"lag {_number(state, 'lag_mean')} versions"]),
+        StageView(
+            "weights", f"version {state.version:,}", [_push(state), f"lag {_number(state, 'lag_mean')} versions"]
+        ),
     ]
 
 
-def waits(state: State) -> str:
+def waits(state: RunState) -> str:
     """Say who waits for whom; empty before the first update."""
     learner = state.learner_waits
     return "" if learner is None else verdict(learner, state.engines_idle or 0.0)
@@ -112,7 +114,7 @@ def _queue(lines: Sequence[Line]) -> Chart:
 
 def _lag(lines: Sequence[Line]) -> Chart:
     columns = [
-        Column(line["update"], {int(lag): count for lag, count in line["lag_histogram"].items()})
+        Histogram(line["update"], {int(lag): count for lag, count in line["lag_histogram"].items()})
         for line in lines
         if "update" in line
     ]
@@ -133,20 +135,20 @@ def _newest_part(lines: Sequence[Line]) -> Sequence[Line]:
 # --- words ---------------------------------------------------------------------------------------------------
 
 
-def _batch(state: State) -> str:
+def _batch(state: RunState) -> str:
     return f"a batch is {state.batch_size:,}" if state.batch_size else ""
 
 
-def _push(state: State) -> str:
+def _push(state: RunState) -> str:
     return f"pushed in {state.newest['push_ms']:.0f} ms" if "push_ms" in state.newest else ""
 
 
-def _number(state: State, name: str) -> str:
+def _number(state: RunState, name: str) -> str:
     return f"{state.newest[name]:.2f}" if name in state.newest else "-"
 
 
 def _whole(number: float | None) -> str:
-    return "-" if number is None else plot.short(round(number))
+    return "-" if number is None else plot.abbreviate(round(number))
 
 
 def _share(share: float | None) -> str:

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol, cast
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from streamppo.telemetry.live.state import State
+from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.metrics_file import RestartLine
 from streamppo.telemetry.report import page, plot, view
-from streamppo.telemetry.report.view import Row, View
+from streamppo.telemetry.report.view import NamedNumber, View
 from streamppo.telemetry.watch import pipeline
 
 HERE = Path(__file__).parent
@@ -30,21 +30,21 @@ RESTARTS = 50
 """Restarts that are shown; the newest."""
 
 
-class Shown(NamedTuple):
+class RunView(NamedTuple):
     """A run as the page shows it. `condition` is one word about it, such as running or killed."""
 
     view: View
-    state: State
+    state: RunState
     condition: str
 
 
 class _Macros(Protocol):
     """The macros of sections.html."""
 
-    def head(self, one: Shown, left: str) -> Markup: ...
-    def headline(self, one: Shown, rows: Sequence[Row], beside: view.Beside | None) -> Markup: ...
+    def head(self, one: RunView, left: str) -> Markup: ...
+    def headline(self, one: RunView, rows: Sequence[NamedNumber], beside: view.RunsTable | None) -> Markup: ...
     def curves(self, charts: Sequence[page.Chart]) -> Markup: ...
-    def pipeline(self, one: Shown) -> Markup: ...
+    def pipeline(self, one: RunView) -> Markup: ...
     def data(self, one: View) -> Markup: ...
     def trouble(self, one: View, restarts: Sequence[RestartLine]) -> Markup: ...
 
@@ -63,7 +63,7 @@ def environment() -> Environment:
         "ledger": view.ledger,
         "lengths": view.lengths,
         "kind": view.kind,
-        "in_short": view.in_short,
+        "in_short": view.condition_word,
         "signs": view.signs,
     }
     return found
@@ -72,13 +72,13 @@ def environment() -> Environment:
 MACROS = cast(_Macros, environment().get_template("sections.html").module)
 
 
-def sections(runs: Sequence[Shown]) -> dict[str, str]:
+def sections(runs: Sequence[RunView]) -> dict[str, str]:
     """The HTML of every section by its name: about the first of the runs, with the curves of all of them."""
     first, views = runs[0], [one.view for one in runs]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
         "head": lambda: MACROS.head(first, _left(first)),
-        "headline": lambda: MACROS.headline(first, _rows(first), view.beside(views)),
+        "headline": lambda: MACROS.headline(first, _rows(first), view.compare_headlines(views)),
         "curves": lambda: MACROS.curves([chart for chart in charts() if _is_first(chart)]),
         "more": lambda: MACROS.curves([chart for chart in charts() if not _is_first(chart)]),
         "pipeline": lambda: MACROS.pipeline(first),
@@ -97,7 +97,7 @@ def _restarts(one: View) -> list[RestartLine]:
     return [line for line in one.lines if "restart" in line][-RESTARTS:][::-1]
 
 
-def _rows(one: Shown) -> list[Row]:
+def _rows(one: RunView) -> list[NamedNumber]:
     """The headline, with speeds of this moment while the run goes on."""
     rows = [row for row in view.headline(one.view) if row.name != "outcome"]
     if one.condition != "running":
@@ -105,11 +105,13 @@ def _rows(one: Shown) -> list[Row]:
     state = one.state
     now = {"sampled": state.sampled_per_s, "trained": state.trained_per_s}
     return rows + [
-        Row(f"{name} at present", f"{plot.short(round(speed))}/s", "tokens") for name, speed in now.items() if speed
+        NamedNumber(f"{name} at present", f"{plot.abbreviate(round(speed))}/s", "tokens")
+        for name, speed in now.items()
+        if speed
     ]
 
 
-def _left(one: Shown) -> str:
+def _left(one: RunView) -> str:
     """The time that a running run still takes, at its present pace."""
     seconds = one.state.seconds_left
     return f"about {view.duration(seconds)} left" if seconds and one.condition == "running" else ""

@@ -73,7 +73,7 @@ def check(here: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
         reported = _report(made, config, tensors)
     reported = reported.of_body(made.base_model_prefix, kind, body=body)
     if reported:
-        refuse(here, config, _by_files(made, config, found, reported), found)
+        refuse(here, config, _as_file_names(made, config, found, reported), found)
     return len(found)
 
 
@@ -114,7 +114,7 @@ def not_finite(here: Path) -> str:
     from safetensors import safe_open
 
     if (found := folder.check(here)) is None:
-        return first_not_finite(headers.pickled(here))
+        return first_not_finite(headers.pickle_tensors(here))
     for file in sorted({one.file for one in found.values()}):
         with safe_open(file, framework="pt") as opened:
             names = [name for name, one in found.items() if one.file == file]
@@ -141,7 +141,7 @@ def _shapes(here: Path) -> dict[str, Tensor]:
     """Tensors without memory, as the files have them."""
     found = folder.check(here)
     if found is None:
-        pickled = headers.pickled(here, "meta")
+        pickled = headers.pickle_tensors(here, "meta")
         folder.refuse_names(here, pickled)
         return pickled
     return {
@@ -171,7 +171,7 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
     return report(loaded[1])
 
 
-def _by_files(
+def _as_file_names(
     made: "type[PreTrainedModel]", config: "PretrainedConfig", found: Mapping[str, Tensor], reported: Report
 ) -> Report:
     """Name what is `reported` as files do, if most of these have the names of transformers' own files."""

@@ -36,16 +36,16 @@ NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_co
 def check(folder: Path) -> Headers | None:
     """Look at a model's folder without reading a weight; returns the headers of its tensors, None of pickles.
 
-    Raises `ModelError` for another format, quantised weights, names in a wrapper, and as `headers.of_folder` does.
+    Raises `ModelError` for another format, quantised weights, names in a wrapper, and as `headers.folder_headers` does.
     """
     kind(folder)
-    found = headers.of_folder(folder)
+    found = headers.folder_headers(folder)
     if found is not None:
         refuse_names(folder, found)
         quantised = [name for name, one in found.items() if one.dtype.startswith(NARROW) or name.endswith(QUANTISED)]
         if quantised:
             dtype = found[quantised[0]].dtype
-            raise ModelError(_quantised(folder, f"{quantised[0]!r} of type {dtype} is of quantised weights"))
+            raise ModelError(_quantisation(folder, f"{quantised[0]!r} of type {dtype} is of quantised weights"))
     return found
 
 
@@ -78,10 +78,10 @@ def refuse_quantised(folder: Path | str, settings: Mapping[str, object]) -> None
     for name in ("quantization_config", "compression_config"):
         if found := settings.get(name):
             method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
-            raise ModelError(_quantised(folder, f"{name} of config.json says {method or 'so'}"))
+            raise ModelError(_quantisation(folder, f"{name} of config.json says {method or 'so'}"))
     for name in NOTES_OF_QUANTISERS:
         if Path(folder, name).is_file():
-            raise ModelError(_quantised(folder, f"{name} says so"))
+            raise ModelError(_quantisation(folder, f"{name} says so"))
 
 
 def refuse_names(folder: Path, names: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ def _other_format(folder: Path) -> str:
     return f"{folder}: no config.json: it is no model's folder" + (f"; {inner} may be meant" if inner else "")
 
 
-def _quantised(folder: Path | str, why: str) -> str:
+def _quantisation(folder: Path | str, why: str) -> str:
     return (
         f"{folder} is quantised ({why}): weights are trained in 16 or 32 bits; name the model that it was made from, "
         "or write it in bfloat16 first (transformers: `dequantize()`, then `save_pretrained`)"

@@ -26,7 +26,7 @@ class Generation(NamedTuple):
     notes: tuple[str, ...]
 
 
-def of(path: str | Path) -> Generation:
+def read_settings(path: str | Path) -> Generation:
     """Read the generation settings of the model at `path`, as far as transformers takes them; never an error."""
     from transformers import GenerationConfig
 
@@ -40,31 +40,31 @@ def of(path: str | Path) -> Generation:
         return Generation(GenerationConfig(), (f"{FILE} is left out: {error}",))
     if not isinstance(content, dict):
         return Generation(GenerationConfig(), (f"{FILE} is left out: it is no table of names",))
-    return _mended(cast("dict[str, object]", content))
+    return _drop_refused(cast("dict[str, object]", content))
 
 
-def _mended(wanted: Mapping[str, object]) -> Generation:
+def _drop_refused(wanted: Mapping[str, object]) -> Generation:
     """Take one setting after the other; leave out each that transformers refuses beside those before it.
 
     Example: `do_sample = false`, `temperature = 0.6`, `eos_token_id = 2` keeps the first and the third.
     """
-    whole = _made(wanted)
+    whole = _validate(wanted)
     if not isinstance(whole, str):
         return Generation(whole, ())
     kept: dict[str, object] = {}
     notes: list[str] = []
     for name in sorted(wanted, key=lambda name: name not in SWITCHES):
-        made = _made({**kept, name: wanted[name]})
+        made = _validate({**kept, name: wanted[name]})
         if isinstance(made, str):
             notes.append(f"{name} = {json.dumps(wanted[name])} of {FILE} is left out: transformers does not save it")
         else:
             kept[name] = wanted[name]
-    made = _made(kept)
+    made = _validate(kept)
     assert not isinstance(made, str), "each setting was taken beside those before"
     return Generation(made, tuple(notes))
 
 
-def _made(settings: Mapping[str, object]) -> "GenerationConfig | str":
+def _validate(settings: Mapping[str, object]) -> "GenerationConfig | str":
     """Make settings of a table as transformers does, or say why it refuses to save them."""
     from transformers import GenerationConfig
 

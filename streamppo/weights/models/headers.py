@@ -43,7 +43,7 @@ class Header(NamedTuple):
 Headers = Mapping[str, Header]
 
 
-def of_folder(folder: Path) -> dict[str, Header] | None:
+def folder_headers(folder: Path) -> dict[str, Header] | None:
     """Read the headers of a folder's safetensors files; None for a folder that has pickles alone.
 
     Raises `ModelError` for a file that is missing, damaged, or a pointer of git-LFS, and for an index that lies.
@@ -55,7 +55,7 @@ def of_folder(folder: Path) -> dict[str, Header] | None:
         return None
     found: dict[str, Header] = {}
     for file in files:
-        for name, header in of_file(file).items():
+        for name, header in file_header(file).items():
             if name in found:
                 raise ModelError(f"{folder}: {name!r} is in {found[name].file.name} and in {file.name}")
             found[name] = header
@@ -117,7 +117,7 @@ def _compare(index: Path, found: Headers) -> None:
             )
 
 
-def of_file(file: Path) -> dict[str, Header]:
+def file_header(file: Path) -> dict[str, Header]:
     """Read the header of a safetensors file. Raises `ModelError` if it is damaged or cut off."""
     refuse_pointer(file)
     try:
@@ -146,7 +146,7 @@ def _tensors(file: Path, content: object, first: int) -> Iterator[tuple[str, Hea
             yield name, Header(file, str(one["dtype"]), shape, first + begin, first + end)
 
 
-def pickled(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
+def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
     """The tensors of a folder's pickles, mapped and not read; on "meta" names, types and shapes alone.
 
     Raises `ModelError` for a pickle of anything but tensors.

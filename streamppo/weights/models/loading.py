@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model in evaluation mode, and the parameters that are not in its files: of a critic's head alone."""
 
     model: Any
@@ -29,7 +29,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     body: bool = False,
-) -> Loaded:
+) -> LoadedModel:
     """Load the model at `path`, a folder or a name on the hub, in `dtype`, with transformers' `attention`.
 
     With `body` its transformer alone has to be in the files. Raises `ModelError` for a
@@ -47,7 +47,7 @@ def load(
             dtype=dtype,
             output_loading_info=True,
             trust_remote_code=False,
-            generation_config=generation.of(path).config,
+            generation_config=generation.read_settings(path).config,
             **options,
         )
     reported = fit.report(info)
@@ -57,7 +57,7 @@ def load(
         _compare_ties(path, config, model)
     if name := fit.first_not_finite(dict(model.named_parameters())):
         raise ModelError(not_finite(path, name))
-    return Loaded(model, reported.missing)
+    return LoadedModel(model, reported.missing)
 
 
 def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False) -> Any:

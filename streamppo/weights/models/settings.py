@@ -45,13 +45,13 @@ def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
     Its head is no embedding if its files say so, as far as they are on this machine, or if it is `untied`.
     Raises `ModelError` if there is none, or if it is of quantised weights or of code that comes with the model.
     """
-    config = as_written(path)
+    config = read_settings(path)
     if is_tied(config) and (untied or heads_differ(path, config)):
         untie(config)
     return config
 
 
-def as_written(path: str | Path) -> "PretrainedConfig":
+def read_settings(path: str | Path) -> "PretrainedConfig":
     """Read the configuration of the model at `path` as it is written, whatever its files hold. Raises as `settings`."""
     from transformers import AutoConfig
 
@@ -131,7 +131,7 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
         return False
     prefix: str = getattr(_causal(config), "base_model_prefix", "")
     try:
-        found = headers.of_folder(here)
+        found = headers.folder_headers(here)
     except ModelError:
         # Of files that are missing or damaged, whoever loads them says more.
         return False
@@ -188,7 +188,7 @@ def same(one: Header, other: Header) -> bool:
 
 
 def _pickles_differ(here: Path, config: "PretrainedConfig", prefix: str) -> bool:
-    found = headers.pickled(here)
+    found = headers.pickle_tensors(here)
     for head, embedding in pairs(config):
         one, other = (found.get(name, found.get(name.removeprefix(f"{prefix}."))) for name in (head, embedding))
         if one is not None and other is not None and not one.equal(other):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
-from streamppo.algorithms.chunked_head import ChunkedHead, Extent, Products, Shape, chunked_logprobs_entropy
+from streamppo.algorithms.chunked_head import ChunkedHead, Extent, LogitShape, Products, chunked_logprobs_entropy
 
 N, D, V = 7, 5, 11
 
@@ -52,9 +52,11 @@ def test_gradients_of_both_outputs_equal_those_of_the_naive_form(chunk: int, per
         torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(scale=0.3), Shape(soft_cap=2.0), Shape(scale=1.7, soft_cap=3.0)])
+@pytest.mark.parametrize(
+    "shape", [LogitShape(), LogitShape(scale=0.3), LogitShape(soft_cap=2.0), LogitShape(scale=1.7, soft_cap=3.0)]
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_a_bias_a_scale_and_a_soft_cap_are_those_of_the_naive_form(shape: Shape, temperature: float) -> None:
+def test_a_bias_a_scale_and_a_soft_cap_are_those_of_the_naive_form(shape: LogitShape, temperature: float) -> None:
     hidden, weight, targets = tensors()
     bias = torch.randn(V, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     up = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

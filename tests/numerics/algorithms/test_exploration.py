@@ -38,7 +38,7 @@ def test_the_least_certain_tokens_are_those_of_the_highest_entropy(share: float)
     mask, padded, _, entropy = columns()
     known = flat(entropy, mask)
     threshold = sorted(known, reverse=True)[math.ceil(share * len(known)) - 1]
-    found = chosen(exploration.least_certain(padded.tensor(entropy), padded.mask, share=share), padded)
+    found = chosen(exploration.high_entropy_mask(padded.tensor(entropy), padded.mask, share=share), padded)
     assert found == [x >= threshold for x in known]
     assert sum(found) == math.ceil(share * len(known))
 
@@ -88,8 +88,8 @@ def test_the_chosen_tokens_are_left_out_or_pay_and_the_others_keep_their_loss() 
     loss_BT = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
     log_ratio_BT = torch.tensor([[-0.5, 0.25, torch.nan]], dtype=torch.float64, requires_grad=True)
     chosen_BT = torch.tensor([[True, True, False]])
-    assert exploration.left_out(loss_BT, log_ratio_BT, chosen_BT).tolist() == [[0.0, 0.0, 3.0]]
-    paid_BT = exploration.penalised(loss_BT, log_ratio_BT, chosen_BT, coefficient=2.0)
+    assert exploration.drop_tokens(loss_BT, log_ratio_BT, chosen_BT).tolist() == [[0.0, 0.0, 3.0]]
+    paid_BT = exploration.penalise_tokens(loss_BT, log_ratio_BT, chosen_BT, coefficient=2.0)
     k3 = [math.exp(d) - 1 - d for d in (-0.5, 0.25)]
     assert paid_BT[0].tolist() == pytest.approx([1 + 2 * k3[0], 2 + 2 * k3[1], 3.0], rel=1e-12)
     (gradient_BT,) = torch.autograd.grad(paid_BT.sum(), log_ratio_BT)
@@ -97,8 +97,8 @@ def test_the_chosen_tokens_are_left_out_or_pay_and_the_others_keep_their_loss() 
     assert gradient_BT[0].tolist() == pytest.approx([*slope, 0.0], rel=1e-12)
     none_BT = torch.zeros_like(chosen_BT)
     for found_BT in (
-        exploration.left_out(loss_BT, log_ratio_BT, none_BT),
-        exploration.penalised(loss_BT, log_ratio_BT, none_BT, coefficient=2.0),
+        exploration.drop_tokens(loss_BT, log_ratio_BT, none_BT),
+        exploration.penalise_tokens(loss_BT, log_ratio_BT, none_BT, coefficient=2.0),
     ):
         assert torch.equal(found_BT, loss_BT)
 
@@ -109,7 +109,7 @@ def test_the_penalty_is_the_kl_from_the_proximal_policy_in_value_and_gradient() 
     logits_V = torch.tensor([0.1, 0.2, -0.3, 0.4], dtype=torch.float64, requires_grad=True)
     log_ratio_V = logits_V.log_softmax(-1) - proximal_V.log()
     zero_BT, all_BT = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.bool)
-    paid = (proximal_V * exploration.penalised(zero_BT, log_ratio_V[None], all_BT, coefficient=1.0)).sum()
+    paid = (proximal_V * exploration.penalise_tokens(zero_BT, log_ratio_V[None], all_BT, coefficient=1.0)).sum()
     exact = -(proximal_V * log_ratio_V).sum()
     assert paid.item() == pytest.approx(exact.item(), rel=1e-12)
     (found,) = torch.autograd.grad(paid, logits_V, retain_graph=True)
@@ -120,7 +120,7 @@ def test_the_penalty_is_the_kl_from_the_proximal_policy_in_value_and_gradient() 
 def test_a_penalty_is_bounded_and_has_no_gradient_where_nothing_has_moved() -> None:
     log_ratio_BT = torch.tensor([[0.0, -900.0, 900.0]], requires_grad=True)
     loss_BT, chosen_BT = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
-    paid_BT = exploration.penalised(loss_BT, log_ratio_BT, chosen_BT, coefficient=1.0)
+    paid_BT = exploration.penalise_tokens(loss_BT, log_ratio_BT, chosen_BT, coefficient=1.0)
     assert paid_BT.tolist() == [[0.0, K3_BOUND, K3_BOUND]]
     (gradient_BT,) = torch.autograd.grad(paid_BT.sum(), log_ratio_BT)
     assert gradient_BT.eq(0).all()
@@ -128,7 +128,7 @@ def test_a_penalty_is_bounded_and_has_no_gradient_where_nothing_has_moved() -> N
 
 def test_a_batch_without_a_token_singles_out_none() -> None:
     none_BT = torch.zeros(2, 3, dtype=torch.bool)
-    assert not exploration.least_certain(torch.ones(2, 3), none_BT, share=0.2).any()
+    assert not exploration.high_entropy_mask(torch.ones(2, 3), none_BT, share=0.2).any()
     covariance_BT = exploration.covariance(torch.ones(2, 3), torch.ones(2, 3), none_BT)
     assert covariance_BT.eq(0).all()
     assert not exploration.kl_cov(covariance_BT, none_BT, share=0.2).any()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
-from streamppo.algorithms.chunked_head import ChunkedHead, FusedHead, Products, Shape, chunked_logprobs_entropy
+from streamppo.algorithms.chunked_head import ChunkedHead, FusedHead, LogitShape, Products, chunked_logprobs_entropy
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them in tests/numerics/test_cuda.py")
@@ -63,11 +63,11 @@ def differences(made: list[Tensor], wanted: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize(
     ("shape", "temperature"),
     [
-        (Shape(), 1.0),
-        (Shape(), 0.7),
-        (Shape(scale=0.3), torch.linspace(0.5, 1.5, N)),
-        (Shape(soft_cap=2.0), 1.0),
-        (Shape(scale=1.7, soft_cap=3.0), torch.linspace(0.5, 1.5, N)),
+        (LogitShape(), 1.0),
+        (LogitShape(), 0.7),
+        (LogitShape(scale=0.3), torch.linspace(0.5, 1.5, N)),
+        (LogitShape(soft_cap=2.0), 1.0),
+        (LogitShape(scale=1.7, soft_cap=3.0), torch.linspace(0.5, 1.5, N)),
     ],
     ids=str,
 )
@@ -75,7 +75,7 @@ def differences(made: list[Tensor], wanted: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_numbers_and_gradients_are_those_of_float64(
     monkeypatch: pytest.MonkeyPatch,
-    shape: Shape,
+    shape: LogitShape,
     temperature: float | Tensor,
     candidates: Candidates | None,
     with_bias: bool,

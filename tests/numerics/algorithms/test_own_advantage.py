@@ -9,12 +9,12 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms import groups
-from streamppo.algorithms.own_advantage import AdvantageInputs, own_advantage, try_own_advantage
+from streamppo.algorithms.custom_advantage import AdvantageInputs, custom_advantage, try_custom_advantage
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, TaskError
-from streamppo.learner import objective
+from streamppo.learner.objective import objective
 
-EXAMPLE = REPOSITORY / "examples" / "own_advantage.py"
+EXAMPLE = REPOSITORY / "examples" / "custom_advantage.py"
 GROUPS = [4, 4, 4, 9, 9, 7]
 SCORES = [1.0, 0.25, 0.0, 0.5, 0.5, 1.0]
 
@@ -39,14 +39,14 @@ def by_hand() -> list[float]:
 
 def test_rloo_of_ones_own_is_our_rloo() -> None:
     arguments = columns()
-    found_BT = own_advantage(*arguments, function=lambda inputs: groups.rloo(inputs.scores_B, inputs.group_ids_B))
+    found_BT = custom_advantage(*arguments, function=lambda inputs: groups.rloo(inputs.scores_B, inputs.group_ids_B))
     ours_B = groups.rloo(torch.tensor(SCORES, dtype=torch.float64), torch.tensor(GROUPS))
     assert torch.equal(found_BT, ours_B[:, None].expand(6, 5).masked_fill(~arguments[2], 0.0))
 
 
 def test_an_advantage_for_each_token_is_taken_as_it_is_and_masked_tokens_get_none() -> None:
     arguments = columns()
-    found_BT = own_advantage(
+    found_BT = custom_advantage(
         *arguments,
         function=lambda inputs: (inputs.rewards_BT + 2 * inputs.lag_BT).masked_fill(~inputs.mask_BT, torch.inf),
     )
@@ -62,7 +62,7 @@ def test_it_sees_the_mask_and_which_completions_were_cut_off_and_is_a_constant()
         return inputs.scores_B.clone().requires_grad_()
 
     arguments = columns()
-    assert not own_advantage(*arguments, function=function).requires_grad
+    assert not custom_advantage(*arguments, function=function).requires_grad
     assert seen[0].truncated_B.tolist() == [False, False, False, True, False, False]
     assert torch.equal(seen[0].mask_BT, arguments[2])
     assert seen[0].scores_B.tolist() == SCORES
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[Callable[[AdvantageInputs], object], str]] = {
 def test_an_advantage_that_would_end_a_run_later_is_refused_when_it_is_tried(wrong: str) -> None:
     function, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
-        try_own_advantage(function)
+        try_custom_advantage(function)
 
 
 def test_a_standard_deviation_without_a_floor_is_refused_for_the_group_of_equal_scores() -> None:
@@ -95,16 +95,16 @@ def test_a_standard_deviation_without_a_floor_is_refused_for_the_group_of_equal_
         return ((scores_GN - scores_GN.mean(-1, keepdim=True)) / scores_GN.std(-1, keepdim=True)).flatten()
 
     with pytest.raises(ValueError, match=r"advantage\[3, 0\] = nan is not finite"):
-        try_own_advantage(naive)
+        try_custom_advantage(naive)
 
 
 def test_the_example_is_what_it_says() -> None:
-    spec = importlib.util.spec_from_file_location("own_advantage_example", EXAMPLE)
+    spec = importlib.util.spec_from_file_location("custom_advantage_example", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     arguments = columns()
-    found_BT = own_advantage(*arguments, function=module.advantage)
+    found_BT = custom_advantage(*arguments, function=module.advantage)
     assert found_BT[:, 2].tolist() == pytest.approx(by_hand())
 
 

@@ -8,12 +8,12 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms.corrections import importance_weights
-from streamppo.algorithms.own_correction import CorrectionInputs, own_correction, try_own_correction
+from streamppo.algorithms.custom_correction import CorrectionInputs, custom_correction, try_custom_correction
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
-from streamppo.learner import objective
+from streamppo.learner.objective import objective
 
-EXAMPLE = REPOSITORY / "examples" / "own_correction.py"
+EXAMPLE = REPOSITORY / "examples" / "custom_correction.py"
 
 
 def truncated(inputs: CorrectionInputs) -> Tensor:
@@ -32,7 +32,7 @@ def columns() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def test_the_clamped_ratio_is_our_truncation() -> None:
     proximal_BT, behavior_BT, _, mask_BT, _ = columns()
-    own = own_correction(*columns(), function=truncated)
+    own = custom_correction(*columns(), function=truncated)
     ours = importance_weights(proximal_BT, behavior_BT, mask_BT, level="token", mode="truncate", cap=1.2)
     assert torch.equal(own.weights, ours.weights) and torch.equal(own.keep, ours.keep)
     assert not own.weights.requires_grad
@@ -45,7 +45,7 @@ def test_masked_tokens_have_no_weight_and_are_0_in_every_column() -> None:
         seen.append(inputs)
         return torch.where(inputs.mask_BT, 2.0, torch.nan)
 
-    found = own_correction(*columns(), function=careless)
+    found = custom_correction(*columns(), function=careless)
     mask_BT = columns()[3]
     assert torch.equal(found.weights, 2.0 * mask_BT)
     for name, column_BT in seen[0]._asdict().items():
@@ -54,7 +54,7 @@ def test_masked_tokens_have_no_weight_and_are_0_in_every_column() -> None:
 
 def test_a_sampled_token_of_weight_0_counts_as_dropped() -> None:
     *_, lag_BT, mask_BT, trained_BT = columns()
-    found = own_correction(*columns(), function=lambda inputs: inputs.trained_BT.double())
+    found = custom_correction(*columns(), function=lambda inputs: inputs.trained_BT.double())
     assert torch.equal(found.keep, trained_BT)
     assert torch.equal(found.dropped["function"], mask_BT & (lag_BT == 3))
 
@@ -86,11 +86,11 @@ WRONG: dict[str, tuple[Callable[[CorrectionInputs], object], str]] = {
 def test_a_correction_that_cannot_teach_is_refused_when_it_is_tried(wrong: str) -> None:
     function, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
-        try_own_correction(function)
+        try_custom_correction(function)
 
 
 def test_a_correction_over_the_whole_batch_is_taken() -> None:
-    try_own_correction(lambda inputs: inputs.ratio_BT * inputs.mask_BT.sum() / inputs.ratio_BT.sum())
+    try_custom_correction(lambda inputs: inputs.ratio_BT * inputs.mask_BT.sum() / inputs.ratio_BT.sum())
 
 
 def test_a_run_chooses_it_by_name_and_refuses_a_wrong_one_by_name(math_config: Callable[..., Config]) -> None:

@@ -9,13 +9,13 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms.corrections import by_sign, topr
-from streamppo.algorithms.own_loss import LossInputs, own_loss, try_own_loss
+from streamppo.algorithms.custom_loss import LossInputs, custom_loss, try_custom_loss
 from streamppo.algorithms.policy_losses import importance_weighted
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
-from streamppo.learner import objective
+from streamppo.learner.objective import objective
 
-EXAMPLE = REPOSITORY / "examples" / "own_loss.py"
+EXAMPLE = REPOSITORY / "examples" / "custom_loss.py"
 
 
 def surrogate(inputs: LossInputs) -> Tensor:
@@ -35,7 +35,7 @@ def columns() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def test_the_plain_surrogate_is_our_importance_weighted_loss() -> None:
     logprobs_BT, proximal_BT, behavior_BT, *rest = columns()
     ours = importance_weighted(logprobs_BT, proximal_BT, *rest)
-    own = own_loss(logprobs_BT, proximal_BT, behavior_BT, *rest, function=surrogate)
+    own = custom_loss(logprobs_BT, proximal_BT, behavior_BT, *rest, function=surrogate)
     assert torch.equal(ours.loss, own.loss) and torch.equal(ours.ratio, own.ratio)
     (expected,) = torch.autograd.grad(ours.loss.sum(), logprobs_BT)
     (found,) = torch.autograd.grad(own.loss.sum(), logprobs_BT)
@@ -48,7 +48,7 @@ def test_masked_tokens_stay_out_whatever_the_function_says_of_them() -> None:
     def careless(inputs: LossInputs) -> Tensor:
         return torch.where(inputs.mask_BT, surrogate(inputs), torch.inf)
 
-    loss_BT = own_loss(logprobs_BT, *constants, mask_BT, function=careless).loss
+    loss_BT = custom_loss(logprobs_BT, *constants, mask_BT, function=careless).loss
     assert loss_BT[~mask_BT].eq(0).all() and loss_BT.isfinite().all()
     (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), logprobs_BT)
     assert gradient_BT[~mask_BT].eq(0).all()
@@ -64,7 +64,7 @@ def test_a_loss_of_your_own_sees_the_policy_that_sampled() -> None:
         assert not inputs.behavior_logprobs_BT.requires_grad
         return surrogate(inputs) * torch.where(inputs.advantages_BT < 0, 0.25 * weight_BT, 1.0)
 
-    own = own_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=tapered).loss
+    own = custom_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=tapered).loss
     ours = importance_weighted(logprobs_BT, proximal_BT, advantages_BT, mask_BT).loss
     ours = by_sign(ours, advantages_BT, negative=0.25) * topr(proximal_BT, behavior_BT, advantages_BT, mask_BT).weights
     torch.testing.assert_close(own, ours, rtol=1e-12, atol=0)
@@ -90,16 +90,16 @@ WRONG: dict[str, tuple[Callable[[LossInputs], object], str]] = {
 def test_a_loss_that_cannot_teach_is_refused_when_it_is_tried(wrong: str) -> None:
     function, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
-        try_own_loss(function)  # pyright: ignore[reportArgumentType]
+        try_custom_loss(function)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_example_is_what_it_says() -> None:
-    spec = importlib.util.spec_from_file_location("own_loss_example", EXAMPLE)
+    spec = importlib.util.spec_from_file_location("custom_loss_example", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT = columns()
-    found = own_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=module.loss).loss
+    found = custom_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=module.loss).loss
     for b, t in mask_BT.nonzero().tolist():
         ratio, advantage = (logprobs_BT[b, t] - proximal_BT[b, t]).exp().item(), advantages_BT[b, t].item()
         expected = -advantage * ratio + 5.0 * max(0.0, abs(ratio - 1) - 0.2) ** 2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamppo.algorithms import rejections
 from streamppo.algorithms.corrections import Correction, importance_weights
-from streamppo.algorithms.rejections import Rule, rejecting
+from streamppo.algorithms.rejections import RejectionRule, rejecting
 
 MASK = ragged_mask(1, sequences=12)
 BEHAVIOR = logprob_rows(MASK, 3)
@@ -29,25 +29,25 @@ def slow_k3(row: list[float]) -> float:
     return sum(math.exp(x) - 1 - x for x in row) / max(len(row), 1)
 
 
-SLOW: dict[str, tuple[Rule, Callable[[list[float]], list[bool]]]] = {
+SLOW: dict[str, tuple[RejectionRule, Callable[[list[float]], list[bool]]]] = {
     "token": (
-        Rule("token", partial(rejections.token_in_band, lo=0.8, hi=1.2)),
+        RejectionRule("token", partial(rejections.token_in_band, lo=0.8, hi=1.2)),
         lambda row: [0.8 <= math.exp(x) <= 1.2 for x in row],
     ),
     "sequence": (
-        Rule("sequence", partial(rejections.sequence_in_band, lo=0.8, hi=1.2)),
+        RejectionRule("sequence", partial(rejections.sequence_in_band, lo=0.8, hi=1.2)),
         lambda row: [0.8 <= math.exp(sum(row)) <= 1.2] * len(row),
     ),
     "geometric": (
-        Rule("geometric", partial(rejections.geometric_in_band, lo=0.93, hi=1.07)),
+        RejectionRule("geometric", partial(rejections.geometric_in_band, lo=0.93, hi=1.07)),
         lambda row: [0.93 <= math.exp(sum(row) / max(len(row), 1)) <= 1.07] * len(row),
     ),
     "outlier": (
-        Rule("outlier", partial(rejections.outlier_free, lo=0.72, hi=1.3)),
+        RejectionRule("outlier", partial(rejections.outlier_free, lo=0.72, hi=1.3)),
         lambda row: [all(0.72 <= math.exp(x) <= 1.3 for x in row)] * len(row),
     ),
     "k3": (
-        Rule("k3", partial(rejections.mean_k3, at_most=0.03)),
+        RejectionRule("k3", partial(rejections.mean_k3, at_most=0.03)),
         lambda row: [slow_k3(row) <= 0.03] * len(row),
     ),
 }

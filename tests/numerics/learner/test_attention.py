@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.config.sections import FLASH
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner import attention, loading, pretrained
-from streamppo.learner.batch import PaddedBatch, micro_batches, pad
-from streamppo.learner.policy import Policy, Scored
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad
+from streamppo.learner.model import hf_files, load_policy
+from streamppo.learner.model.policy import Policy, PolicyOutput
 
 TWO, THREE, FOUR = FLASH
 BF16 = "model.dtype=bfloat16"
@@ -27,7 +28,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 def policy(folder: Path, implementation: str, layout: attention.Layout) -> Policy:
     """The model in `folder` with a critic that is not zero, in float32."""
     torch.manual_seed(9)
-    made = Policy(pretrained.read(folder, implementation), 0.7, layout=layout)
+    made = Policy(hf_files.read(folder, implementation), 0.7, layout=layout)
     torch.nn.init.normal_(made.value_head.weight)
     return made
 
@@ -69,7 +70,7 @@ def test_flash_attention_gets_the_bounds_of_every_row_and_no_padding(folder: Pat
 def test_gradients_are_those_of_padded_rows(folder: Path, flash: list[Call]) -> None:
     def gradients(implementation: str) -> dict[str, torch.Tensor]:
         made = policy(folder, implementation, attention.layout(implementation))
-        scored: Scored = made(pad(case.batch()), "both")
+        scored: PolicyOutput = made(pad(case.batch()), "both")
         (scored.logprobs_BT.sum() + scored.values_BT.square().sum() + scored.bootstrap_B.sum()).backward()
         return {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
 
@@ -127,7 +128,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def loaded(path: Path, *overrides: str, critic: str = "head") -> Policy:
     mesh = init_device_mesh("cpu", (1,))
-    return loading.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
+    return load_policy.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
 
 
 @pytest.mark.usefixtures("alone", "flash")
@@ -162,7 +163,7 @@ def test_where_the_configuration_insists_on_joined_rows_such_a_model_is_refused_
 
 def chosen(monkeypatch: pytest.MonkeyPatch, capability: int, there: set[str], *overrides: str) -> str:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    monkeypatch.setattr(attention, "installed", lambda name: name in there)
+    monkeypatch.setattr(attention, "is_flash_installed", lambda name: name in there)
     attention._warn.cache_clear()
     return attention.choose(case.config_of(*overrides).model, "cuda")
 
@@ -200,4 +201,4 @@ def test_flash_attention_where_there_is_none_is_refused_in_a_sentence(folder: Pa
     with pytest.raises(ConfigError, match='needs dtype = "bfloat16"'):
         case.config_of("model.attention=flash_attention_2")
     with pytest.raises(ModelError, match=r"FlashAttention2 .* doesn't seem to be installed"):
-        pretrained.read(folder, "flash_attention_2")
+        hf_files.read(folder, "flash_attention_2")

@@ -12,8 +12,8 @@ import table_policy as tables
 import torch
 from conftest import trajectory
 
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.policy import Scored
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model.policy import PolicyOutput
 from streamppo.learner.update import Updater
 from streamppo.types import Batch
 
@@ -58,7 +58,7 @@ def test_the_value_head_v_trace_and_the_kl_in_the_reward_are_about_the_learner_a
     folder: Path, choices: list[str], first: str
 ) -> None:
     assert passes(folder, *choices, *STEPS, *BEHAVIOR)[0] == first
-    scored: list[Scored] = []
+    scored: list[PolicyOutput] = []
     for proximal in ("recompute", "behavior"):
         updater = case.updater(case.config_of(*choices, *STEPS, f"algorithm.proximal={proximal}", OFF), folder)
         updated = updater.update(pad(case.batch()))

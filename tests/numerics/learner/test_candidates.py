@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Sampling
 from streamppo.types import Batch, Identity, Trajectory, encode, ints
 
@@ -50,7 +50,7 @@ def test_log_probs_and_entropies_are_those_of_a_plain_forward_renormalised_over_
 async def _sampled(folder: Path, sampling: Sampling) -> Batch:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tensors = {name: one.detach() for name, one in model.named_parameters()}
-    engine = EmbeddedEngine(model.config, tensors, version=3, slots=4, max_total_tokens=64, ends=Ends({1}), seed=7)
+    engine = EmbeddedEngine(model.config, tensors, version=3, slots=4, max_total_tokens=64, ends=EndTokens({1}), seed=7)
     prompts = [np.array([2 + n % 13, 5], np.int32) for n in range(24)]
     done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
     await engine.stop()

@@ -16,21 +16,22 @@ from torch.distributed.checkpoint import state_dict_saver
 from streamppo import durable
 from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import CheckpointError
-from streamppo.learner import checkpoint, manifest, optimizer
-from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.remote import Remote
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint, manifest
+from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.checkpoint.remote import CheckpointStore
+from streamppo.learner.model import optimizer
 from streamppo.learner.update import Updater
-from streamppo.weights.pusher import Pushed
+from streamppo.weights.pusher import PushedVersion
 
 ALONE = pytest.mark.usefixtures("alone")
 
 
-def pushed(digest: str = "") -> Future[Pushed]:
+def pushed(digest: str = "") -> Future[PushedVersion]:
     """A push that has come to its end."""
-    done = Future[Pushed]()
-    done.set_result(Pushed(digest, 0.0, 0))
+    done = Future[PushedVersion]()
+    done.set_result(PushedVersion(digest, 0.0, 0))
     return done
 
 
@@ -38,19 +39,19 @@ def saver_of(updater: Updater) -> Saver:
     return Saver(dist.new_group(backend="gloo"), updater.config.checkpoint)
 
 
-def trained(updater: Updater) -> Trained:
-    return Trained(updater.policy, updater.optimizer, updater.reference)
+def trained(updater: Updater) -> TrainState:
+    return TrainState(updater.policy, updater.optimizer, updater.reference)
 
 
-def state_of(updater: Updater, version: int = 1) -> State:
+def state_of(updater: Updater, version: int = 1) -> CheckpointState:
     ranks = dist.get_world_size()
     kept = {
         "beta": updater.beta,
-        "bad_steps": updater.in_a_row,
+        "bad_steps": updater.nonfinite_steps,
         "bonus": updater.steered_bonus,
     }
     kept["reference_moved"] = updater.reference_moved
-    return State(version=version, digest="", ranks=ranks, **kept)  # pyright: ignore[reportArgumentType]
+    return CheckpointState(version=version, digest="", ranks=ranks, **kept)  # pyright: ignore[reportArgumentType]
 
 
 def started(saver: Saver, updater: Updater, folder: Path, version: int = 1) -> None:
@@ -81,7 +82,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 # --- what comes back -----------------------------------------------------------------------------------------
 
 
-def carried_over(one: Updater, two: Updater, folder: Path) -> State:
+def carried_over(one: Updater, two: Updater, folder: Path) -> CheckpointState:
     """Save `one` as version 1 and load it into `two`."""
     saver = saver_of(one)
     started(saver, one, folder)
@@ -101,7 +102,7 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(fol
     assert one.beta != 0.1
     assert state.bonus is not None
     two.remember(state.beta, state.bad_steps, Bonus(*state.bonus))
-    assert two.in_a_row == (2, 1)
+    assert two.nonfinite_steps == (2, 1)
     assert two.bonus == one.bonus == pytest.approx((0.105, 0.105))
     one.update(pad(case.batch(seed=1)))
     two.update(pad(case.batch(seed=1)))
@@ -224,13 +225,13 @@ def test_one_checkpoint_at_a_time_and_none_is_left_out(
 
 @ALONE
 def test_a_checkpoint_counts_only_when_its_version_is_published(folder: Path, tmp_path: Path) -> None:
-    updater, push = case.updater(case.config_of(), folder), Future[Pushed]()
+    updater, push = case.updater(case.config_of(), folder), Future[PushedVersion]()
     saver = saver_of(updater)
     saver.start(tmp_path, state_of(updater), trained(updater), push)
     dist.barrier()
     saver.check()
     assert manifest.complete(tmp_path) == []
-    push.set_result(Pushed("its digest", 1.0, 0))
+    push.set_result(PushedVersion("its digest", 1.0, 0))
     saver.wait()
     assert manifest.verify(tmp_path / "00000001", 0).digest == "its digest"
 
@@ -253,10 +254,10 @@ def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     with case.group(rank, ranks, store):
         updater = case.updater(case.config_of(f"learner.ranks={ranks}"), folder)
-        saver, push = saver_of(updater), Future[Pushed]()
+        saver, push = saver_of(updater), Future[PushedVersion]()
         torch.manual_seed(rank)
         # Rank 0 alone waits for the push before it gives the name; the others ask again in the meantime.
-        threading.Timer(1.0, push.set_result, [Pushed("", 0.0, 0)]).start()
+        threading.Timer(1.0, push.set_result, [PushedVersion("", 0.0, 0)]).start()
         for _ in range(2):
             saver.start(out, state_of(updater), trained(updater), push)
         drawn = torch.rand(4)
@@ -370,13 +371,13 @@ def test_ranks_fetch_what_their_disks_have_lost_from_the_copies(folder: Path, tm
 def test_a_checkpoint_that_comes_while_another_is_copied_is_left_out_unless_it_is_the_last(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, put = threading.Event(), Remote.put
+    opened, put = threading.Event(), CheckpointStore.put
 
-    def held(self: Remote, name: str, files: Any) -> None:
+    def held(self: CheckpointStore, name: str, files: Any) -> None:
         assert opened.wait(60)
         put(self, name, files)
 
-    monkeypatch.setattr(Remote, "put", held)
+    monkeypatch.setattr(CheckpointStore, "put", held)
     updater = case.updater(case.config_of(f"checkpoint.remote=file://{tmp_path}/copies"), folder)
     saver = saver_of(updater)
     for version in (1, 2, 3):
@@ -385,4 +386,4 @@ def test_a_checkpoint_that_comes_while_another_is_copied_is_left_out_unless_it_i
     assert [path.name for path in manifest.complete(tmp_path / "checkpoints")] == ["00000002", "00000003"]
     opened.set()
     saver.settle()
-    assert Remote(f"file://{tmp_path}/copies").versions() == [1, 3]
+    assert CheckpointStore(f"file://{tmp_path}/copies").versions() == [1, 3]

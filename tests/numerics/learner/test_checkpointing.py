@@ -12,8 +12,9 @@ from streamppo.commands.checks import memory as checks
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, longest_row
 from streamppo.learner import learner as built
-from streamppo.learner import memory, optimizer
-from streamppo.learner.batch import pad
+from streamppo.learner import memory
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import optimizer
 
 GIB = 2**30
 WIDE = Qwen2Config(
@@ -110,8 +111,8 @@ def test_a_learner_loads_with_the_choice(tmp_path: Path, monkeypatch: pytest.Mon
     config = configfile.load(MATH)
     chosen = configfile.load(MATH, ["model.gradient_checkpointing=full"]).model
     monkeypatch.setattr(built.memory, "choose_checkpointing", lambda *_: chosen)
-    monkeypatch.setattr(built.loading, "load", load)
-    monkeypatch.setattr(built.ulysses, "slices_of", lambda *_: built.ulysses.WHOLE)
+    monkeypatch.setattr(built.load_policy, "load", load)
+    monkeypatch.setattr(built.context_parallel, "slices_of", lambda *_: built.context_parallel.WHOLE)
 
     class Mesh:
         device_type = "cpu"

@@ -9,7 +9,7 @@ import torch
 
 from streamppo.algorithms import groups
 from streamppo.errors import ConfigError, UpdateError
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
 
 pytestmark = pytest.mark.usefixtures("alone")
 GDPO = "algorithm.advantage={kind='gdpo', weights={right=1.0, form=0.5}}"

@@ -15,10 +15,11 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from streamppo.errors import ModelError
-from streamppo.learner import attention, layers, loading, pretrained
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.layers import Checkpointing
-from streamppo.learner.policy import Policy, Scored
+from streamppo.learner.attention import attention, layers
+from streamppo.learner.attention.layers import Checkpointing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import hf_files, load_policy
+from streamppo.learner.model.policy import Policy, PolicyOutput
 
 DETACHED = "queue.segments={prefix='detached'}"
 COLUMNS = ("logprobs_BT", "entropy_BT", "values_BT", "bootstrap_B")
@@ -42,9 +43,9 @@ def policy(
     checkpointing: Checkpointing = "off",
 ) -> Policy:
     torch.manual_seed(9)
-    own = pretrained.critic(critic, folder, implementation).transformer
+    own = hf_files.critic(critic, folder, implementation).transformer
     layout = attention.layout(implementation)
-    lm = pretrained.read(folder, implementation)
+    lm = hf_files.read(folder, implementation)
     made = Policy(lm, 0.7, own, layout=layout, share_prompts=share_prompts)
     torch.nn.init.normal_(made.value_head.weight, std=0.2)
     for transformer in (made.lm.base_model, *([] if own is None else [own])):
@@ -53,7 +54,7 @@ def policy(
     return made
 
 
-def loss(scored: Scored, lengths: torch.Tensor) -> torch.Tensor:
+def loss(scored: PolicyOutput, lengths: torch.Tensor) -> torch.Tensor:
     """A sum in which every number of a row weighs another amount, the same in every batch that the row is in."""
     total = scored.bootstrap_B.sum() * 0.7
     for at, name in enumerate(COLUMNS[:3]):
@@ -179,7 +180,7 @@ def test_a_context_token_costs_a_forward_pass_alone_and_equal_contexts_cost_one(
 
 def made(ranks: int, folder: Path, *overrides: str) -> tuple[case.Weights, dict[str, float]]:
     """An update of layers that are sharded one by one, so that every pass is a collective of its own."""
-    loading.SHARD_LAYERS_ABOVE = 0
+    load_policy.SHARD_LAYERS_ABOVE = 0
     return case.updated(folder, ROWS, DETACHED, "learner.minibatches=2", f"learner.ranks={ranks}", *overrides)
 
 
@@ -196,7 +197,7 @@ def test_models_that_keep_more_than_keys_and_values_are_refused_by_name(folder: 
     Qwen2ForCausalLM(sliding).save_pretrained(tmp_path)
     mesh = init_device_mesh("cpu", (1,))
     for path, critic in ((tmp_path, "head"), (folder, str(tmp_path))):
-        loaded = loading.load(case.config_of().model, path, 1.0, mesh, critic)
+        loaded = load_policy.load(case.config_of().model, path, 1.0, mesh, critic)
         loaded.set_context("attached")
         with pytest.raises(ModelError, match=r"knows models of llama, qwen2, qwen3 .*\(qwen2\) is another"):
             loaded.set_context("detached")

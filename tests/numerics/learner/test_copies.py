@@ -13,24 +13,26 @@ from msgspec import structs
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.errors import ConfigError
-from streamppo.learner import checkpoint, device, loading, optimizer
-from streamppo.learner import policy as model
-from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import Damaged, State
-from streamppo.learner.snapshot import snapshot
-from streamppo.weights.buckets import Buckets, packed
-from streamppo.weights.pusher import Pushed
+from streamppo.learner import device
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState, DamagedFile
+from streamppo.learner.model import load_policy, optimizer
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.snapshot import snapshot
+from streamppo.weights.buckets import Buckets, pack_whole
+from streamppo.weights.pusher import PushedVersion
 from streamppo.weights.shares import join
 
 RANKS, COPIES = 4, 2
-DONE = Future[Pushed]()
-DONE.set_result(Pushed("", 0.0, 0))
+DONE = Future[PushedVersion]()
+DONE.set_result(PushedVersion("", 0.0, 0))
 
 
 def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     """An update, its push, and what a checkpoint of it brings back; with four ranks in two copies."""
-    loading.SHARD_LAYERS_ABOVE = 0
+    load_policy.SHARD_LAYERS_ABOVE = 0
     overrides = [f"learner.ranks={ranks}", f"learner.mesh.replicate={COPIES if ranks > 1 else 1}", "learner.lr=0.01"]
     updater = case.updater(case.config_of(*overrides, "learner.micro_batch_tokens=40"), folder)
     metrics = case.metrics(updater, pad(case.batch()))
@@ -39,8 +41,8 @@ def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     snapshot(updater.policy, buckets.tensors)
     pushes: list[Any] = [None] * ranks
     dist.all_gather_object(pushes, buckets.push(1, rank=dist.get_rank(), ranks=ranks).push)
-    gathered = model.gathered(updater.policy, "bfloat16")
-    found["digests"] = [join(pushes).digest, packed(1, gathered, 3000).push.digest if gathered else ""]
+    gathered = model.gather_weights(updater.policy, "bfloat16")
+    found["digests"] = [join(pushes).digest, pack_whole(1, gathered, 3000).push.digest if gathered else ""]
     found["bytes"] = [sum(one.bucket_bytes) for one in pushes]
     if ranks > 1:
         found |= checkpointed(updater, out)
@@ -65,9 +67,9 @@ def checkpointed(updater: Any, out: Path) -> dict[str, Any]:
     """Save with moments, train on, go back and train on again; then damage a file that only the first copy wrote."""
     updater.optimizer = optimizer.adamw(updater.policy, updater.config)
     case.metrics(updater, pad(case.batch(seed=1)))
-    trained = Trained(updater.policy, updater.optimizer, None)
-    saver = Saver(checkpoint.own_group(), updater.config.checkpoint)
-    saver.start(out, State(version=1, digest="", ranks=RANKS, beta=0.0, bad_steps=(0, 0)), trained, DONE)
+    trained = TrainState(updater.policy, updater.optimizer, None)
+    saver = Saver(checkpoint.checkpoint_process_group(), updater.config.checkpoint)
+    saver.start(out, CheckpointState(version=1, digest="", ranks=RANKS, beta=0.0, bad_steps=(0, 0)), trained, DONE)
     saver.wait()
     dist.barrier()
     after = list[Mapping[str, torch.Tensor]]()
@@ -85,7 +87,7 @@ def checkpointed(updater: Any, out: Path) -> dict[str, Any]:
     refused: list[bool] = [False] * RANKS
     try:
         checkpoint.load(out / "00000001", trained)
-    except Damaged as error:
+    except DamagedFile as error:
         dist.all_gather_object(refused, "__1_0.distcp: damaged" in str(error))
     return {"same": same, "sizes": sizes, "refused": refused}
 

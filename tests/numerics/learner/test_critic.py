@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
 
 from streamppo.errors import ModelError
-from streamppo.learner import loading
-from streamppo.learner import policy as model
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import load_policy
+from streamppo.learner.model import policy as model
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -120,7 +120,7 @@ def test_in_the_warm_up_only_the_critic_learns(folder: Path, kind: str) -> None:
 def critic_at(folder: Path, choice: str | Path) -> model.Policy:
     torch.manual_seed(3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return loading.load(case.config_of().model, folder, 1.0, mesh, str(choice))
+    return load_policy.load(case.config_of().model, folder, 1.0, mesh, str(choice))
 
 
 def reward_model(path: Path, **settings: int) -> Qwen2ForSequenceClassification:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from streamppo.errors import CheckpointError
-from streamppo.learner import distcp, manifest
+from streamppo.learner.checkpoint import distcp, manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -73,11 +73,11 @@ def test_no_file_of_a_checkpoint_lies_elsewhere(path: Path, name: str) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="files elsewhere"):
         distcp.load(state(), path, alone=True)
-    files = manifest.Files(shared={name: "0"}, ranks=())
-    known = manifest.State(version=1, digest="", ranks=0, beta=0.0, bad_steps=(0, 0))
+    files = manifest.CheckpointFiles(shared={name: "0"}, ranks=())
+    known = manifest.CheckpointState(version=1, digest="", ranks=0, beta=0.0, bad_steps=(0, 0))
     (path.parent / "00000001").mkdir()
     manifest.write(path.parent / "00000001", known, files)
-    with pytest.raises(manifest.Damaged, match="cannot be read"):
+    with pytest.raises(manifest.DamagedFile, match="cannot be read"):
         manifest.read(path.parent / "00000001")
 
 

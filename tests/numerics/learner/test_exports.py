@@ -15,9 +15,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from streamppo.errors import ModelError
-from streamppo.learner import loading, policy, pretrained
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 from streamppo.learner.device import mesh_of
+from streamppo.learner.model import hf_files, load_policy, policy
 from streamppo.types import flags, ints
 from streamppo.weights.models import generation
 from streamppo.weights.models import loading as models
@@ -63,11 +63,11 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
 ) -> None:
     path = folder_of(tmp_path / "model", family, generation="greedy_with_temperature")
     config = case.config_of(f"model.dtype={dtype}").model
-    held = loading.load(config, path, 1.0, mesh_of("cpu", case.config_of().learner.mesh))
+    held = load_policy.load(config, path, 1.0, mesh_of("cpu", case.config_of().learner.mesh))
     with torch.no_grad():
         for one in held.lm.parameters():
             one.add_(0.01)
-    pretrained.export(policy.gathered(held, dtype), str(path), tmp_path / "final", dtype)
+    hf_files.export(policy.gather_weights(held, dtype), str(path), tmp_path / "final", dtype)
     own: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").eval()
     assert own.dtype == getattr(torch, dtype) == AutoModelForCausalLM.from_pretrained(tmp_path / "final").dtype
     assert_scores_as(tmp_path / "final", held, 1e-5 if dtype == "float32" else 0.03)
@@ -80,15 +80,15 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
     # Another one can be made of it.
-    pretrained.export(trained(tmp_path / "final", dtype), str(tmp_path / "final"), tmp_path / "again", dtype)
+    hf_files.export(trained(tmp_path / "final", dtype), str(tmp_path / "final"), tmp_path / "again", dtype)
 
 
 def test_weights_of_a_large_model_are_parts_with_an_index(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pretrained.PART == "5GB"
-    monkeypatch.setattr(pretrained, "PART", "20KB")
-    pretrained.export(trained(start, "float32"), str(start), tmp_path / "final", "float32")
+    assert hf_files.PART == "5GB"
+    monkeypatch.setattr(hf_files, "PART", "20KB")
+    hf_files.export(trained(start, "float32"), str(start), tmp_path / "final", "float32")
     index = json.loads((tmp_path / "final" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert models.load(tmp_path / "final").model.num_parameters() == index["metadata"]["total_parameters"]
@@ -98,7 +98,7 @@ def test_weights_of_another_model_are_not_exported(start: Path, tmp_path: Path) 
     held = trained(start, "float32")
     for wrong in ({**held, "lm_head.weight": torch.ones(1)}, dict(list(held.items())[1:])):
         with pytest.raises(ModelError, match="is only in one of them"):
-            pretrained.export(wrong, str(start), tmp_path / "final", "float32")
+            hf_files.export(wrong, str(start), tmp_path / "final", "float32")
     assert not (tmp_path / "final").exists()
 
 
@@ -140,9 +140,9 @@ def test_generation_settings_that_transformers_refuses_are_left_out_with_a_note_
     shutil.copytree(start, path)
     text = content if isinstance(content, str) else json.dumps(content)
     (path / "generation_config.json").write_text(text)
-    notes = pretrained.export(trained(path, "float32"), str(path), tmp_path / "final", "float32")
+    notes = hf_files.export(trained(path, "float32"), str(path), tmp_path / "final", "float32")
     assert {note.split()[0] for note in notes} == dropped
-    assert pretrained.rehearse(str(path)) == notes
+    assert hf_files.rehearse(str(path)) == notes
     made = GenerationConfig.from_pretrained(tmp_path / "final")
     made.save_pretrained(tmp_path / "once more")
     if isinstance(content, dict):
@@ -158,7 +158,7 @@ def test_generation_settings_that_are_fine_are_those_of_the_model(start: Path, t
     (path / "generation_config.json").unlink()
     if content is not None:
         (path / "generation_config.json").write_text(json.dumps(content))
-    made = generation.of(path)
+    made = generation.read_settings(path)
     assert not made.notes and made.config.eos_token_id == (content or {}).get("eos_token_id")
 
 
@@ -168,7 +168,7 @@ def test_generation_settings_that_are_fine_are_those_of_the_model(start: Path, t
 @pytest.mark.parametrize("kind", model_folders.TOKENIZERS)
 def test_the_tokenizer_of_an_export_makes_the_same_tokens(tmp_path: Path, kind: str) -> None:
     path = folder_of(tmp_path / "model", "llama3", tokenizer=kind, template="llama3")
-    pretrained.export(trained(path, "float32"), str(path), tmp_path / "final", "float32")
+    hf_files.export(trained(path, "float32"), str(path), tmp_path / "final", "float32")
     before, after = (AutoTokenizer.from_pretrained(one) for one in (path, tmp_path / "final"))
     for text in ("a word", "  two  ", "<|eot_id|> é 東京 🙂\n"):
         assert after(text)["input_ids"] == before(text)["input_ids"], text
@@ -195,7 +195,7 @@ def test_a_tokenizer_that_transformers_writes_as_another_or_not_at_all_is_copied
     start: Path, tmp_path: Path, write: Callable[..., None], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", write)
-    (note,) = pretrained.export(trained(start, "float32"), str(start), tmp_path / "final", "float32")
+    (note,) = hf_files.export(trained(start, "float32"), str(start), tmp_path / "final", "float32")
     assert note.startswith("the tokenizer's files are copied as they are: ") and why in note
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "final" / name).read_bytes() == (start / name).read_bytes()
@@ -205,9 +205,9 @@ def test_weights_come_out_of_a_folder_whose_tokenizer_is_broken(start: Path, tmp
     path = tmp_path / "model"
     shutil.copytree(start, path)
     (path / "tokenizer.json").write_text("{")
-    (note,) = pretrained.export(trained(path, "float32"), str(path), tmp_path / "final", "float32")
+    (note,) = hf_files.export(trained(path, "float32"), str(path), tmp_path / "final", "float32")
     assert "transformers does not read them" in note
     AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert (tmp_path / "final" / "tokenizer.json").read_text() == "{"
     with pytest.raises(ModelError, match="cannot be loaded"):
-        pretrained.rehearse(str(path))
+        hf_files.rehearse(str(path))

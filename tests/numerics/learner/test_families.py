@@ -11,8 +11,8 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.errors import ModelError
-from streamppo.learner import loading, policy
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import load_policy, policy
 
 QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
 """One for each thing that a head or a place of layers can be; the others take longer than they tell."""
@@ -30,7 +30,7 @@ def test_scores_and_gradients_are_the_models_own(tmp_path: Path, family: str) ->
     families.make(family, tmp_path)
     attention = "eager" if family in EAGER else "sdpa"
     config = case.config_of(f"model.attention={attention}").model
-    trained = loading.load(config, tmp_path, 0.7, init_device_mesh("cpu", (1,)))
+    trained = load_policy.load(config, tmp_path, 0.7, init_device_mesh("cpu", (1,)))
     rows = pad(case.batch())
     scored = trained(rows, "policy")
     weights_BT = torch.randn(rows.mask_BT.shape, generator=torch.Generator().manual_seed(1)) * rows.mask_BT
@@ -62,7 +62,7 @@ def test_scores_of_attention_that_a_model_caps_are_capped_by_auto_and_sdpa_is_re
 
     def load(model: str, choice: str, critic: str = "head") -> policy.Policy:
         config = case.config_of(f"model.attention={choice}").model
-        return loading.load(config, tmp_path / model, 1.0, mesh, critic)
+        return load_policy.load(config, tmp_path / model, 1.0, mesh, critic)
 
     found, expected = load("capped", "auto"), load("capped", "eager")
     with torch.no_grad():

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError
 from streamppo.learner import learner
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 from streamppo.learner.learner import Learner
-from streamppo.learner.policy import Policy
+from streamppo.learner.model.policy import Policy
 from streamppo.learner.update import Updater
 
 ALONE = pytest.mark.usefixtures("alone")

@@ -9,10 +9,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from streamppo.learner import idle_rows, policy
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.idle_rows import Rows
-from streamppo.queue import parts
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import policy
+from streamppo.learner.objective import idle_rows
+from streamppo.learner.objective.idle_rows import IdleRows
+from streamppo.queue.store import batch_parts
 from streamppo.types import Batch
 
 GRPO, MASK = "algorithm.advantage.kind=grpo", "algorithm.zero_variance=mask"
@@ -76,9 +77,9 @@ BATCHES = {
 }
 
 
-def all_rows(_: object, batch: PaddedBatch) -> Rows:
+def all_rows(_: object, batch: PaddedBatch) -> IdleRows:
     every_B = torch.ones(len(batch.reward_B), dtype=torch.bool)
-    return Rows(every_B, every_B, ~every_B)
+    return IdleRows(every_B, every_B, ~every_B)
 
 
 def weights(folder: Path, overrides: tuple[str, ...], batch: Batch, *, leave: bool) -> case.Weights:
@@ -106,15 +107,26 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+SOME = ("grpo", "grpo, kept", "entropy", "gae", "behavior", "truncated")
+"""Recipes that are tried with each batch in every run of the tests; the others with one of them."""
+
+
+def is_quick(recipe: str, name: str) -> bool:
+    return recipe in SOME or name == "old and equal"
+
+
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        pytest.param(recipe, name, marks=() if is_quick(recipe, name) else pytest.mark.slow)
+        for recipe in RECIPES
+        for name in BATCHES
+    ],
+)
 def test_weights_are_those_of_an_update_that_passes_over_all(recipe: str, name: str, folder: Path) -> None:
     made = [weights(folder, RECIPES[recipe], BATCHES[name], leave=leave) for leave in (False, True)]
     case.assert_same_weights(*made)
-
-
-SOME = ("grpo", "grpo, kept", "entropy", "gae", "behavior", "truncated")
 
 
 def of_ranks(ranks: int, folder: Path, *, leave: bool, own: bool) -> list[case.Weights]:
@@ -128,8 +140,10 @@ def of_ranks(ranks: int, folder: Path, *, leave: bool, own: bool) -> list[case.W
             updater = case.updater(case.config_of(*overrides), folder)
             batch = BATCHES["old and equal"]
             if own:
-                outline = parts.outline_of(batch)
-                batch = parts.join(outline, parts.tokens_of(batch, updater.own_rows(pad(parts.join(outline, [])))))
+                outline = batch_parts.outline_of(batch)
+                batch = batch_parts.join(
+                    outline, batch_parts.tokens_of(batch, updater.own_rows(pad(batch_parts.join(outline, []))))
+                )
             case.metrics(updater, pad(batch))
             found.append(case.whole(updater.policy))
     return found
@@ -157,7 +171,7 @@ def test_an_update_of_which_two_thirds_teach_nothing_passes_over_a_third(
     passed: list[int] = []
     forward = policy.Policy.forward
 
-    def counted(self: policy.Policy, rows: PaddedBatch, part: policy.Part) -> policy.Scored:
+    def counted(self: policy.Policy, rows: PaddedBatch, part: policy.Part) -> policy.PolicyOutput:
         passed.append(len(rows.reward_B))
         return forward(self, rows, part)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from streamppo.learner.batch import pad
-from streamppo.types import Learned, floats
+from streamppo.learner.batch.padded import pad
+from streamppo.types import TokenRecord, floats
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -28,7 +28,7 @@ def test_it_is_what_policy_and_critic_say_of_each_token_before_the_first_step(
     padded = pad(case.batch())
     with torch.no_grad():
         before = updater.policy(padded, "both")
-    learned = updater.learned(updater.update(padded))
+    learned = updater.token_record(updater.update(padded))
     found = {"values": before.values_BT, "proximal_logprobs": before.logprobs_BT}
     for name, column in found.items() if has_logprobs else [("values", before.values_BT)]:
         rows = [column[row, :length] for row, length in enumerate(padded.length_B.tolist())]
@@ -43,7 +43,7 @@ def test_the_advantages_are_those_of_the_loss(folder: Path) -> None:
     updated = updater.update(batch)
     advantages = updated.targets.estimate.advantages
     rows = [advantages[row, :length] for row, length in enumerate(batch.length_B.tolist())]
-    assert floats(updater.learned(updated).advantages).tolist() == torch.cat(rows).tolist()
+    assert floats(updater.token_record(updated).advantages).tolist() == torch.cat(rows).tolist()
     assert torch.cat(rows).std() > 0.1
 
 
@@ -58,5 +58,5 @@ def test_the_advantages_are_those_of_the_loss(folder: Path) -> None:
 )
 def test_what_no_pass_has_found_or_nobody_wants_is_empty(folder: Path, choices: list[str], known: set[str]) -> None:
     updater = case.updater(case.config_of(*choices), folder)
-    learned = updater.learned(updater.update(pad(case.batch())))
-    assert {name for name in Learned.__struct_fields__ if getattr(learned, name)} == known
+    learned = updater.token_record(updater.update(pad(case.batch())))
+    assert {name for name in TokenRecord.__struct_fields__ if getattr(learned, name)} == known

@@ -12,9 +12,11 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from streamppo.commands import memory_estimate
+from streamppo.commands.checks import memory_estimate
 from streamppo.config import file as configfile
-from streamppo.learner import device, loading, memory, parallel, policy, ulysses
+from streamppo.learner import device, memory
+from streamppo.learner.model import load_policy, policy
+from streamppo.learner.parallel import context_parallel, tensor_parallel
 from streamppo.weights.buckets import Buckets
 
 RANKS = 64
@@ -83,7 +85,7 @@ def test_the_table_of_the_documentation_is_what_check_says() -> None:
 def parts_of(weight: Any) -> int:
     """The number of ranks that have a part each of what FSDP2 gathers."""
     mesh = weight.device_mesh
-    return mesh[parallel.PART].size() if parallel.PART in (mesh.mesh_dim_names or ()) else 1
+    return mesh[tensor_parallel.PART].size() if tensor_parallel.PART in (mesh.mesh_dim_names or ()) else 1
 
 
 @pytest.mark.usefixtures("first_of_many")
@@ -103,9 +105,9 @@ def test_bytes_of_a_rank_its_push_and_its_checkpoint_are_those_of_check(tmp_path
     settings.architectures = [f"{type(settings).__name__.removesuffix('Config')}ForCausalLM"]
     settings.save_pretrained(tmp_path)
     config = configfile.load(MATH, [f"learner.ranks={RANKS}", f"learner.mesh={{{mesh}}}", "model.dtype=bfloat16"])
-    copies, slices = config.learner.mesh.replicate, ulysses.slices_of("cpu", config.learner.mesh)
+    copies, slices = config.learner.mesh.replicate, context_parallel.slices_of("cpu", config.learner.mesh)
     ranks = device.mesh_of("cpu", config.learner.mesh)
-    made = loading.sharded(config.model, tmp_path, ranks, "head", "sdpa", slices=slices)
+    made = load_policy.shard_without_weights(config.model, tmp_path, ranks, "head", "sdpa", slices=slices)
     assert sum(one.numel() for one in made.lm.parameters()) == pytest.approx(parameters, rel=2e-3)
 
     said = memory.sizes(settings, config.model)

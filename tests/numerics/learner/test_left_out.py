@@ -15,9 +15,9 @@ import table_policy as tables
 import torch
 from conftest import trajectory
 
-from streamppo.algorithms.advantages import Estimate
-from streamppo.learner import objective
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.algorithms.advantages import AdvantageEstimate
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
 from streamppo.telemetry.catalogue import SOMETIMES
 from streamppo.types import Batch
@@ -148,7 +148,7 @@ def test_a_cut_off_completion_stays_in_its_group_and_in_the_denominator() -> Non
 # --- what is left alone --------------------------------------------------------------------------------------
 
 
-def poisoned(updater: Updater, change: Callable[[PaddedBatch, Estimate], Estimate]) -> None:
+def poisoned(updater: Updater, change: Callable[[PaddedBatch, AdvantageEstimate], AdvantageEstimate]) -> None:
     real = updater.objective.advantages
     updater.objective = updater.objective._replace(
         advantages=lambda padded, scored, rewards_BT: change(padded, real(padded, scored, rewards_BT))
@@ -156,7 +156,7 @@ def poisoned(updater: Updater, change: Callable[[PaddedBatch, Estimate], Estimat
 
 
 def trained(
-    folder: Path, change: Callable[[PaddedBatch, Estimate], Estimate], *overrides: str
+    folder: Path, change: Callable[[PaddedBatch, AdvantageEstimate], AdvantageEstimate], *overrides: str
 ) -> dict[str, torch.Tensor]:
     updater = case.updater(case.config_of(*overrides), folder)
     poisoned(updater, change)
@@ -166,8 +166,8 @@ def trained(
 
 @pytest.mark.usefixtures("group")
 def test_neither_policy_nor_critic_learns_from_a_cut_off_completion(folder: Path) -> None:
-    def poison(padded: PaddedBatch, estimate: Estimate) -> Estimate:
-        return Estimate(*(column.masked_fill(padded.truncated_B[:, None], 1e6) for column in estimate))
+    def poison(padded: PaddedBatch, estimate: AdvantageEstimate) -> AdvantageEstimate:
+        return AdvantageEstimate(*(column.masked_fill(padded.truncated_B[:, None], 1e6) for column in estimate))
 
     clean = trained(folder, lambda _, estimate: estimate, CUT_OFF, "algorithm.entropy=0.1")
     found = trained(folder, poison, CUT_OFF, "algorithm.entropy=0.1")
@@ -187,10 +187,10 @@ def test_a_drifted_negative_response_leaves_the_surrogate_and_stays_for_entropy_
     drift_BT = (batch.behavior_logprobs_BT - logprobs_BT).masked_fill(~batch.mask_BT, 0.0)
     far_B = drift_BT.sum(-1) / batch.mask_BT.sum(-1) > 1e-6
 
-    def sign(padded: PaddedBatch, estimate: Estimate) -> Estimate:
+    def sign(padded: PaddedBatch, estimate: AdvantageEstimate) -> AdvantageEstimate:
         return estimate._replace(advantages=torch.where(far_B[:, None], -1e3, estimate.advantages.abs()))
 
-    def without(padded: PaddedBatch, estimate: Estimate) -> Estimate:
+    def without(padded: PaddedBatch, estimate: AdvantageEstimate) -> AdvantageEstimate:
         return estimate._replace(advantages=torch.where(far_B[:, None], 0.0, estimate.advantages.abs()))
 
     assert far_B.any() and not far_B.all()

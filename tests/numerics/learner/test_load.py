@@ -17,10 +17,11 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from streamppo.algorithms.chunked_head import Shape
+from streamppo.algorithms.chunked_head import LogitShape
 from streamppo.errors import ModelError
-from streamppo.learner import head, layers, loading
-from streamppo.learner import policy as model
+from streamppo.learner.attention import layers
+from streamppo.learner.model import lm_head, load_policy
+from streamppo.learner.model import policy as model
 
 RANKS = 3
 CRITICS = ("head", "policy", "scratch", "path")
@@ -33,7 +34,7 @@ def load(folder: Path, critic: str, mesh: object, dtype: str = "float32") -> mod
     checkpointing = "full" if critic == "path" else "off"
     config = case.config_of(f"model.gradient_checkpointing={checkpointing}", f"model.dtype={dtype}").model
     choice = str(folder / "critic") if critic == "path" else critic
-    return loading.load(config, folder / "policy", 1.0, mesh, choice)  # pyright: ignore[reportArgumentType]
+    return load_policy.load(config, folder / "policy", 1.0, mesh, choice)  # pyright: ignore[reportArgumentType]
 
 
 def everything(policy: model.Policy) -> dict[str, torch.Tensor]:
@@ -44,7 +45,7 @@ def everything(policy: model.Policy) -> dict[str, torch.Tensor]:
 def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # Every layer is sharded on its own, as those of a large model are.
-    loading.SHARD_LAYERS_ABOVE = 0
+    load_policy.SHARD_LAYERS_ABOVE = 0
     with case.group(rank, ranks, store):
         mesh = init_device_mesh("cpu", (ranks,))
         found = {}
@@ -102,7 +103,7 @@ def test_a_model_that_does_more_to_its_logits_than_its_settings_say_is_refused(
 ) -> None:
     torch.manual_seed(5)
     GraniteForCausalLM(GraniteConfig(**case.SMALL, logits_scaling=8.0)).save_pretrained(tmp_path / "policy")
-    monkeypatch.setattr(head, "shape_of", lambda _: Shape())
+    monkeypatch.setattr(lm_head, "shape_of", lambda _: LogitShape())
     with pytest.raises(ModelError, match=r"more to its logits than the learner knows.* would be up to [0-9.]+ nats"):
         load(tmp_path, "head", init_device_mesh("cpu", (1,)))
 
@@ -111,13 +112,13 @@ def test_a_model_that_does_more_to_its_logits_than_its_settings_say_is_refused(
 def test_a_large_model_whose_layers_are_not_where_others_have_them_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "SHARD_LAYERS_ABOVE", 0)
+    monkeypatch.setattr(load_policy, "SHARD_LAYERS_ABOVE", 0)
     GPT2LMHeadModel(GPT2Config(vocab_size=17, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "policy")
     monkeypatch.setattr(layers, "PLACES", ("layers", "blocks"))
     mesh = init_device_mesh("cpu", (1,))
     # A rank alone shards nothing.
     load(tmp_path, "head", mesh, "bfloat16")
-    monkeypatch.setattr(loading, "is_whole", lambda *_, **__: False)
+    monkeypatch.setattr(load_policy, "is_whole", lambda *_, **__: False)
     with pytest.raises(ModelError, match="GPT2Model keeps its layers elsewhere than under layers, blocks"):
         load(tmp_path, "head", mesh, "bfloat16")
 

@@ -17,17 +17,18 @@ from transformers import AutoModelForCausalLM
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, WeightsError
-from streamppo.learner import adapters, checkpoint, loading, optimizer
-from streamppo.learner import policy as model
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.checkpoint import Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.policy import Policy
-from streamppo.learner.reference import Without
-from streamppo.learner.snapshot import snapshot
-from streamppo.rollout.adapters import Merged, source
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.model import adapters, load_policy, optimizer
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.frozen import NoReferenceWeights
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.model.snapshot import snapshot
+from streamppo.rollout.adapters import MergedAdapters, source
 from streamppo.types import Push
-from streamppo.weights.adapters import merged
+from streamppo.weights.adapters import merge_adapters
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import check
 from streamppo.weights.replica import Replica
@@ -53,10 +54,10 @@ def loaded(config: Config, path: str, *, moved: bool = True) -> Policy:
     """A policy with adapters, of which B is no longer 0 if they have `moved`."""
     torch.manual_seed(3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = loading.load(config.model, path, 1.0, mesh, lora=config.model.lora)
+    policy = load_policy.load(config.model, path, 1.0, mesh, lora=config.model.lora)
     if moved:
         with torch.no_grad():
-            for name, one in adapters.trained(policy.lm).items():
+            for name, one in adapters.adapter_parameters(policy.lm).items():
                 if name.endswith("lora_B.weight"):
                     made = torch.randn(one.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2
                     one.copy_(distribute_tensor(made, mesh, one.placements) if isinstance(one, DTensor) else made)
@@ -85,10 +86,10 @@ def versions(ranks: int, path: str) -> dict[str, str]:
 def digest(path: str, dtype: str) -> str:
     config = case.config_of(LORA, f"model.dtype={dtype}")
     policy = loaded(config, path)
-    replica, gathered = pushed(policy, config), model.gathered(policy, dtype, config.model.lora)
+    replica, gathered = pushed(policy, config), model.gather_weights(policy, dtype, config.model.lora)
     if dist.get_rank():
         return ""
-    found = asyncio.run(source(config, path).of(replica))
+    found = asyncio.run(source(config, path).materialize(replica))
     check(found.contents, found.tensors.items())
     assert list(found.tensors) == list(gathered)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in gathered.items())
@@ -114,7 +115,7 @@ def test_the_learner_scores_as_the_merged_model_does(folder: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     first = scores(Policy(lm, 1.0), batch)
     assert (scores(policy, batch) - first).abs().max() > 0.1
-    whole = asyncio.run(source(config, str(folder / "model")).of(pushed(policy, config))).tensors
+    whole = asyncio.run(source(config, str(folder / "model")).materialize(pushed(policy, config))).tensors
     with torch.no_grad():
         for name, one in lm.named_parameters():
             one.copy_(whole[name])
@@ -127,13 +128,13 @@ def test_an_update_moves_the_adapters_alone_and_by_the_gradient_of_the_merged_mo
     config, batch = case.config_of(LORA), pad(case.batch())
     policy, lm = loaded(config, str(folder / "model")), AutoModelForCausalLM.from_pretrained(folder / "model")
     still = {name: one.detach().clone() for name, one in lm.named_parameters()}
-    held = {name: case.full(one) for name, one in adapters.trained(policy.lm).items()}
+    held = {name: case.full(one) for name, one in adapters.adapter_parameters(policy.lm).items()}
     with torch.no_grad():
         for name, one in lm.named_parameters():
-            one.copy_(merged(still, held, 2.0)[name])
+            one.copy_(merge_adapters(still, held, 2.0)[name])
     for one in (policy, Policy(lm, 1.0)):
         one(batch, "policy").logprobs_BT.square().sum().backward()
-    gradients = {name: one.grad for name, one in adapters.trained(policy.lm).items()}
+    gradients = {name: one.grad for name, one in adapters.adapter_parameters(policy.lm).items()}
     assert len(gradients) == 2 * 7 * case.SMALL["num_hidden_layers"]
     for name, one in gradients.items():
         base, _, kind = name.rpartition(".lora_")
@@ -154,7 +155,7 @@ def test_the_reference_is_the_policy_without_its_adapters_bit_for_bit(folder: Pa
     config, batch = case.config_of(LORA), pad(case.batch())
     policy = loaded(config, str(folder / "model"))
     first, now = scores(loaded(config, str(folder / "model"), moved=False), batch), scores(policy, batch)
-    reference = Without(policy)
+    reference = NoReferenceWeights(policy)
     assert torch.equal(scores(reference, batch), first)
     assert torch.equal(scores(policy, batch), now)
     with pytest.raises(AttributeError):
@@ -170,7 +171,7 @@ def test_the_kl_is_that_to_a_second_model(folder: Path, more: tuple[str, ...]) -
     with_lora = case.updater(case.config_of(*kl), folder / "model")
     by_hand = case.updater(case.config_of(*kl), folder / "model")
     config = case.config_of(*kl[:1], *more)
-    by_hand.reference = loading.load(config.model, folder / "model", 1.0, init_device_mesh("cpu", (1,)))
+    by_hand.reference = load_policy.load(config.model, folder / "model", 1.0, init_device_mesh("cpu", (1,)))
     batches = [pad(case.batch(seed=seed)) for seed in range(3)]
     for batch in batches:
         one, other = case.metrics(with_lora, batch), case.metrics(by_hand, batch)
@@ -187,16 +188,19 @@ def test_a_checkpoint_has_the_adapters_and_their_moments_and_no_frozen_weight(fo
     adamw = optimizer.adamw(policy, config)
     policy(batch, "both").logprobs_BT.sum().backward()
     adamw.step()
-    trained, state = Trained(policy, adamw, None), State(version=1, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
+    trained, state = (
+        TrainState(policy, adamw, None),
+        CheckpointState(version=1, digest="", ranks=1, beta=0.0, bad_steps=(0, 0)),
+    )
     held = checkpoint._tensors(trained, state)
     assert all(".lora_" in name or "value_head" in name for name in held["policy"])
     assert held["optimizer"].keys() == held["policy"].keys()
-    saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
+    saver = checkpoint.Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
     published: Any = SimpleNamespace(result=lambda: SimpleNamespace(digest="d"))
     saver.start(folder / "checkpoints", state, trained, published)
     saver.wait()
     other = loaded(config, str(folder / "model"), moved=False)
-    checkpoint.load(folder / "checkpoints" / "00000001", Trained(other, optimizer.adamw(other, config), None))
+    checkpoint.load(folder / "checkpoints" / "00000001", TrainState(other, optimizer.adamw(other, config), None))
     case.assert_same_weights(case.whole(policy), case.whole(other), atol=0.0)
 
 
@@ -204,26 +208,26 @@ def test_a_checkpoint_has_the_adapters_and_their_moments_and_no_frozen_weight(fo
 def test_adapters_of_another_model_or_damaged_ones_are_refused_by_name(folder: Path) -> None:
     config = case.config_of(LORA)
     policy = loaded(config, str(folder / "model"))
-    replica, names = pushed(policy, config), dict(model.gathered(policy, "float32", config.model.lora))
+    replica, names = pushed(policy, config), dict(model.gather_weights(policy, "float32", config.model.lora))
     still = {
         name: one.clone() for name, one in AutoModelForCausalLM.from_pretrained(folder / "model").named_parameters()
     }
     assert names.keys() == still.keys()
     still["model.norm.weight"][3] += 1
     with pytest.raises(WeightsError, match=r"another model .*model\.norm\.weight differs, and 0 more"):
-        asyncio.run(Merged(still, 2.0).of(replica))
+        asyncio.run(MergedAdapters(still, 2.0).materialize(replica))
     still["model.norm.weight"][3] -= 1
-    asyncio.run(Merged(still, 2.0).of(replica))
+    asyncio.run(MergedAdapters(still, 2.0).materialize(replica))
     broken = replica.tensors["model.layers.0.self_attn.q_proj.lora_A.weight"]
     broken[0, 0] += 1
     with pytest.raises(WeightsError, match=r"q_proj\.lora_A"):
-        asyncio.run(Merged(still, 2.0).of(replica))
+        asyncio.run(MergedAdapters(still, 2.0).materialize(replica))
 
 
 @pytest.mark.usefixtures("alone")
 def test_targets_are_chosen_by_the_ends_of_their_names_and_unknown_ones_refused(folder: Path) -> None:
     policy = loaded(case.config_of("model.lora={targets=['q_proj', 'v_proj']}"), str(folder / "model"))
-    assert {name.split(".")[-3] for name in adapters.trained(policy.lm)} == {"q_proj", "v_proj"}
+    assert {name.split(".")[-3] for name in adapters.adapter_parameters(policy.lm)} == {"q_proj", "v_proj"}
     with pytest.raises(ModelError, match="no_proj"):
         loaded(case.config_of("model.lora={targets=['no_proj']}"), str(folder / "model"))
     assert Lora(rank=4, alpha=6).scale == 1.5

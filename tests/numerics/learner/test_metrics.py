@@ -15,7 +15,7 @@ import torch
 from conftest import trajectory
 
 from streamppo.algorithms.candidates import Candidates
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.telemetry.catalogue import SOMETIMES, UPDATE
 from streamppo.types import Batch
 

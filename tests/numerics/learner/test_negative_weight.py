@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
 
 TOPR, QUARTER = "algorithm.correction.kind=topr", "algorithm.negative_weight=0.25"
 SIGN_LOSS = Path(__file__).parents[2] / "support" / "sign_loss.py"

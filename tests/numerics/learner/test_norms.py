@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from streamppo.learner import layers, loading, norms
+from streamppo.learner.attention import layers
+from streamppo.learner.model import load_policy, norms
 
 FAMILIES = {"llama": (LlamaConfig, LlamaModel), "qwen2": (Qwen2Config, Qwen2Model), "qwen3": (Qwen3Config, Qwen3Model)}
 SHAPE: dict[str, Any] = {**case.SMALL, "head_dim": 8, "rms_norm_eps": 1e-3}
@@ -83,6 +84,6 @@ def test_the_learner_uses_it_on_a_cpu_unless_layers_are_compiled(
     monkeypatch.setattr(layers, "compile_layers", lambda _: None)
     for compiled in (False, True):
         config = case.config_of(f"model.compile={str(compiled).lower()}", "learner.exact=false").model
-        policy = loading.load(config, tmp_path, 1.0, case.mesh_of("cpu", case.config_of().learner.mesh))
+        policy = load_policy.load(config, tmp_path, 1.0, case.mesh_of("cpu", case.config_of().learner.mesh))
         norm: Any = policy.lm.model.norm
         assert ("forward" in vars(norm)) is not compiled

@@ -6,7 +6,7 @@ import table_policy as tables
 import torch
 from test_metrics import BEFORE, metrics, rows
 
-from streamppo.learner import objective
+from streamppo.learner.objective import objective
 
 
 def test_whitening_looks_at_tokens_that_are_too_old_so_that_leaving_them_out_scales_no_other_one() -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from streamppo.errors import ModelError
-from streamppo.learner import parallel
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.parallel import tensor_parallel
 
 PLACEMENT = (_fsdp_common, "ShardPlacementResult")
 """FSDP2's own modules keep what they have imported; they call collectives by their names of today."""
@@ -55,7 +55,7 @@ def moved(ranks: int, older: bool) -> list[torch.Tensor]:
             patch.delattr(module, name, raising=False)
         group, mine = dist.group.WORLD, torch.arange(24.0).view(2, 4, 3) * (1 + dist.get_rank())
         assert group is not None
-        return [parallel._gathered(mine, group), parallel._scattered(mine, group)]
+        return [tensor_parallel._gather_slices(mine, group), tensor_parallel._reduce_slices(mine, group)]
 
 
 def test_slices_are_gathered_and_scattered_by_the_older_names_too(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import learner_case as case
 import torch
 
-from streamppo.learner import idle_rows
-from streamppo.learner.batch import pad
-from streamppo.queue import parts
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.objective import idle_rows
+from streamppo.queue.store import batch_parts
 
 RECIPES = {
     "one step": ("learner.micro_batch_tokens=30",),
@@ -32,9 +32,9 @@ def _updated(ranks: int, folder: str, options: tuple[str, ...], *, own: bool) ->
     updater = case.updater(case.config_of(f"learner.ranks={ranks}", *options), Path(folder))
     whole = case.cut(case.batch())
     if own:
-        outline = parts.outline_of(whole)
-        rows = updater.own_rows(pad(parts.join(outline, [])))
-        whole = parts.join(outline, parts.tokens_of(whole, rows))
+        outline = batch_parts.outline_of(whole)
+        rows = updater.own_rows(pad(batch_parts.join(outline, [])))
+        whole = batch_parts.join(outline, batch_parts.tokens_of(whole, rows))
     updater.metrics(updater.update(pad(whole)))
     return [*case.whole(updater.policy).values()]
 
@@ -52,7 +52,7 @@ def test_a_rank_of_several_reads_a_part_of_the_rows_and_all_ranks_together_read_
         updater = case.updater(case.config_of(), folder)
     tokens_B, epochs = torch.arange(1, 65), updater.objective.epochs
     every_B = torch.ones(64, dtype=torch.bool)
-    chosen = idle_rows.Rows(every_B, every_B, ~every_B)
+    chosen = idle_rows.IdleRows(every_B, every_B, ~every_B)
     ranks = [updater.division._replace(rank=rank, ranks=4).own_rows(tokens_B, 0, epochs, chosen) for rank in range(4)]
     assert {row for rows in ranks for row in rows} == set(range(64))
     assert all(len(rows) <= 17 for rows in ranks), "a quarter, and the row of an empty pass"

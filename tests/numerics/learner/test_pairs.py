@@ -20,7 +20,7 @@ from streamppo.errors import ConfigError
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import draw
+from benchmarks.lib import draw
 
 pytestmark = pytest.mark.usefixtures("alone")
 

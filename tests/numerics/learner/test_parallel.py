@@ -12,16 +12,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner import checkpoint, dispatch, loading, optimizer, parallel, shared, ulysses, weight_files
-from streamppo.learner import policy as model
-from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver, Trained
+from streamppo.learner.attention import prefix_sharing
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.device import mesh_of
-from streamppo.learner.manifest import State
-from streamppo.learner.reference import follow
-from streamppo.learner.snapshot import snapshot
-from streamppo.weights.buckets import Buckets, packed
-from streamppo.weights.pusher import Pushed
+from streamppo.learner.model import load_policy, optimizer, weight_files
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.frozen import follow
+from streamppo.learner.model.snapshot import snapshot
+from streamppo.learner.parallel import context_parallel, expert_parallel, tensor_parallel
+from streamppo.weights.buckets import Buckets, pack_whole
+from streamppo.weights.pusher import PushedVersion
 from streamppo.weights.shares import join
 
 RANKS = 4
@@ -36,6 +39,8 @@ FAMILIES = {
     "six": Qwen3MoeConfig(**case.SMALL, **MOE, num_experts=6, initializer_range=0.3),
     "mixtral": MixtralConfig(**case.SMALL, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.3),
 }
+QUICK = ("qwen2", "llama", "qwen3_moe")
+"""Every kind of cut; the others are slow."""
 T2, E2 = "learner.mesh.tensor=2", "learner.mesh.expert=2"
 CASES = {
     "qwen2": (
@@ -62,7 +67,7 @@ CASES = {
 
 def made(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[Any]:
     """The weights and metrics of an update for each of `cases`; the digests of its push and of what is gathered."""
-    loading.SHARD_LAYERS_ABOVE, shared.WORTH = 0, 100.0
+    load_policy.SHARD_LAYERS_ABOVE, prefix_sharing.WORTH = 0, 100.0
     found: list[Any] = []
     for overrides in cases:
         several = [one.replace("FOLDER", str(folder)) for one in overrides if ranks > 1 or "mesh" not in one]
@@ -73,13 +78,15 @@ def made(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[A
         snapshot(updater.policy, buckets.tensors)
         pushes: list[Any] = [None] * ranks
         dist.all_gather_object(pushes, buckets.push(1, rank=dist.get_rank(), ranks=ranks).push)
-        gathered = model.gathered(updater.policy, "bfloat16")
-        digests = join(pushes).digest, packed(1, gathered, 3000).push.digest if gathered else ""
+        gathered = model.gather_weights(updater.policy, "bfloat16")
+        digests = join(pushes).digest, pack_whole(1, gathered, 3000).push.digest if gathered else ""
         found.append((case.whole(updater.policy), metrics, digests))
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_an_update_of_cut_weights_is_that_of_whole_ones(family: str, tmp_path: Path) -> None:
     save_model(tmp_path / "model", family)
     whole, cut = (case.by_ranks(made, n, tmp_path, tmp_path / "model", CASES[family]) for n in (1, RANKS))
@@ -97,16 +104,16 @@ def save_model(folder: Path, family: str) -> Any:
 
 def saved(ranks: int, folder: Path, out: Path, mesh: str) -> dict[str, Any]:
     """What AdamW makes of a checkpoint, twice, and then a reference that follows it by the half."""
-    loading.SHARD_LAYERS_ABOVE = 0
+    load_policy.SHARD_LAYERS_ABOVE = 0
     small = "learner.lr=0.001", "learner.micro_batch_tokens=40", "algorithm.kl.loss_beta=0.1"
     config = case.config_of(f"learner.ranks={ranks}", *small, "algorithm.kl.follow_every=9", f"learner.mesh={{{mesh}}}")
     updater = case.updater(config, folder)
     updater.optimizer = optimizer.adamw(updater.policy, config)
     case.metrics(updater, pad(case.batch(seed=1)))
-    trained, done = Trained(updater.policy, updater.optimizer, None), Future[Pushed]()
-    done.set_result(Pushed("", 0.0, 0))
-    saver = Saver(checkpoint.own_group(), config.checkpoint)
-    saver.start(out, State(version=1, digest="", ranks=ranks, beta=0.0, bad_steps=(0, 0)), trained, done)
+    trained, done = TrainState(updater.policy, updater.optimizer, None), Future[PushedVersion]()
+    done.set_result(PushedVersion("", 0.0, 0))
+    saver = Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
+    saver.start(out, CheckpointState(version=1, digest="", ranks=ranks, beta=0.0, bad_steps=(0, 0)), trained, done)
     saver.wait()
     dist.barrier()
     after: list[case.Weights] = []
@@ -144,10 +151,10 @@ def test_a_checkpoint_of_cut_weights_is_trained_on_bit_for_bit_and_as_by_one_ran
 
 def loaded(ranks: int, folder: Path, mesh: str) -> case.Weights:
     """The weights of all ranks, each of which has read its own part."""
-    weight_files.LARGE = loading.SHARD_LAYERS_ABOVE = 0
+    weight_files.LARGE = load_policy.SHARD_LAYERS_ABOVE = 0
     config = case.config_of(f"learner.ranks={ranks}", f"learner.mesh={{{mesh}}}")
-    slices = ulysses.slices_of("cpu", config.learner.mesh)
-    return case.whole(loading.load(config.model, folder, 1.0, mesh_of("cpu", config.learner.mesh), slices=slices))
+    slices = context_parallel.slices_of("cpu", config.learner.mesh)
+    return case.whole(load_policy.load(config.model, folder, 1.0, mesh_of("cpu", config.learner.mesh), slices=slices))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +179,7 @@ def all_to_the_first(ranks: int, computes: str) -> list[Any]:
     experts.num_experts = 1
     tokens_ND = torch.randn(5, 32, requires_grad=True)
     to_first = torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1)
-    dispatch.to_experts(experts, dist.group.WORLD, 1, tokens_ND, *to_first).sum().backward()  # pyright: ignore
+    expert_parallel.dispatch_to_experts(experts, dist.group.WORLD, 1, tokens_ND, *to_first).sum().backward()  # pyright: ignore
     assert tokens_ND.grad is not None and tokens_ND.grad.any()
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, [None if one.grad is None else bool(one.grad.any()) for one in experts.parameters()])
@@ -194,8 +201,8 @@ def test_experts_without_a_token_have_a_gradient_of_zero(tmp_path: Path, compute
     ],
 )
 def test_experts_that_cannot_be_shared_are_refused(family: str, experts: int, reason: str) -> None:
-    assert parallel.refusal(FAMILIES[family], experts).startswith(reason)
-    assert bool(parallel.refusal(FAMILIES[family], experts)) == bool(reason)
+    assert tensor_parallel.refusal(FAMILIES[family], experts).startswith(reason)
+    assert bool(tensor_parallel.refusal(FAMILIES[family], experts)) == bool(reason)
 
 
 def refused(ranks: int, folder: Path, mesh: str) -> str:

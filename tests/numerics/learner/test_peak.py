@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.learner import memory, optimizer
-from streamppo.learner.batch import pad
+from streamppo.learner import memory
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import optimizer
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
 

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamppo.errors import ConfigError, RunError, UpdateError
-from streamppo.learner import device, layers, loading, optimizer
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner import device
+from streamppo.learner.attention import layers
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import load_policy, optimizer
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -162,13 +164,13 @@ def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path)
     assert {parameter.device.type for parameter in offloaded.reference.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("layers_above", [0, loading.SHARD_LAYERS_ABOVE])
+@pytest.mark.parametrize("layers_above", [0, load_policy.SHARD_LAYERS_ABOVE])
 def test_of_a_references_pass_nothing_stays_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch, layers_above: int
 ) -> None:
-    monkeypatch.setattr(loading, "SHARD_LAYERS_ABOVE", layers_above)
+    monkeypatch.setattr(load_policy, "SHARD_LAYERS_ABOVE", layers_above)
     # As if it were one rank of several.
-    monkeypatch.setattr(loading, "is_whole", lambda *_, **__: False)
+    monkeypatch.setattr(load_policy, "is_whole", lambda *_, **__: False)
     choices = ("algorithm.kl.loss_beta=0.1", "learner.micro_batch_tokens=40", "model.dtype=bfloat16")
     updater = case.updater(case.config_of(*choices), folder)
     reference: Any = updater.reference

@@ -6,7 +6,7 @@ import learner_case as case
 import pytest
 import torch
 
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 
 pytestmark = pytest.mark.usefixtures("alone")
 

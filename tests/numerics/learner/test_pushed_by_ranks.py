@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.learner import loading
-from streamppo.learner import policy as model
-from streamppo.learner.snapshot import snapshot
+from streamppo.learner.model import load_policy
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.snapshot import snapshot
 from streamppo.types import Push
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import check
@@ -34,9 +34,9 @@ def folder(tmp_path: Path) -> Path:
 def pushes(ranks: int, path: str, dtype: str, layer_by_layer: bool) -> dict[str, object]:
     """On rank 0: the tensors and the digest of two versions, whose second comes as a delta where that pays."""
     if layer_by_layer:
-        loading.SHARD_LAYERS_ABOVE = 0
+        load_policy.SHARD_LAYERS_ABOVE = 0
     config = case.config_of(f"model.dtype={dtype}").model
-    policy = loading.load(config, path, 1.0, init_device_mesh("cpu", (ranks,)))
+    policy = load_policy.load(config, path, 1.0, init_device_mesh("cpu", (ranks,)))
     sets = [Buckets(model.shards(policy, dtype), 3000) for _ in range(2)]
     replica, found = Replica(), dict[str, object]()
     for version in (0, 1):
@@ -45,7 +45,7 @@ def pushes(ranks: int, path: str, dtype: str, layer_by_layer: bool) -> dict[str,
         # All ranks gather, whether they send something or not.
         everybody: list[object] = [None] * ranks
         dist.all_gather_object(everybody, (mine.push, mine.arrays))
-        gathered = model.gathered(policy, dtype)
+        gathered = model.gather_weights(policy, dtype)
         if dist.get_rank() == 0:
             parts = [one for one in everybody if isinstance(one, tuple)]
             push: Push = join([part for part, _ in parts])

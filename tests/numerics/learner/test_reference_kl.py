@@ -11,7 +11,7 @@ import torch
 from conftest import trajectory
 
 from streamppo.algorithms.kl import K3_BOUND, kl, kl_loss, kl_reward
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.types import Batch
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -7,23 +7,24 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamppo.learner import learner, loading, reference
-from streamppo.learner import policy as model
-from streamppo.learner.batch import pad
+from streamppo.learner import learner
+from streamppo.learner.batch.padded import pad
 from streamppo.learner.learner import Learner
-from streamppo.learner.policy import Policy
-from streamppo.weights.ledger import Published
+from streamppo.learner.model import frozen, load_policy
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.policy import Policy
+from streamppo.weights.ledger import PublishReply
 
 KL, BF16, MOVES = "algorithm.kl.loss_beta=0.1", "model.dtype=bfloat16", "algorithm.kl.follow_every=1"
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 def loaded(folder: Path, *, master: bool) -> Policy:
-    return loading.load(case.config_of(BF16).model, folder, 1.0, init_device_mesh("cpu", (1,)), master=master)
+    return load_policy.load(case.config_of(BF16).model, folder, 1.0, init_device_mesh("cpu", (1,)), master=master)
 
 
 def dtype(one: Learner) -> torch.dtype:
-    followed = reference.own(one.updater.reference)
+    followed = frozen.separate_reference(one.updater.reference)
     assert followed is not None
     return next(followed.lm.parameters()).dtype
 
@@ -40,7 +41,7 @@ def test_weights_that_stand_still_score_as_those_of_float32_do_in_half_of_the_me
     assert {one.dtype for one in light.lm.buffers()} == {torch.float32}
 
 
-def publish(*_: object) -> Published:
+def publish(*_: object) -> PublishReply:
     raise AssertionError("nothing is pushed here")
 
 
@@ -62,7 +63,10 @@ def test_one_that_moves_or_has_moved_is_kept_in_float32(folder: Path, tmp_path: 
     moving.save(tmp_path)
     moving.saver.wait()
     stands = made(folder, resume_from=tmp_path / "00000001")
-    followed, before = reference.own(stands.updater.reference), reference.own(moving.updater.reference)
+    followed, before = (
+        frozen.separate_reference(stands.updater.reference),
+        frozen.separate_reference(moving.updater.reference),
+    )
     assert dtype(stands) == torch.float32 and followed is not None and before is not None
     assert all(
         torch.equal(one, other)

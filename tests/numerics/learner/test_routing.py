@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import loading, routing
-from streamppo.learner.batch import pad
-from streamppo.learner.routing import Router
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import load_policy
+from streamppo.learner.parallel import routing
+from streamppo.learner.parallel.routing import Router
 from streamppo.types import Batch, Trajectory, ints
 
 EXPERTS, TOP_K, LAYERS = 4, 2, 2
@@ -88,7 +89,7 @@ def sent(lm: Any, text: torch.Tensor, routes: bytes) -> torch.Tensor:
 
 def updates(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[Any]:
     """Weights and metrics of an update for each of `cases`, on a batch with routes."""
-    loading.SHARD_LAYERS_ABOVE = 0
+    load_policy.SHARD_LAYERS_ABOVE = 0
     small = f"learner.ranks={ranks}", "learner.lr=0.01", "learner.micro_batch_tokens=8", "learner.minibatches=4"
     found: list[Any] = []
     for overrides in cases:

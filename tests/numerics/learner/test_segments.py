@@ -8,10 +8,10 @@ import torch
 from conftest import trajectory
 from msgspec import structs
 
-from streamppo.learner import objective
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.metrics import described
-from streamppo.learner.policy import nothing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model.policy import empty_output
+from streamppo.learner.objective import objective
+from streamppo.learner.objective.metrics import describe
 from streamppo.types import Batch, Trajectory
 
 GAMMA, LAM = 0.9, 0.8
@@ -46,7 +46,9 @@ def advantages(one: Trajectory, kind: str, lam: float = LAM) -> list[float]:
     estimate = objective.build(case.config_of(choice, "algorithm.whiten.over=off")).advantages
     batch, begin, end = packed(one), one.prefix, one.prefix + one.num_tokens
     behind = VALUES[end] if end < len(VALUES) else 100.0
-    scored = nothing(batch)._replace(values_BT=torch.tensor([VALUES[begin:end]]), bootstrap_B=torch.tensor([behind]))
+    scored = empty_output(batch)._replace(
+        values_BT=torch.tensor([VALUES[begin:end]]), bootstrap_B=torch.tensor([behind])
+    )
     return estimate(batch, scored, batch.rewards_BT)[0][0].tolist()
 
 
@@ -85,10 +87,10 @@ def test_a_segment_is_scored_behind_all_tokens_before_it(folder: Path) -> None:
 def test_metrics_of_completions_are_of_those_that_ended() -> None:
     first, second, last = segments(2, 5)
     ended = packed(first, second, last, trajectory([5, 6], number=1, finish="length"))
-    told = described(ended, ended.fresh_BT)
+    told = describe(ended, ended.fresh_BT)
     assert (told["reward"], told["length"], told["truncated"]) == (1.0, (7 + 2) / 2, 0.5)
     assert told["segments_cut"] == 0.5
     going_on = packed(first, second)
-    assert "reward" not in described(going_on, going_on.fresh_BT)
+    assert "reward" not in describe(going_on, going_on.fresh_BT)
     whole = packed(trajectory([5, 6]))
-    assert "segments_cut" not in described(whole, whole.fresh_BT)
+    assert "segments_cut" not in describe(whole, whole.fresh_BT)

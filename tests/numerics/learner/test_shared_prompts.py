@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.learner import layers, loading, pretrained, shared
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.layers import Checkpointing
-from streamppo.learner.policy import Policy
+from streamppo.learner.attention import layers, prefix_sharing
+from streamppo.learner.attention.layers import Checkpointing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import hf_files, load_policy
+from streamppo.learner.model.policy import Policy
 from streamppo.types import Batch, Trajectory, ints
 
 COLUMNS = ("logprobs_BT", "entropy_BT", "values_BT", "bootstrap_B")
@@ -47,7 +48,7 @@ ROWS = grouped([A, LONGER, A, OTHER, LONGER, A, A, ZERO], [4, 1, 2, 3, 5, 4, 1, 
 
 def policy(folder: Path, *, share_prompts: bool, checkpointing: Checkpointing = "off") -> Policy:
     torch.manual_seed(9)
-    made = Policy(pretrained.read(folder, "sdpa"), 0.7, share_prompts=share_prompts)
+    made = Policy(hf_files.read(folder, "sdpa"), 0.7, share_prompts=share_prompts)
     torch.nn.init.normal_(made.value_head.weight)
     layers.checkpoint_activations(made.lm.base_model, checkpointing)
     return made
@@ -56,7 +57,7 @@ def policy(folder: Path, *, share_prompts: bool, checkpointing: Checkpointing = 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share prompts also where it is more work."""
-    monkeypatch.setattr(shared, "WORTH", 100.0)
+    monkeypatch.setattr(prefix_sharing, "WORTH", 100.0)
 
 
 @pytest.mark.usefixtures("always")
@@ -96,7 +97,9 @@ def test_gradients_are_those_of_rows_alone(folder: Path, checkpointing: Checkpoi
 @pytest.mark.usefixtures("always")
 def test_a_prompt_is_computed_once_and_no_token_of_another_completion_is_seen() -> None:
     width_B = ROWS.start_B + ROWS.length_B
-    reading = shared.shared(ROWS.inputs_BL, ROWS.start_B, width_B, shared.plan(ROWS.inputs_BL, ROWS.start_B, width_B))
+    reading = prefix_sharing.shared(
+        ROWS.inputs_BL, ROWS.start_B, width_B, prefix_sharing.plan(ROWS.inputs_BL, ROWS.start_B, width_B)
+    )
     tokens_GW, sees = reading.arguments["input_ids"], reading.arguments["attention_mask"]
     assert isinstance(tokens_GW, torch.Tensor) and isinstance(sees, torch.Tensor)
     assert tokens_GW.shape == (4, 3 + 4 + 2 + 4 + 1)
@@ -143,8 +146,8 @@ def test_an_update_is_the_same_with_prompts_shared_and_not(
     folder: Path, critic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, used = same_prompts(), list[bool]()
-    real = shared.shared
-    monkeypatch.setattr(shared, "shared", lambda *arguments: used.append(True) or real(*arguments))
+    real = prefix_sharing.shared
+    monkeypatch.setattr(prefix_sharing, "shared", lambda *arguments: used.append(True) or real(*arguments))
     choices = (f"algorithm.critic.model={critic}", "learner.minibatches=2", "algorithm.kl.loss_beta=0.1")
     one = case.updated(folder, rows, *choices)
     assert used
@@ -166,7 +169,7 @@ def test_models_that_look_at_more_than_the_mask_shows_share_nothing(folder: Path
     mesh = init_device_mesh("cpu", (1,))
 
     def shares(path: Path, *overrides: str, critic: str = "head") -> bool:
-        return loading.load(case.config_of(*overrides).model, path, 1.0, mesh, critic).share_prompts
+        return load_policy.load(case.config_of(*overrides).model, path, 1.0, mesh, critic).share_prompts
 
     assert shares(folder) and shares(folder, critic="policy")
     assert not shares(folder, "model.attention=eager")
@@ -182,7 +185,7 @@ def test_rows_have_one_number_if_and_only_if_they_are_alike(monkeypatch: pytest.
     if bad_luck:
         # Factors of 1: rows of the same numbers in another order have the same sum.
         monkeypatch.setattr(torch, "randint", lambda _, shape, **__: torch.zeros(shape, dtype=torch.int64))
-    number_B = shared.number(rows_BL)
+    number_B = prefix_sharing.number(rows_BL)
     assert sorted(set(number_B.tolist())) == list(range(int(number_B.max()) + 1))
     alike_BB = (rows_BL[:, None] == rows_BL[None]).all(-1)
     assert torch.equal(number_B[:, None] == number_B[None], alike_BB)

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from streamppo.config.sections import Model
-from streamppo.learner import layers, loading, short_rows
-from streamppo.learner.layers import Checkpointing
+from streamppo.learner.attention import layers, short_rows
+from streamppo.learner.attention.layers import Checkpointing
+from streamppo.learner.model import load_policy
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SHAPE: dict[str, Any] = {
@@ -87,7 +88,7 @@ def test_long_rows_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_attention_that_is_chosen_by_name_is_left_alone(folder: Path) -> None:
     def has_ours(**choice: Any) -> bool:
         config = Model(path=str(folder), dtype="float32", **choice)
-        policy = loading.load(config, folder, 1.0, init_device_mesh("cpu", (1,)))
+        policy = load_policy.load(config, folder, 1.0, init_device_mesh("cpu", (1,)))
         return "forward" in policy.lm.base_model.layers[0].self_attn.__dict__
 
     assert has_ours()

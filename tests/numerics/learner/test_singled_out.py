@@ -9,9 +9,9 @@ import torch
 
 from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import ConfigError
-from streamppo.learner import exploration
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.update import Updated, Updater
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.objective import exploration
+from streamppo.learner.update import Updater, UpdateResult
 
 ALONE = pytest.mark.usefixtures("alone")
 RLOO = ("algorithm.advantage.kind=rloo", "learner.minibatches=2")
@@ -21,12 +21,12 @@ KL_COV = "algorithm.exploration={kind = 'kl_cov', share = 0.2}"
 KINDS = pytest.mark.parametrize("kind", [TOP, CLIP_COV, KL_COV], ids=["top_entropy", "clip_cov", "kl_cov"])
 
 
-def updated(folder: Path, *choices: str, batch: PaddedBatch | None = None) -> tuple[Updater, Updated]:
+def updated(folder: Path, *choices: str, batch: PaddedBatch | None = None) -> tuple[Updater, UpdateResult]:
     updater = case.updater(case.config_of(*RLOO, *choices), folder)
     return updater, updater.update(pad(case.batch()) if batch is None else batch)
 
 
-def chosen(updated: Updated) -> torch.Tensor:
+def chosen(updated: UpdateResult) -> torch.Tensor:
     assert updated.targets.chosen_BT is not None
     return updated.targets.chosen_BT
 

@@ -8,9 +8,9 @@ import learner_case as case
 import pytest
 import torch
 
-from streamppo.learner import speed as module
-from streamppo.learner.batch import pad
-from streamppo.learner.speed import Size, forward_flops, size_of, speed
+from streamppo.learner import throughput as module
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.throughput import ModelSize, forward_flops, size_of, speed
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def group(tmp_path: Path) -> Any:
 
 
 def test_a_forward_pass_multiplies_each_token_with_each_parameter_and_sees_half_of_a_square() -> None:
-    size = Size(multiplied=100, layers=3, hidden=4)
+    size = ModelSize(multiplied=100, layers=3, hidden=4)
     # Of a row of two tokens: 2 * 100 * 2, and 2 * 3 * 4 * 4 in attention.
     assert forward_flops(size, torch.tensor([2])) == 400 + 96
     assert forward_flops(size, torch.tensor([2, 1])) == 400 + 96 + 200 + 24
@@ -55,5 +55,5 @@ def test_on_a_gpu_there_is_a_share_of_its_peak_if_that_is_known(monkeypatch: pyt
             get_device_name=lambda name=name: name,
         )
         monkeypatch.setattr(module.torch, "cuda", gpu)
-        assert module._of_gpu(989 / 2) == expected
+        assert module._gpu_speed(989 / 2) == expected
     assert len(resets) == 2

@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import teacher
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import frozen
 from streamppo.learner.update import Updater
 from streamppo.tasks.tokenizer import character_tokenizer
 
@@ -142,13 +142,13 @@ def folder_of(folder: Path, alphabet: str, vocabulary: int) -> str:
 
 def test_a_teacher_that_reads_other_tokens_is_refused_by_the_first_of_them(tmp_path: Path) -> None:
     ours = folder_of(tmp_path / "ours", "0123+=", 17)
-    teacher.check_tokens(folder_of(tmp_path / "same", "0123+=", 17), ours)
-    teacher.check_tokens(folder_of(tmp_path / "larger", "0123+=ab", 32), ours)
+    frozen.check_teacher_tokens(folder_of(tmp_path / "same", "0123+=", 17), ours)
+    frozen.check_teacher_tokens(folder_of(tmp_path / "larger", "0123+=ab", 32), ours)
     with pytest.raises(ModelError, match=r"must have the policy's tokenizer: token 7, '\+', is 8 there \(2 of 9"):
-        teacher.check_tokens(folder_of(tmp_path / "moved", "0123=+", 17), ours)
+        frozen.check_teacher_tokens(folder_of(tmp_path / "moved", "0123=+", 17), ours)
     with pytest.raises(ModelError, match=r"'=', is unknown there"):
-        teacher.check_tokens(folder_of(tmp_path / "fewer", "0123+", 17), ours)
+        frozen.check_teacher_tokens(folder_of(tmp_path / "fewer", "0123+", 17), ours)
     with pytest.raises(ModelError, match="has 9 tokens and the policy 17, all of which it may sample"):
-        teacher.check_tokens(folder_of(tmp_path / "short", "0123+=", 9), ours)
+        frozen.check_teacher_tokens(folder_of(tmp_path / "short", "0123+=", 9), ours)
     with pytest.raises(ModelError, match="cannot be compared"):
-        teacher.check_tokens(str(tmp_path), ours)
+        frozen.check_teacher_tokens(str(tmp_path), ours)

@@ -14,9 +14,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config.teacher import Teacher as TeacherConfig
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 from streamppo.rollout.episode import Episode
-from streamppo.rollout.teacher import Teacher
+from streamppo.rollout.teacher import TeacherClient
 from streamppo.types import Batch, Trajectory, encode, flags, floats, ints
 
 GONE = "algorithm.teacher.url=http://127.0.0.1:9"
@@ -43,7 +43,7 @@ def episode(one: Trajectory) -> Episode:
 
 
 async def _asked(url: str, batch: Batch) -> Batch:
-    server = Teacher(TeacherConfig(url=url))
+    server = TeacherClient(TeacherConfig(url=url))
     columns = await asyncio.gather(*(server.score(episode(one)) for one in batch.trajectories))
     await server.close()
     pairs = zip(batch.trajectories, columns, strict=True)

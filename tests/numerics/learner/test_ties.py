@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
-from streamppo.learner import policy, pretrained, weight_files
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import hf_files, policy, weight_files
 from streamppo.rollout import build
 from streamppo.rollout.engine import Completion, Sampling
-from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import wire
-from streamppo.weights.models.settings import as_pushed, as_written, is_tied, settings
+from streamppo.rollout.weight_checks import Architecture
+from streamppo.weights.models.settings import as_pushed, is_tied, read_settings, settings
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Tensors = dict[str, torch.Tensor]
@@ -102,7 +102,7 @@ def test_the_learner_scores_trains_and_exports_what_transformers_loads(tmp_path:
     updater.update(pad(case.batch()))
     after = case.whole(updater.policy)
     assert all(not torch.equal(before[name], one) for name, one in after.items() if "lm_head" in name)
-    pretrained.export(policy.gathered(updater.policy, "float32"), str(folder), tmp_path / "final", "float32")
+    hf_files.export(policy.gather_weights(updater.policy, "float32"), str(folder), tmp_path / "final", "float32")
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
     assert_scores(again, updater.policy)
     # SGLang believes config.json alone.
@@ -150,8 +150,8 @@ def test_the_embedded_engine_samples_from_the_pushed_model_without_its_files(tmp
 def test_an_sglang_of_our_own_is_told_of_a_head_that_its_config_json_denies(tmp_path: Path, way: str) -> None:
     folder = folder_of(tmp_path / "model", way)
     own: Any = AutoModelForCausalLM.from_pretrained(folder)
-    written, pushed = as_written(folder), dict(own.named_parameters())
-    model = as_pushed(as_written(folder), pushed)
+    written, pushed = read_settings(folder), dict(own.named_parameters())
+    model = as_pushed(read_settings(folder), pushed)
     assert Architecture(model).shapes.keys() == pushed.keys()
     assert is_tied(settings(folder)) == is_tied(model) == WAYS[way][2]
     untied = is_tied(written) and not is_tied(model)

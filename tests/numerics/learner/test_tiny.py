@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from streamppo.config.sections import Config
-from streamppo.learner import tiny
-from streamppo.learner.tiny import IGNORED, Problems
+from streamppo.learner.model import tiny
+from streamppo.learner.model.tiny import IGNORED, Problems
 
 
 def weights(folder: Path) -> bytes:

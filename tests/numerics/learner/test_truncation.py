@@ -5,9 +5,9 @@ import pytest
 import torch
 from conftest import trajectory
 
-from streamppo.learner import objective
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.policy import nothing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model.policy import empty_output
+from streamppo.learner.objective import objective
 from streamppo.types import Batch
 
 RIGHT, CUT = slice(0, 7), slice(7, 10)
@@ -34,7 +34,7 @@ def test_answers_that_were_cut_off_are_told_apart_from_right_ones(
     value = torch.zeros(())
     advantages_BT = torch.zeros(10, 3)
     for _ in range(100):
-        scored = nothing(batch)._replace(values_BT=value.expand(10, 3), bootstrap_B=value.expand(10))
+        scored = empty_output(batch)._replace(values_BT=value.expand(10, 3), bootstrap_B=value.expand(10))
         advantages_BT, returns_BT = estimate(batch, scored, batch.rewards_BT)
         value = returns_BT.mean()
     assert torch.allclose(advantages_BT[RIGHT], torch.tensor(right), atol=1e-4)

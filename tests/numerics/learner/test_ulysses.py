@@ -14,10 +14,12 @@ from transformers import MixtralConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeC
 
 from streamppo.config.mesh import Mesh
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner import attention, loading, pretrained, shared, ulysses
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.policy import Policy
-from streamppo.learner.ulysses import Slices
+from streamppo.learner.attention import attention, prefix_sharing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import hf_files, load_policy
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.parallel import context_parallel
+from streamppo.learner.parallel.context_parallel import Slices
 
 IN_TWO = "learner.mesh.context=2"
 OF_TWO = (
@@ -39,7 +41,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, 
 
 def updates(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[Any]:
     """Weights and metrics of an update for each of `cases`, with prompts shared wherever they can be."""
-    loading.SHARD_LAYERS_ABOVE, shared.WORTH = 0, 100.0
+    load_policy.SHARD_LAYERS_ABOVE, prefix_sharing.WORTH = 0, 100.0
     found: list[Any] = []
     for overrides in cases:
         several = [one.replace("FOLDER", str(folder)) for one in overrides if ranks > 1 or "mesh" not in one]
@@ -69,9 +71,9 @@ def test_experts_are_chosen_token_by_token_in_slices_too(tmp_path: Path) -> None
 def flash_gradients(ranks: int, folder: Path) -> dict[str, Any]:
     """Scores of rows end to end by flash-attn, the gradient of their sum over `ranks`, and what flash-attn was told."""
     calls = fake_flash.install(pytest.MonkeyPatch())
-    slices = ulysses.slices_of("cpu", Mesh(context=ranks))
+    slices = context_parallel.slices_of("cpu", Mesh(context=ranks))
     torch.manual_seed(9)
-    lm = pretrained.read(folder, ulysses.name_of("flash_attention_2", slices))
+    lm = hf_files.read(folder, context_parallel.name_of("flash_attention_2", slices))
     policy = Policy(lm, 0.7, layout=attention.joined)
     torch.nn.init.normal_(policy.value_head.weight)
     policy.slices = slices
@@ -142,14 +144,14 @@ def test_flash_attention_gets_the_bounds_of_whole_rows(tmp_path: Path) -> None:
 )
 def test_models_that_cannot_be_cut_are_refused_by_name(config: Any, reason: str) -> None:
     config.name_or_path = "some/model"
-    assert re.search(reason, ulysses.refusal(config, 4))
-    assert not ulysses.refusal(config, 1)
+    assert re.search(reason, context_parallel.refusal(config, 4))
+    assert not context_parallel.refusal(config, 1)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(folder: Path) -> None:
     with pytest.raises(ModelError, match="must divide the 2 heads"):
-        loading.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)), slices=Slices(ranks=4))
+        load_policy.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)), slices=Slices(ranks=4))
 
 
 @pytest.mark.parametrize(

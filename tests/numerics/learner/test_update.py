@@ -9,13 +9,13 @@ import torch
 from conftest import REPOSITORY
 
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order
-from streamppo.learner.objective import Objective
+from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad, row_order
+from streamppo.learner.objective.objective import Objective
 from streamppo.learner.scorer import Scorer
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.algorithms import LOSSES
+from benchmarks.learning.algorithms import LOSSES
 
 
 def updated(folder: Path, *overrides: str) -> tuple[case.Weights, dict[str, float]]:
@@ -40,7 +40,7 @@ FILTERS = "algorithm.filters=[{kind='truncated'}, {kind='off_policy_negative', d
 CHOICES = [
     *([f"algorithm.advantage.kind={kind}"] for kind in ADVANTAGES),
     *([f"algorithm.policy_loss.kind={kind}"] for kind in LOSSES if kind != "clip"),
-    [f"algorithm.advantage={{kind='function', function='{REPOSITORY}/examples/own_advantage.py:advantage'}}"],
+    [f"algorithm.advantage={{kind='function', function='{REPOSITORY}/examples/custom_advantage.py:advantage'}}"],
     ["algorithm.correction.kind=off"],
     ["algorithm.correction.kind=mask", "algorithm.correction.band=[0.1, 5.0]"],
     ["algorithm.correction={kind='truncate', floor=0.5, reject=[{kind='geometric', band=[0.1, 9.0]}]}"],
@@ -48,7 +48,7 @@ CHOICES = [
         "algorithm.correction={kind='reject', reject=[{kind='token', band=[0.1, 9.0]}, "
         "{kind='sequence', band=[0.001, 99.0]}, {kind='outlier', band=[0.001, 99.0]}, {kind='k3', at_most=5.0}]}"
     ],
-    ["algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"],
+    ["algorithm.correction={kind='function', function='examples/custom_correction.py:weights'}"],
     [FILTERS],
     [FILTERS, "algorithm.advantage.kind=rloo", "algorithm.proximal=loglinear"],
     ["algorithm.correction.kind=second_moment", "algorithm.correction.threshold=0.5"],
@@ -190,13 +190,13 @@ def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_
 ) -> None:
     updater, padded = case.updater(case.config_of(), folder), pad(case.batch())
     finished = padded.truncated_B.logical_not().nonzero()[0]
-    before = Scorer._before
+    before = Scorer._score_batch
 
     def poisoned(scorer: Scorer, objective: Objective, batch: PaddedBatch):
         scored, graph = before(scorer, objective, batch)
         return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
 
-    monkeypatch.setattr(Scorer, "_before", poisoned)
+    monkeypatch.setattr(Scorer, "_score_batch", poisoned)
     with pytest.raises(UpdateError, match=rf"bootstrap\[{int(finished)}\] = nan"):
         updater.update(padded)
 
@@ -303,7 +303,7 @@ RANKED = [
     [*BEHAVIOR, "learner.minibatches=6", "algorithm.kl.loss_beta=0.1"],
     # Both ranks count what the filters and the rules leave out, and agree on steps of which nothing is left.
     [FILTERS, REJECT, "algorithm.advantage.kind=rloo", "learner.epochs=2", "learner.minibatches=6", "learner.lr=1e-5"],
-    ["algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"],
+    ["algorithm.correction={kind='function', function='examples/custom_correction.py:weights'}"],
     ["algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=6", "learner.lr=1e-5"],
 ]
 

@@ -12,10 +12,10 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamppo.learner import head, loading, policy
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import lm_head, load_policy, policy
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import tokenizer
 from streamppo.tasks.tokenizer import character_tokenizer
@@ -35,7 +35,9 @@ def test_scores_and_gradients_are_those_of_the_known_tokens_alone(tmp_path: Path
     """Phi's head has a bias, Granite's a scale."""
     families.make(family, tmp_path)
     character_tokenizer("abcdefg").save_pretrained(tmp_path)
-    trained = loading.load(case.config_of("model.attention=sdpa").model, tmp_path, 0.7, init_device_mesh("cpu", (1,)))
+    trained = load_policy.load(
+        case.config_of("model.attention=sdpa").model, tmp_path, 0.7, init_device_mesh("cpu", (1,))
+    )
     rows = rows_of(KNOWN)
     scored = trained(rows, "policy")
     generator = torch.Generator().manual_seed(1)
@@ -68,26 +70,26 @@ def test_scores_and_gradients_are_those_of_the_known_tokens_alone(tmp_path: Path
 def test_a_head_of_known_tokens_alone_is_left_as_it_is_and_a_model_without_tokenizer_has_no_unknown_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert head.unknown(tmp_path, 17, "cpu") is None
+    assert lm_head.unknown(tmp_path, 17, "cpu") is None
     character_tokenizer("abcdefg").save_pretrained(tmp_path)
-    found_V = head.unknown(tmp_path, 17, "cpu")
-    assert found_V is not None and found_V.tolist() == [0] * KNOWN + [head.UNSAMPLED] * 7
+    found_V = lm_head.unknown(tmp_path, 17, "cpu")
+    assert found_V is not None and found_V.tolist() == [0] * KNOWN + [lm_head.UNSAMPLED] * 7
     monkeypatch.setattr(tokenizer, "Tokenizer", None)
-    assert head.unknown(tmp_path, KNOWN, "cpu") is None, "its own file is enough"
+    assert lm_head.unknown(tmp_path, KNOWN, "cpu") is None, "its own file is enough"
 
 
 @pytest.mark.usefixtures("alone")
 def test_engine_and_learner_agree_about_the_distribution(tmp_path: Path) -> None:
     case.save_model(tmp_path)
     character_tokenizer("abcdefg").save_pretrained(tmp_path)
-    trained = loading.load(case.config_of().model, tmp_path, 1.0, init_device_mesh("cpu", (1,)))
+    trained = load_policy.load(case.config_of().model, tmp_path, 1.0, init_device_mesh("cpu", (1,)))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tensors = {name: one.detach() for name, one in model.named_parameters()}
     unknown = tokenizer.unknown(tmp_path, model.config.vocab_size)
     assert unknown and min(unknown) == KNOWN
 
     async def complete() -> list[Completion]:
-        ends = Ends(unknown=unknown)
+        ends = EndTokens(unknown=unknown)
         engine = EmbeddedEngine(model.config, tensors, version=3, slots=4, max_total_tokens=64, ends=ends, seed=7)
         try:
             prompts = [np.array([n % KNOWN], np.int32) for n in range(12)]

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from streamppo.learner import scorer, update
-from streamppo.learner.batch import Host, pad
-from streamppo.learner.loss import Loss
-from streamppo.learner.policy import Policy
+from streamppo.learner.batch.padded import Host, pad
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.objective.loss import Loss
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
 CONFIGS: dict[str, tuple[str, ...]] = {

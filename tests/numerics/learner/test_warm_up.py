@@ -7,8 +7,9 @@ import pytest
 import table_policy as tables
 import torch
 
-from streamppo.learner import objective, optimizer
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import optimizer
+from streamppo.learner.objective import objective
 
 WARM_UP = ("algorithm.critic.warmup_updates=5", "learner.warmup_updates=4", "updates=20")
 FREE = ("learner.lr=1.0", "learner.decay=linear", "learner.final_lr_share=0", "algorithm.critic.lr=2.0")

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import loading, weight_files
-from streamppo.learner.policy import Policy
-from streamppo.learner.weight_files import Files, Source
+from streamppo.learner.model import load_policy, weight_files
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.model.weight_files import ParameterSource, TensorFiles
 
 LAYERS = 5
 BY_RANK_0 = {"FalconH1", "Nemotron"}
@@ -48,18 +48,18 @@ def test_rows_are_those_that_transformers_loads(family: str, tmp_path: Path) -> 
 
 def loaded(ranks: int, folder: Path, critic: str) -> dict[str, Any]:
     """The weights and buffers of all ranks, and the rows that each has read beyond the first layers."""
-    weight_files.LARGE = loading.SHARD_LAYERS_ABOVE = 0
-    read, reader = [0], Source.read
+    weight_files.LARGE = load_policy.SHARD_LAYERS_ABOVE = 0
+    read, reader = [0], ParameterSource.read
 
-    def count(source: Source, files: Files, begin: int, end: int) -> torch.Tensor:
+    def count(source: ParameterSource, files: TensorFiles, begin: int, end: int) -> torch.Tensor:
         made = reader(source, files, begin, end)
         name = source.rows[0][0]
         read[0] += made.numel() * ("layers.3." in name or "layers.4." in name)
         return made
 
-    Source.read = count
+    ParameterSource.read = count
     before = torch.get_rng_state()
-    policy = loading.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (ranks,)), critic)
+    policy = load_policy.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (ranks,)), critic)
     assert torch.equal(torch.get_rng_state(), before), "random numbers moved on"
     counts: list[int] = [0] * ranks
     dist.all_gather_object(counts, read[0])
@@ -92,10 +92,10 @@ def test_what_is_in_no_file_comes_from_rank_0(critic: str, adapted: bool, folder
 def test_files_that_would_be_read_wrongly_are_read_by_rank_0_which_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = Source.read
-    monkeypatch.setattr(Source, "read", lambda *arguments: reader(*arguments) * 2)
+    reader = ParameterSource.read
+    monkeypatch.setattr(ParameterSource, "read", lambda *arguments: reader(*arguments) * 2)
     caplog.set_level(logging.INFO)
-    policy = loading.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)))
+    policy = load_policy.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)))
     own: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(case.whole(policy)["lm.lm_head.weight"], own.lm_head.weight)
     assert "rank 0 reads the whole model" in caplog.text
@@ -103,7 +103,7 @@ def test_files_that_would_be_read_wrongly_are_read_by_rank_0_which_says_so(
 
 def without(ranks: int, folders: list[str]) -> dict[str, torch.Tensor]:
     weight_files.LARGE = 0
-    policy: Policy = loading.load(
+    policy: Policy = load_policy.load(
         case.config_of().model, folders[dist.get_rank()], 1.0, init_device_mesh("cpu", (ranks,))
     )
     return case.whole(policy)

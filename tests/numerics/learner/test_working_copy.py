@@ -18,14 +18,16 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from streamppo.learner import checkpoint, layers, loading, manifest, optimizer, policy
-from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.reference import follow
-from streamppo.learner.snapshot import snapshot
+from streamppo.learner.attention import layers
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint, manifest
+from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.model import load_policy, optimizer, policy
+from streamppo.learner.model.frozen import follow
+from streamppo.learner.model.snapshot import snapshot
 from streamppo.learner.update import Updater
-from streamppo.weights.buckets import Buckets, packed
+from streamppo.weights.buckets import Buckets, pack_whole
 
 BF16 = ("model.dtype=bfloat16", "learner.micro_batch_tokens=30", "learner.minibatches=2", "learner.lr=0.01")
 CONFIGS: dict[str, tuple[str, ...]] = {
@@ -61,9 +63,9 @@ def learner(folder: Path, *overrides: str, fsdp: bool, layered: bool = False) ->
     """An updater with AdamW, whose policy FSDP shards over this rank or not; with `layered`, layer by layer."""
     with pytest.MonkeyPatch.context() as patch:
         if fsdp:
-            patch.setattr(loading, "is_whole", lambda *_, **__: False)
+            patch.setattr(load_policy, "is_whole", lambda *_, **__: False)
         if layered:
-            patch.setattr(loading, "SHARD_LAYERS_ABOVE", 0)
+            patch.setattr(load_policy, "SHARD_LAYERS_ABOVE", 0)
         made = case.updater(case.config_of(*BF16, *overrides), folder)
     made.optimizer = optimizer.adamw(made.policy, made.config)
     assert isinstance(made.policy, FSDPModule) == fsdp
@@ -181,10 +183,10 @@ class Operations(TorchDispatchMode):
 
 
 def saved(updater: Updater, folder: Path) -> Path:
-    state = State(version=1, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
-    saver = Saver(checkpoint.own_group(), updater.config.checkpoint)
+    state = CheckpointState(version=1, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
+    saver = Saver(checkpoint.checkpoint_process_group(), updater.config.checkpoint)
     done: Any = type("Done", (), {"result": lambda _: type("Pushed", (), {"digest": "d"})})()
-    saver.start(folder, state, Trained(updater.policy, updater.optimizer, None), done)
+    saver.start(folder, state, TrainState(updater.policy, updater.optimizer, None), done)
     saver.wait()
     return folder / "00000001"
 
@@ -197,7 +199,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind(
 ) -> None:
     one, other = learner(folder, *overrides, fsdp=fsdp), learner(folder, *overrides, fsdp=not fsdp)
     one.update(pad(case.batch()))
-    checkpoint.load(saved(one, tmp_path), Trained(other.policy, other.optimizer, None))
+    checkpoint.load(saved(one, tmp_path), TrainState(other.policy, other.optimizer, None))
     same_bits(one, other)
     for updater in (one, other):
         updater.update(pad(case.batch(seed=1)))
@@ -219,11 +221,11 @@ def test_a_version_has_the_same_digest(overrides: tuple[str, ...], folder: Path)
     for fsdp in (False, True):
         updater = learner(folder, *overrides, fsdp=fsdp)
         updater.update(pad(case.batch()))
-        gathered = policy.gathered(updater.policy, "bfloat16", updater.config.model.lora)
+        gathered = policy.gather_weights(updater.policy, "bfloat16", updater.config.model.lora)
         buckets = Buckets(policy.shards(updater.policy, "bfloat16"), 3000)
         snapshot(updater.policy, buckets.tensors)
         pushed = buckets.push(1, rank=0, ranks=1).push
         digests.append(
-            (packed(1, gathered, 3000).push.digest, pushed.digest, policy.frozen(updater.policy, "bfloat16"))
+            (pack_whole(1, gathered, 3000).push.digest, pushed.digest, policy.frozen(updater.policy, "bfloat16"))
         )
     assert digests[0] == digests[1]

@@ -21,12 +21,12 @@ from deaths_case import ACTOR_DIES, RANK_DIES, SETTINGS, Chain, carried
 from push_case import Rank, Remote, Tensors
 from transformers import Qwen2ForCausalLM
 
-from streamppo.rollout.adapters import Pushed
+from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
-from streamppo.rollout.follower import Follower
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.puller import Puller
+from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import Push, decode, encode
 from streamppo.weights import folder
 from streamppo.weights.ledger import Ledger
@@ -51,7 +51,7 @@ class Learner:
 
     def begin_group(self) -> None:
         """Ranks in the place of dead ones: a ledger without anything, and memory without versions."""
-        self.outlets = [folder.Outlet(self.path, rank) for rank in range(2)]
+        self.outlets = [folder.FolderSender(self.path, rank) for rank in range(2)]
         self.ranks = [Rank(self.present, rank, 2, bucket_bytes=700) for rank in range(2)]
         self.ledger, self.whole_next = Ledger[tuple[bytes, list[bytes]]](), True
 
@@ -70,14 +70,14 @@ class Learner:
         ]
         push = join([one.push for one in made])
         self.ledger.publish(push, (encode(push), refs))
-        answer = self.ledger.published(push.digest)
+        answer = self.ledger.reply_to(push.digest)
         for outlet in self.outlets:
             outlet.drop(answer.whole)
         self.whole_next = answer.wants_whole
         self.newer.set()
 
     def chain(self, have: int = -1) -> Chain:
-        return [entry.handle for entry in self.ledger.after(have)]
+        return [entry.handle for entry in self.ledger.versions_after(have)]
 
     async def _after(self, name: str, version: int, have: int) -> Chain:
         while (self.ledger.newest or 0) <= version or self.ledger.newest is None:
@@ -86,10 +86,10 @@ class Learner:
         return self.chain(have)
 
 
-async def follower_of(learner: Learner) -> Follower:
+async def follower_of(learner: Learner) -> WeightSync:
     """An actor in this process, which begins with the newest version."""
     queue: Any = learner
-    puller = Puller("a", queue, folder.Inlet())
+    puller = Puller("a", queue, folder.FolderReceiver())
     push = await puller.newer(-1)
     engine = EmbeddedEngine(
         SETTINGS,
@@ -97,14 +97,14 @@ async def follower_of(learner: Learner) -> Follower:
         version=push.version,
         slots=1,
         max_total_tokens=64,
-        ends=Ends({1}),
+        ends=EndTokens({1}),
         seed=0,
         dtype=torch.bfloat16,
     )
-    return Follower(puller, engine, Pushed())
+    return WeightSync(puller, engine, WholeModel())
 
 
-def serves(follower: Follower, expected: Tensors) -> bool:
+def serves(follower: WeightSync, expected: Tensors) -> bool:
     """Tell if an engine decodes with exactly these tensors."""
     made: Any = follower.engine
     held, names = made._decoder.parameters, made._decoder._expected.keys()

@@ -16,12 +16,12 @@ from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import REORDER, Ends
-from streamppo.rollout.embedded.sampling import Drawn, Draws, sample
+from streamppo.rollout.embedded.rows import REORDER, EndTokens
+from streamppo.rollout.embedded.sampling import Draws, SampledTokens, sample
 from streamppo.rollout.embedded.spans import SHORT, Span, cost, leaders
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.weights import content as content_module
-from streamppo.weights.content import content
+from streamppo.weights.content import hash_tensor
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,
@@ -67,7 +67,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def engine(model: Any, *, slots: int = 4, eos: int = 1, **options: Any) -> EmbeddedEngine:
-    settings = {"version": 0, "max_total_tokens": 64, "ends": Ends({eos}), "seed": 7, **options}
+    settings = {"version": 0, "max_total_tokens": 64, "ends": EndTokens({eos}), "seed": 7, **options}
     return EmbeddedEngine(model.config, tensors(model), slots=slots, **settings)
 
 
@@ -126,7 +126,7 @@ def test_long_completions_come_first_and_are_in_nobodys_way(long: set[int], monk
 
     as_it_is = Decoder.step
     monkeypatch.setattr(Decoder, "step", step)
-    completions = completions_of(model, requests, samplings, slots=20, max_total_tokens=128, ends=Ends())
+    completions = completions_of(model, requests, samplings, slots=20, max_total_tokens=128, ends=EndTokens())
     for prompt, sampling, done in zip(requests, samplings, completions, strict=True):
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=3e-5, rtol=0)
         assert len(done.tokens) == sampling.max_tokens
@@ -347,17 +347,17 @@ def test_a_push_that_is_not_held_as_it_was_sent_is_refused_by_name_and_the_next_
             halves.append(part)
         if len(halves) == 2 and part is halves[1]:
             part.view(torch.int32)[0, 0, 0, 1] ^= 1
-        return content(part, first)
+        return hash_tensor(part, first)
 
     async def scenario() -> None:
         model, new = make(), make(seed=1)
         running, prompt = engine(model), prompts(1)[0]
-        sent = {name: content(tensor) for name, tensor in tensors(new).items()}
+        sent = {name: hash_tensor(tensor) for name, tensor in tensors(new).items()}
         wrong = sent | {"model.norm.weight": sent["model.norm.weight"] ^ 1}
         with pytest.raises(WeightsError, match=r"model.norm.weight is not as it was pushed \(1 tensors"):
             await running.update_weights(1, tensors(new), wrong)
         with monkeypatch.context() as patched:
-            patched.setattr(content_module, "content", after_damage)
+            patched.setattr(content_module, "hash_tensor", after_damage)
             with pytest.raises(WeightsError, match=r"k_proj.weight is not as it was pushed \(1 tensors"):
                 await running.update_weights(1, tensors(new), sent)
         done = await running.generate(prompt, Sampling(5))
@@ -411,7 +411,9 @@ def test_the_engine_decodes_while_the_weights_of_a_push_are_copied(monkeypatch: 
     monkeypatch.setattr(Decoder, "fuse", lambda *arguments: (gate.wait(20), fuse(*arguments))[1])
 
     async def scenario() -> None:
+        gate.set()
         running = engine(make(), eos=-1)
+        gate.clear()
         swap = asyncio.create_task(running.update_weights(1, tensors(make(seed=1))))
         done = await asyncio.wait_for(running.generate(prompts(1)[0], Sampling(20)), 10)
         assert set(done.versions.tolist()) == {0} and not swap.done()
@@ -601,7 +603,7 @@ def test_every_token_names_its_candidates_beside_rows_that_are_not_cut() -> None
     assert {0, 1, 3} < sizes
 
 
-def drawn(logits_V: torch.Tensor, count: int, **knobs: float) -> Drawn:
+def drawn(logits_V: torch.Tensor, count: int, **knobs: float) -> SampledTokens:
     logits_BV = logits_V.expand(count, -1)
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **knobs}
     draws = Draws(*(torch.full((count,), value) for value in values.values()))

@@ -182,6 +182,25 @@ def test_the_cache_has_room_for_the_configurations_rows_and_grows_for_a_longer_p
     assert rooms == [256 + 5, 360 + 90]
 
 
+@pytest.mark.parametrize("environment", [True, False])
+def test_turns_stay_in_the_cache_where_there_is_an_environment(tmp_path: Path, *, environment: bool) -> None:
+    model = folder_of(tmp_path)
+    calculator = ["environment.name=streamppo.tasks.library.calculator:Calculator", "environment.max_tokens=200"]
+    config = configfile.load(MATH, [f"model.path={tmp_path}", *(calculator if environment else [])])
+
+    async def scenario() -> None:
+        engine = await build.engine(config, "rollout-0", str(tmp_path), 0, pushed(tmp_path))
+        first = prompt(1, 50)
+        done = await engine.generate(first, Sampling(9))
+        second = np.concatenate([first, done.tokens, prompt(2, 3)])
+        again = await engine.generate(second, Sampling(9))
+        np.testing.assert_allclose(again.logprobs, logprobs(model, second, again.tokens, range(27)), atol=3e-5, rtol=0)
+        assert engine.usage().reused == (50 + 9 - 1 if environment else 0)
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     folder_of(tmp_path, max_position_embeddings=2**40)
     with pytest.raises(ModelError, match=r"no memory for a cache of 32 completions of \d+ tokens, .* GiB: lower roll"):
@@ -244,8 +263,8 @@ def test_windows_that_are_shorter_than_rows_are_refused_by_the_engine_that_does_
     assert "qwen2 look back on 8 tokens, and in SGLang on all of up to 20" in positions.refusal(sliding, 20)
     assert not positions.refusal(sliding, 8)
     with pytest.raises(ModelError, match="8 tokens, and the embedded engine on all of up to 9: keep prompt and comp"):
-        positions.embedded(sliding, 9)
-    assert [positions.embedded(sliding, room) for room in (1, 8)] == [8, 8]
+        positions.embedded_limit(sliding, 9)
+    assert [positions.embedded_limit(sliding, room) for room in (1, 8)] == [8, 8]
     dynamic = LlamaConfig(**PLACES, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     assert "'dynamic', which SGLang scales" in positions.refusal(dynamic, 8)
 

@@ -15,18 +15,18 @@ from ray.exceptions import ObjectLostError
 from transformers import Qwen2ForCausalLM
 
 from streamppo.rollout import puller
-from streamppo.rollout.adapters import Pushed
+from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
-from streamppo.rollout.follower import Follower
+from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import Push, encode
 from streamppo.weights import object_store
-from streamppo.weights.buckets import Packed
+from streamppo.weights.buckets import PackedPush
 from streamppo.weights.ledger import Ledger
 
 FAULTS = 300
-Chain = list[Packed]
+Chain = list[PackedPush]
 Fault = Callable[[random.Random, Chain, Chain], Chain | None]
 """Makes a damaged copy of a chain, beside one of another version; None where it does not apply."""
 replace = msgspec.structs.replace
@@ -34,7 +34,7 @@ replace = msgspec.structs.replace
 
 def _damaged(chain: Chain, at: int, push: Push | None = None, arrays: list[np.ndarray] | None = None) -> Chain:
     one = chain[at]
-    return [*chain[:at], Packed(push or one.push, one.arrays if arrays is None else arrays), *chain[at + 1 :]]
+    return [*chain[:at], PackedPush(push or one.push, one.arrays if arrays is None else arrays), *chain[at + 1 :]]
 
 
 def truncated(dice: random.Random, chain: Chain, other: Chain) -> Chain:
@@ -92,7 +92,7 @@ def of_another_base(dice: random.Random, chain: Chain, other: Chain) -> Chain | 
 def stale(dice: random.Random, chain: Chain, other: Chain) -> Chain:
     """The weights of an older version under the newest one's number and hashes."""
     old, new = other[0], chain[-1].push
-    return [Packed(replace(old.push, version=new.version, tensors=new.tensors), old.arrays)]
+    return [PackedPush(replace(old.push, version=new.version, tensors=new.tensors), old.arrays)]
 
 
 def of_another_shard(dice: random.Random, chain: Chain, other: Chain) -> Chain | None:
@@ -153,7 +153,7 @@ class Learner:
     def __init__(self, present: Tensors) -> None:
         self.present, self.dice = present, random.Random(11)
         self.ranks = [Rank(present, rank, 2, bucket_bytes=2000) for rank in range(2)]
-        self.ledger = Ledger[Packed]()
+        self.ledger = Ledger[PackedPush]()
         self.version, self.whole_next = -1, True
         self.older: Chain = []
         self.faults = Counter[str]()
@@ -170,13 +170,13 @@ class Learner:
             tensor[moved] = torch.randn(int(moved.sum())).to(tensor.dtype)
         packed = joined([rank.push(self.version, self.present, delta=not self.whole_next) for rank in self.ranks])
         self.ledger.publish(packed.push, packed)
-        self.whole_next = self.ledger.published("").wants_whole
+        self.whole_next = self.ledger.reply_to("").wants_whole
         self.injected = False
 
     async def _weights_after(self, name: str, version: int, have: int) -> Any:
         if version >= self.version:
             await asyncio.Event().wait()
-        chain = [entry.handle for entry in self.ledger.after(have)]
+        chain = [entry.handle for entry in self.ledger.versions_after(have)]
         if not self.injected:
             self.injected = True
             tried = [(kind, kind(self.dice, chain, self.older or chain)) for kind in KINDS]
@@ -184,7 +184,7 @@ class Learner:
             kind, served = min(possible, key=lambda one: (self.faults[one[0].__name__], self.dice.random()))
             self.faults[kind.__name__] += 1
             self.swallowed = self.dice.choice(list(self.present)) if kind is swallowed else ""
-            self.older = [entry.handle for entry in self.ledger.after(-1)]
+            self.older = [entry.handle for entry in self.ledger.versions_after(-1)]
             chain = served
         else:
             self.swallowed = ""
@@ -232,7 +232,7 @@ def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: An
         learner.train()
         learner.injected = True
         any_queue: Any = learner
-        pull = puller.Puller("a", any_queue, object_store.Inlet())
+        pull = puller.Puller("a", any_queue, object_store.ObjectStoreReceiver())
         await pull.newer(-1)
         engine = EmbeddedEngine(
             SETTINGS,
@@ -240,12 +240,12 @@ def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: An
             version=0,
             slots=1,
             max_total_tokens=64,
-            ends=Ends({1}),
+            ends=EndTokens({1}),
             seed=0,
             dtype=torch.bfloat16,
         )
         engines.append(engine)
-        follower = Follower(pull, engine, Pushed())
+        follower = WeightSync(pull, engine, WholeModel())
         for _ in range(FAULTS):
             for _ in range(learner.dice.choice([1, 1, 3])):
                 learner.train()

@@ -11,8 +11,10 @@ import pytest
 from conftest import MATH
 
 import streamppo
-from streamppo.api.messages import Request, line
+from streamppo.api.messages import RunRequest, line
 from streamppo.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.process
 
 CHILD = [sys.executable, "-m", "streamppo.api.child"]
 
@@ -44,7 +46,7 @@ def test_it_ends_when_the_script_does(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with theirs, subprocess.Popen([*CHILD, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as process:
         theirs.close()
-        ours.sendall(line(Request(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
+        ours.sendall(line(RunRequest(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
         try:
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(2.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY, SUPPORT
 
-from streamppo.api import own_reward
+from streamppo.api import custom_reward
 from streamppo.config.reward import FunctionScorer
 from streamppo.tasks import plugins
 from streamppo.tasks.library import arithmetic
@@ -24,7 +24,7 @@ import xml.etree.ElementTree as tree
 from math import sqrt as root
 from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
-from streamppo.api import own_reward
+from streamppo.api import custom_reward as own_reward
 from streamppo.errors import TaskError
 if TYPE_CHECKING:
     from nowhere import Nothing
@@ -119,7 +119,7 @@ objects = {"object": Counts(), "partial": functools.partial(free), "lambda": lam
 for name, found in {**globals(), **objects}.items():
     if callable(found):
         try:
-            given = own_reward.given(found)
+            given = own_reward.write_out(found)
             shown[name] = [given.function, given.source]
         except TaskError as error:
             shown[name] = [str(error), ""]
@@ -189,10 +189,10 @@ def test_a_reward_that_cannot_stand_alone_is_refused_in_a_sentence(
 def test_an_imported_reward_is_named_by_its_module_or_its_file() -> None:
     import several_rewards
 
-    assert own_reward.given(arithmetic.score).function == "streamppo.tasks.library.arithmetic:score"
+    assert custom_reward.write_out(arithmetic.score).function == "streamppo.tasks.library.arithmetic:score"
     name = next(
         name for name, value in vars(several_rewards).items() if getattr(value, "__module__", "") == "several_rewards"
     )
-    found = own_reward.given(getattr(several_rewards, name))
+    found = custom_reward.write_out(getattr(several_rewards, name))
     assert (found.function, found.source) == (f"{SUPPORT / 'several_rewards.py'}:{name}", "")
     assert FunctionScorer(function=found.function)

@@ -9,7 +9,7 @@ import pytest
 from conftest import REPOSITORY, SUPPORT
 
 from streamppo.api import parent
-from streamppo.api.messages import Request
+from streamppo.api.messages import RunRequest
 from streamppo.errors import ConfigError, Interrupted, LearnerLost, RunError
 
 
@@ -22,7 +22,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_output_goes_to_the_standard_output_of_the_script_character_by_character(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert parent.drive(Request(config="prints zwölf=€12")) == Path("/runs/scripted")
+    assert parent.drive(RunRequest(config="prints zwölf=€12")) == Path("/runs/scripted")
     assert capsys.readouterr().out == "zwölf=€12!\n"
 
 
@@ -30,29 +30,29 @@ def test_output_goes_to_the_standard_output_of_the_script_character_by_character
 @pytest.mark.parametrize("kind", [ConfigError, RunError, LearnerLost])
 def test_the_error_that_ended_the_run_is_raised_as_what_it_was(kind: type[Exception]) -> None:
     with pytest.raises(kind, match="its words, in two\nlines") as raised:
-        parent.drive(Request(config=f"raises {kind.__name__} 1"))
+        parent.drive(RunRequest(config=f"raises {kind.__name__} 1"))
     assert type(raised.value) is kind
 
 
 @pytest.mark.usefixtures("_scripted")
 def test_a_run_that_a_signal_ended_names_the_signal() -> None:
     with pytest.raises(Interrupted, match="stopped by SIGTERM") as raised:
-        parent.drive(Request(config="raises Interrupted 143"))
+        parent.drive(RunRequest(config="raises Interrupted 143"))
     assert raised.value.number == 15
 
 
 @pytest.mark.usefixtures("_scripted")
 def test_a_process_that_dies_without_a_word_is_an_error_with_its_signal_or_exit_code() -> None:
     with pytest.raises(RunError, match=r"^/runs/scripted: its process has died \(SIGKILL\)"):
-        parent.drive(Request(config="dies"))
+        parent.drive(RunRequest(config="dies"))
     with pytest.raises(RunError, match=r"its process has died \(exit code 3\)"):
-        parent.drive(Request(config="nothing"))
+        parent.drive(RunRequest(config="nothing"))
 
 
 @pytest.mark.usefixtures("_scripted")
 def test_the_folder_is_watched_while_the_run_goes_on_and_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[Path] = []
-    parent.drive(Request(config="prints abc"), watched.append)
+    parent.drive(RunRequest(config="prints abc"), watched.append)
     assert len(watched) >= 2 and set(watched) == {Path("/runs/scripted")}
 
 
@@ -62,9 +62,9 @@ def test_a_ctrl_c_reaches_the_run_once_and_the_script_when_the_run_has_ended() -
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from streamppo.api import parent\n"
-        "from streamppo.api.messages import Request\n"
+        "from streamppo.api.messages import RunRequest\n"
         "parent.CHILD = 'scripted_child'\n"
-        "try:\n    parent.drive(Request(config='interrupts'))\n"
+        "try:\n    parent.drive(RunRequest(config='interrupts'))\n"
         "except KeyboardInterrupt:\n    print('and the script')\n"
     )
     path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))

@@ -12,7 +12,7 @@ import pytest
 from conftest import MATH, REPOSITORY
 from transformers import Qwen2Config
 
-from benchmarks.runs import PLAIN
+from benchmarks.lib.runs import PLAIN
 from streamppo import loop
 from streamppo.cli import main
 from streamppo.commands.checks import machine
@@ -99,7 +99,7 @@ def test_transformers_is_not_imported_where_the_bytes_of_prompts_fit_the_context
     here = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     code = (
         "import sys; from pathlib import Path; from streamppo.config import file;"
-        "from streamppo.commands.checks import quick;"
+        "from streamppo.commands.checks import light_checks as quick;"
         f"task = {LONG.format(64, 'error')!r};"
         f"list(quick.findings(file.load(Path({str(MATH)!r}), [task, 'model.path=model'])));"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
@@ -134,6 +134,7 @@ def test_a_cluster_may_have_elsewhere_what_is_not_here(monkeypatch: pytest.Monke
     assert main(["run", str(MATH), "learner.gpus=1", "cluster.address=auto"]) == 0
 
 
+@pytest.mark.process
 def test_neither_torch_nor_transformers_nor_ray_is_imported_for_a_mistake() -> None:
     here = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     for command in ("run", "check"):

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from streamppo import cli
-from streamppo.commands import bench
-from streamppo.commands.bench import Result
+from streamppo.commands.start import bench
+from streamppo.commands.start.bench import BenchResult
 from streamppo.errors import RunError
 
 SCRIPT = """
@@ -32,8 +32,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def result(reference_ms: float = 10.0, **costs: list[float]) -> Result:
-    return Result({}, [reference_ms], costs)
+def result(reference_ms: float = 10.0, **costs: list[float]) -> BenchResult:
+    return BenchResult({}, [reference_ms], costs)
 
 
 def test_every_part_is_measured_in_each_round_and_written_with_the_machine(

@@ -9,9 +9,9 @@ import bring_case as case
 import pytest
 
 from streamppo.cli import MISTAKE, main
-from streamppo.commands.project import policy, sizes
-from streamppo.commands.project.policy import Policy
-from streamppo.commands.project.rows import Rows
+from streamppo.commands.start.project import policy, sizes
+from streamppo.commands.start.project.policy import PolicyModel
+from streamppo.commands.start.project.rows import DataRows
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
@@ -142,12 +142,12 @@ def test_builtin_tiny_takes_rows_too(tmp_path: Path, capsys: pytest.CaptureFixtu
 # --- sizes ---------------------------------------------------------------------------------------------------
 
 
-def model(parameters: int = 494_032_768, context: int = 32_768, **changed: Any) -> Policy:
-    return Policy("m", "m", "qwen2", parameters, context, 24_576, chat=True)._replace(**changed)
+def model(parameters: int = 494_032_768, context: int = 32_768, **changed: Any) -> PolicyModel:
+    return PolicyModel("m", "m", "qwen2", parameters, context, 24_576, chat=True)._replace(**changed)
 
 
-def rows(prompts: int = 200, answers: int = 3, total: int = 7473) -> Rows:
-    return Rows("rows", total, "question", "answer", False, [prompts] * 10, [answers] * 10)
+def rows(prompts: int = 200, answers: int = 3, total: int = 7473) -> DataRows:
+    return DataRows("rows", total, "question", "answer", False, [prompts] * 10, [answers] * 10)
 
 
 def test_a_model_that_writes_before_it_answers_has_room_for_it() -> None:

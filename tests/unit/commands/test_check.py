@@ -17,13 +17,12 @@ from safetensors.torch import load_file
 from transformers import CodeGenConfig, Gemma2Config, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.cli import main
-from streamppo.commands import memory_estimate
-from streamppo.commands.checks import machine
+from streamppo.commands.checks import machine, memory_estimate
 from streamppo.config import file as configfile
 from streamppo.learner import memory
-from streamppo.learner import policy as learner_model
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Archived, Changes, Made
+from streamppo.learner.model import policy as learner_model
+from streamppo.queue.rules.records import ArchivedBatch, Changes, PublishedVersion
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
@@ -91,6 +90,7 @@ def test_every_shipped_configuration_is_in_order(checked: Callable[..., tuple[in
     assert "task ok the first prompt is" in output
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     checked: Callable[..., tuple[int, str]], tmp_path: Path, name: str
@@ -134,6 +134,7 @@ def test_a_teacher_at_a_url_is_asked_later_and_its_key_is_missed_here(checked: C
     assert "http://a:1 is asked when the run starts; the environment has no NO_SUCH_KEY here" in output
 
 
+@pytest.mark.process
 def test_neither_ray_nor_a_gpu_is_touched() -> None:
     code = (
         "import sys, torch; from streamppo.cli import main; code = main(['check', sys.argv[1]]);"
@@ -285,7 +286,8 @@ def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
     (tmp_path / "run").mkdir()
     journal = Journal(tmp_path / "run" / "journal.sqlite")
     journal.write(
-        Changes(COUNTERS), [Made(version=1, digest="", archived=Archived(files=("0",), first_prompt=0, last_prompt=0))]
+        Changes(COUNTERS),
+        [PublishedVersion(version=1, digest="", archived=ArchivedBatch(files=("0",), first_prompt=0, last_prompt=0))],
     )
     journal.close()
     code, output = checked(MATH, f"algorithm.critic.pretrain={tmp_path / 'run'}")

@@ -6,7 +6,7 @@ import bring_case as case
 import pytest
 
 from streamppo.cli import main
-from streamppo.commands.project import sizes
+from streamppo.commands.start.project import sizes
 
 
 def answers(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:

@@ -9,13 +9,12 @@ import pytest
 from conftest import MATH
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from streamppo.commands import memory_estimate
-from streamppo.commands.checks import ends, machine, memory, quick, sampling
+from streamppo.commands.checks import ends, light_checks, machine, memory, memory_estimate, sampling
 from streamppo.commands.checks import task as tasks
 from streamppo.commands.checks.finding import Finding
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, longest_row
-from streamppo.driver import memory as cgroups
+from streamppo.driver.watch import memory as cgroups
 from streamppo.errors import ConfigError
 from streamppo.learner import memory as ranks
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
@@ -127,7 +126,7 @@ def test_rows_that_an_engine_would_compute_otherwise_are_an_error(
 )
 def test_sampling_that_the_model_asks_for_is_named_once(tmp_path: Path, generation: object, said: str | None) -> None:
     folder_of(tmp_path, generation=generation)
-    got = list(sampling.ignored(config_of(f"model.path={tmp_path}")))
+    got = list(sampling.name_ignored(config_of(f"model.path={tmp_path}")))
     assert [one.state for one in got] == ["note"] * (said is not None)
     assert said is None or said in got[0].text
 
@@ -135,15 +134,15 @@ def test_sampling_that_the_model_asks_for_is_named_once(tmp_path: Path, generati
 def test_sampling_that_the_configuration_has_too_is_not_named(tmp_path: Path) -> None:
     folder_of(tmp_path, generation={"temperature": 0.7, "top_k": 20})
     chosen = [f"model.path={tmp_path}", "rollout.temperature=0.7", "rollout.top_k=20"]
-    assert not list(sampling.ignored(config_of(*chosen)))
-    (one,) = sampling.ignored(config_of(*chosen[:2]))
+    assert not list(sampling.name_ignored(config_of(*chosen)))
+    (one,) = sampling.name_ignored(config_of(*chosen[:2]))
     assert "has top_k 20, which" in one.text and "temperature 0.7, top_p 1, top_k 0 and nothing else" in one.text
 
 
 def test_the_log_of_a_run_names_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_of(tmp_path, generation={"repetition_penalty": 1.3})
     with caplog.at_level("INFO"), contextlib.suppress(ConfigError):
-        quick.refuse(config_of(f"model.path={tmp_path}"))
+        light_checks.refuse(config_of(f"model.path={tmp_path}"))
     assert caplog.text.count("repetition_penalty 1.3") == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import MATH
 
 from streamppo.cli import main
-from streamppo.commands.checks import quick, ranges
+from streamppo.commands.checks import light_checks, ranges
 from streamppo.commands.checks.finding import Finding
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
@@ -28,7 +28,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def worth(*overrides: str, file: Path = Path("run.toml")) -> list[Finding]:
     """All that is neither ok nor looked at later; threads and cores are the machine's."""
-    found = quick.findings(configfile.load(file, overrides))
+    found = light_checks.findings(configfile.load(file, overrides))
     return [one for one in found if one.state in ("note", "error") and " threads, and this machine" not in one.text]
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_work_is_an_error(project: Path, override: str) -> None:
     found = [one.text for one in worth(override) if one.state == "error"]
     assert any(ERRORS[override] in text for text in found), found
     with pytest.raises(ConfigError) as refused:
-        quick.refuse(configfile.load(Path("run.toml"), [override]))
+        light_checks.refuse(configfile.load(Path("run.toml"), [override]))
     assert ERRORS[override] in str(refused.value), "a run makes the same look"
 
 
@@ -118,7 +118,7 @@ def test_a_reward_is_named_once(project: Path, name: str) -> None:
         (project / "run.toml").read_text().replace("[reward]\n", f"[reward.scorers.{name}]\nkind = 'function'\n")
     )
     with pytest.raises(ConfigError) as refused:
-        quick.refuse(configfile.load(project / "own.toml", [f"reward.scorers.{name}.function=rewards.py:nope"]))
+        light_checks.refuse(configfile.load(project / "own.toml", [f"reward.scorers.{name}.function=rewards.py:nope"]))
     begin = "reward: " if name == "reward" else "reward style: "
     assert str(refused.value).startswith(begin) and "reward reward" not in str(refused.value)
 
@@ -141,7 +141,7 @@ def test_answers_that_are_numbers_are_told(
     # The built-in model learns from texts: of another one the rows are read without its tokenizer.
     task = f"task={{kind='data', data='{data}', max_prompt_tokens=16}}"
     config = configfile.load(Path("run.toml"), [task, f"reward.function={function}", "model.path=./none"])
-    prompts, _ = quick.task.load(config, None)
+    prompts, _ = light_checks.task.load(config, None)
     assert prompts is not None
-    told = [one.text for one in quick.answers(config, prompts, None)]
+    told = [one.text for one in light_checks.answers(config, prompts, None)]
     assert (told == []) if said is None else any(said in text for text in told)

@@ -15,8 +15,10 @@ import pytest
 from conftest import MATH
 
 from streamppo import cli
-from streamppo.commands.echo import console, table
+from streamppo.commands.console import console, table
 from streamppo.errors import ConfigError, Interrupted, RunError
+
+pytestmark = pytest.mark.process
 
 PROGRAM = [sys.executable, "-m", "streamppo"]
 
@@ -180,7 +182,7 @@ def test_nothing_of_a_terminal_goes_into_a_pipe_and_no_row_is_wrapped() -> None:
 def shown(columns: int, **environment: str) -> str:
     """Print a table on a terminal of so many columns."""
     program = (
-        "from streamppo.commands.echo import console, table\nfrom rich.text import Text\n"
+        "from streamppo.commands.console import console, table\nfrom rich.text import Text\n"
         "rows = table('name', 'words'); rows.add_row(Text('a', 'bold red'), 'word ' * 30); console().print(rows)\n"
     )
     reader, writer = pty.openpty()

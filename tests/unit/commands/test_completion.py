@@ -9,6 +9,8 @@ import pytest
 
 from streamppo import cli
 
+pytestmark = pytest.mark.process
+
 COMMANDS = {name for name in cli.app if not name.startswith("-")}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from streamppo.cli import main
-from streamppo.commands import doctor
 from streamppo.commands.checks.finding import Finding
-from streamppo.driver import disk
+from streamppo.commands.start import doctor
+from streamppo.driver.folder import disk
 from streamppo.errors import StreamppoError
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import MATH, REPOSITORY
 
+pytestmark = pytest.mark.process
+
 WITHIN_S = 60.0
 HELD = {
     "a thread in the module": "def wait():\n    time.sleep(1000)\nthreading.Thread(target=wait).start()\n",
@@ -26,7 +28,7 @@ def test_a_command_ends_whatever_a_rewards_module_has_begun(tmp_path: Path, what
         f"import threading, time\n{HELD[what]}def score(trajectory, **columns):\n    return 1.0\n"
     )
     words = [str(MATH), "reward.function=score.py:score", "cluster.cpus=1", "rollout.actors=8"]
-    program = "from streamppo.__main__ import main; main()"
+    program = "from streamppo.commands import end; end.HOOKS_S = 1.0; from streamppo.__main__ import main; main()"
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, "check", *words],

@@ -9,9 +9,11 @@ import pytest
 from conftest import MATH, SUPPORT
 
 from streamppo.cli import main
-from streamppo.commands import eval as command
-from streamppo.commands.eval import Answer, Subject
+from streamppo.commands.models import eval as command
+from streamppo.commands.models.eval import ScoredAnswer, Subject
 from streamppo.config.sections import Config
+
+pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize(("samples", "correct"), [(4, 0), (4, 1), (5, 3), (6, 6)])
@@ -29,9 +31,9 @@ def test_k_doubles_up_to_the_number_of_samples(samples: int, ks: list[int]) -> N
     assert command._ks(samples) == ks
 
 
-def result(config: Config, *rows: list[float | None]) -> command.Result:
+def result(config: Config, *rows: list[float | None]) -> command.EvalResult:
     """The result of answers with these rewards, the greedy one of each prompt first."""
-    answers = [[Answer(one, 2, False, "" if one is not None else "why") for one in row] for row in rows]
+    answers = [[ScoredAnswer(one, 2, False, "" if one is not None else "why") for one in row] for row in rows]
     return command._result(config, Subject("m", 3, "", {}), len(rows[0]) - 1, answers)
 
 

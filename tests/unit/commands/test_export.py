@@ -16,18 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from streamppo import cli
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import optimizer, policy
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.snapshot import snapshot
+from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.model import optimizer, policy
+from streamppo.learner.model.snapshot import snapshot
 from streamppo.learner.update import Updater
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.weights import buckets
-from streamppo.weights.pusher import Pushed
+from streamppo.weights.pusher import PushedVersion
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("alone")]
 
 
 def model_at(folder: Path, *, tied: bool) -> None:
@@ -50,11 +50,11 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
         whole = buckets.Buckets(policy.shards(updater.policy, config.model.dtype), config.learner.bucket_bytes)
         snapshot(updater.policy, whole.tensors)
         push = structs.replace(whole.push(version).push, frozen=policy.frozen(updater.policy, config.model.dtype))
-        pushed = Future[Pushed]()
-        pushed.set_result(Pushed(digest or push.digest, 0.0, 0))
-        journal.write(Changes(COUNTERS), [Made(version=version, digest=push.digest, archived=None)])
-        state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
-        saver.start(run / "checkpoints", state, Trained(updater.policy, updater.optimizer, None), pushed)
+        pushed = Future[PushedVersion]()
+        pushed.set_result(PushedVersion(digest or push.digest, 0.0, 0))
+        journal.write(Changes(COUNTERS), [PublishedVersion(version=version, digest=push.digest, archived=None)])
+        state = CheckpointState(version=version, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
+        saver.start(run / "checkpoints", state, TrainState(updater.policy, updater.optimizer, None), pushed)
     saver.wait()
     journal.close()
     configfile.save(config, run)
@@ -75,8 +75,8 @@ def test_what_is_exported_has_the_digest_that_the_journal_has_of_that_version(
         out = tmp_path / "out" / str(version)
         assert cli.main(["export", str(run), *flags, "--to", str(out)]) == 0, capsys.readouterr().err
         lm = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, dtype))
-        push, _ = buckets.packed(version, dict(lm.named_parameters()), config.learner.bucket_bytes)
-        assert push.digest == Journal.of(run).versions()[version].digest
+        push, _ = buckets.pack_whole(version, dict(lm.named_parameters()), config.learner.bucket_bytes)
+        assert push.digest == Journal.open_run(run).versions()[version].digest
         assert AutoTokenizer.from_pretrained(out)("1+1=")["input_ids"]
         assert list(out.glob("*.safetensors"))
 

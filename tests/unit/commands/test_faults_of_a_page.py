@@ -10,7 +10,7 @@ import httpx
 import pytest
 from report_case import run_folder
 
-from streamppo.commands.watching import server, watched
+from streamppo.commands.look.watching import run_tail, server
 from streamppo.config.sections import Config
 from streamppo.driver import report
 from streamppo.telemetry.report import page, plot, view
@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(watched, "JOURNAL_S", 0.0)
+    monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     if not (made / "math").exists():
         run_folder(made / "math", math_config())
     return shutil.copytree(made / "math", tmp_path / "math")

@@ -21,12 +21,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli, loop
 from streamppo.commands import replay
-from streamppo.commands.watching import server, watched
+from streamppo.commands.look.watching import run_tail, server
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RunError
-from streamppo.queue.journal import Journal
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
+
+pytestmark = pytest.mark.process
 
 LOOKS = {
     "summary": ["summary", "RUN"],
@@ -79,7 +81,7 @@ def run(made: Path, tmp_path: Path, math_config: Callable[..., Config], monkeypa
     # A resume comes as far as the start of processes, and replay too.
     monkeypatch.setattr(loop, "ray_session", begun)
     monkeypatch.setattr(replay, "init_ray", begun)
-    monkeypatch.setattr(watched, "JOURNAL_S", 0.0)
+    monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     if not made.exists():
         run_folder(made, math_config(), updates=4)
         vocabulary = len(character_tokenizer(ALPHABET))
@@ -195,7 +197,7 @@ def test_data_that_are_nested_for_ever_are_told_in_a_sentence(
 
 
 # Each draw changes one file of each name: 7 mutations, 105 by default and 525 in all.
-@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(n, marks=pytest.mark.slow) for n in range(15, 75))])
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 75))])
 def test_random_mutations_are_shown_or_told_in_a_sentence(
     run: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +205,7 @@ def test_random_mutations_are_shown_or_told_in_a_sentence(
     for name in FILES:
         file = rng.choice(places(run, name))
         if file.exists():
-            file.write_bytes(_mutated(file.read_bytes(), rng))
+            file.write_bytes(mutated(file.read_bytes(), rng))
     _look_at_all(run, capsys)
 
 
@@ -217,7 +219,7 @@ def _look_at_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 0 or (shown.out + shown.err).strip(), arguments
 
 
-def _mutated(data: bytes, rng: random.Random) -> bytes:
+def mutated(data: bytes, rng: random.Random) -> bytes:
     """Flip, cut, double or insert a few bytes."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli, loop
 from streamppo.commands import replay
-from streamppo.commands.summary import known
+from streamppo.commands.look.summary import current_summary
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RunError
@@ -29,9 +29,11 @@ from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.live.display import state_of
 from streamppo.telemetry.live.view import last, view
-from streamppo.telemetry.summary import of_queue
+from streamppo.telemetry.summary import queue_counts
 from streamppo.terminal import HARMFUL
 from streamppo.types import Failure, Trajectory
+
+pytestmark = pytest.mark.process
 
 FORGED = "streamppo: forged"
 ORDERS = f"\x1b[2J\x1b]0;t\x07\x9b2J\x90\x00\r{FORGED}\n{FORGED}\u2028{FORGED}\u202egpj\u2066\u200f\ufeff\U000e0041"
@@ -192,7 +194,9 @@ def _write_lines(run: Path) -> None:
         {"end": WORDS + HALF, "wall_s": 9.0},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *told]))
-    (run / "summary.json").write_text(json.dumps({**known(run), **of_queue(None), "outcome": WORDS, **REST}))
+    (run / "summary.json").write_text(
+        json.dumps({**current_summary(run), **queue_counts(None), "outcome": WORDS, **REST})
+    )
 
 
 @pytest.fixture
@@ -233,6 +237,8 @@ def test_no_word_of_a_stranger_is_obeyed(made: Path, name: str, capfd: pytest.Ca
     assert len(told.out) + len(told.err) < MOST
     assert code == 0 or told.err.strip() or told.out.strip()
     assert REACHED.get(name, "") in told.out + told.err
+    if name.startswith("inspect"):
+        assert LONG[:5_000] not in told.out, "a word of a stranger is shown whole"
     if "JSON" in name:
         assert json.loads(told.out)
 

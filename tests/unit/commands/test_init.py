@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from streamppo.cli import MISTAKE, main
-from streamppo.commands import init
+from streamppo.commands.start import init
 from streamppo.config import file as configfile
-from streamppo.tasks import lesson
+from streamppo.tasks import warmup_data
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -23,7 +23,7 @@ def test_a_project_has_a_configuration_that_loads_with_its_own_data_and_reward(t
     assert config.reward.scorers["reward"].function == f"{project}/rewards.py:score"  # type: ignore[union-attr]
     assert {path.name for path in project.iterdir()} == {"run.toml", "rewards.py", "README.md", "data"}
     assert "streamppo summary runs/sorting" in (project / "README.md").read_text()
-    prepared = lesson.prepare(config)
+    prepared = warmup_data.prepare(config)
     assert set(prepared.alphabet) == set(init.LETTERS) | {">"}
 
 

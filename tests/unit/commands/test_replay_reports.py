@@ -15,8 +15,8 @@ from streamppo.commands import replay
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import Diverged, RunError
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.store.journal import Journal
 from streamppo.types import UpdateReport
 
 DIGESTS = {0: "a" * 64, 1: "b" * 64}
@@ -29,7 +29,7 @@ def run(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
     configfile.save(math_config(), tmp_path)
     journal = Journal(tmp_path / "journal.sqlite")
     journal.configure(0, msgspec.msgpack.encode(math_config()))
-    made = [Made(version=version, digest=digest, archived=None) for version, digest in DIGESTS.items()]
+    made = [PublishedVersion(version=version, digest=digest, archived=None) for version, digest in DIGESTS.items()]
     journal.write(Changes(COUNTERS), made)
     journal.close()
     return tmp_path

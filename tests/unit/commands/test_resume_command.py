@@ -11,11 +11,13 @@ from report_case import run_folder
 
 import streamppo
 from streamppo import cli
-from streamppo.commands import subject
-from streamppo.config import change
+from streamppo.commands import run_argument
+from streamppo.config import diff
 from streamppo.config.sections import Config
-from streamppo.driver import lock
+from streamppo.driver.folder import lock
 from streamppo.telemetry import metrics_file
+
+pytestmark = pytest.mark.process
 
 UPDATES = 24
 HEAVY = ("streamppo.loop", "ray", "torch")
@@ -32,7 +34,7 @@ def run(tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.
     for path in (folder / "final" / "config.json", folder / "checkpoints" / f"{UPDATES:08d}" / "manifest.json"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    monkeypatch.setattr(subject, "refuse", lambda config: None)
+    monkeypatch.setattr(run_argument, "refuse", lambda config: None)
     monkeypatch.delattr(streamppo, "loop", raising=False)
     for name in HEAVY:
         monkeypatch.setitem(sys.modules, name, None)
@@ -103,6 +105,8 @@ def test_another_driver_is_found_before_anything_else(run: Path, capsys: pytest.
 
 
 def test_a_kind_that_changes_is_described_with_its_fields(math_config: Callable[..., Config]) -> None:
-    lines = change.described(math_config(), math_config("algorithm.advantage.kind=grpo", "queue.samples_per_prompt=4"))
+    lines = diff.describe_changes(
+        math_config(), math_config("algorithm.advantage.kind=grpo", "queue.samples_per_prompt=4")
+    )
     assert "algorithm.advantage.gamma: 1.0 -> none" in lines
     assert any(line.startswith("algorithm.advantage") and "grpo" in line for line in lines)

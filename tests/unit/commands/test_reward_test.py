@@ -11,13 +11,15 @@ from config_case import one_source
 from conftest import MATH, SUPPORT
 
 from streamppo.cli import main
-from streamppo.commands import reward_test as trial
+from streamppo.commands.start import reward_test as trial
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 from streamppo.errors import ModelError, TaskError
 from streamppo.tasks import task
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt, ScoredText
+
+pytestmark = pytest.mark.process
 
 FAULTY = SUPPORT / "faulty_rewards.py"
 
@@ -77,7 +79,7 @@ def given(folder: Path, source: DataTask, *rows: dict[str, Any]) -> list[tuple[P
     made.save_pretrained(folder / "tokenizer")
     tokenizer = Tokenizer(folder / "tokenizer")
     built = task.build(source, 1, tokenizer)
-    return list(trial._given(jsonl(folder, *rows), built, source.sources["data"], tokenizer))
+    return list(trial._read_completions(jsonl(folder, *rows), built, source.sources["data"], tokenizer))
 
 
 @pytest.fixture
@@ -128,4 +130,4 @@ def test_a_prompt_that_the_engine_refuses_is_a_row_of_the_table(math_config: Cal
 
     one: Any = Refusing()
     tried = asyncio.run(trial._sample(math_config(), one, one, Prompt(text="1+1=", columns={})))
-    assert tried == trial.Tried("", None, "a prompt of 99 tokens does not fit", 0.0)
+    assert tried == trial.TriedCompletion("", None, "a prompt of 99 tokens does not fit", 0.0)

@@ -11,8 +11,8 @@ import pytest
 from report_case import run_folder
 
 from streamppo.cli import main
-from streamppo.commands.rows import SHOWN
-from streamppo.commands.watching import server
+from streamppo.commands.look.rows import SHOWN
+from streamppo.commands.look.watching import server
 from streamppo.config.sections import Config
 
 ROW = {"prompt": "1+1=", "level": 3, "answer": "2", "note": "x" * 2 * SHOWN}

@@ -10,11 +10,11 @@ from report_case import run_folder
 from rich.console import Console
 
 from streamppo import cli
-from streamppo.commands import summary
+from streamppo.commands.look import summary
 from streamppo.config.sections import Config
-from streamppo.driver import lock
+from streamppo.driver.folder import lock
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.summary import of_queue
+from streamppo.telemetry.summary import queue_counts
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_programs_get_json_of_a_run_without_a_summary_too(run: Path, capsys: pyt
     assert cli.main(["summary", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["outcome"], found["updates"]) == ("finished", 24)
-    rest = {**of_queue(None), "engines": None, "checksum": "", "seed": 1, "versions": {}}
+    rest = {**queue_counts(None), "engines": None, "checksum": "", "seed": 1, "versions": {}}
     (run / "summary.json").write_text(json.dumps({**rest, **found, "updates": 99}))
     assert cli.main(["summary", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["updates"] == 99

@@ -16,23 +16,23 @@ from report_case import BATCH, run_folder
 from starlette.applications import Starlette
 
 from streamppo import cli
-from streamppo.commands import watch
-from streamppo.commands.watching import server, watched
+from streamppo.commands.look import watch
+from streamppo.commands.look.watching import run_tail, server
 from streamppo.config.sections import Config
-from streamppo.driver import lock
+from streamppo.driver.folder import lock
 from streamppo.errors import RunError
-from streamppo.queue import archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
-from streamppo.types import Batch, Learned, floats, ints
+from streamppo.types import Batch, TokenRecord, floats, ints
 
 LOCAL = "http://127.0.0.1:8484"
 
 
 @pytest.fixture
 def run(tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(watched, "JOURNAL_S", 0.0)
+    monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     return run_folder(tmp_path / "math", math_config())
 
 
@@ -186,9 +186,9 @@ def test_the_learners_numbers_rewards_and_a_teachers_log_probs_stand_at_their_to
         "proximal_logprobs": [9, -1, 9, -1 + np.log(2)],
         "advantages": [9, 0.5, 9, -0.5],
     }
-    learned = Learned(**{name: np.float32(column).tobytes() for name, column in numbers.items()})
+    learned = TokenRecord(**{name: np.float32(column).tobytes() for name, column in numbers.items()})
     archived = made.write(batch, learned)
-    journal.write(Changes(COUNTERS), [Made(version=25, digest="", archived=archived)], made.settle)
+    journal.write(Changes(COUNTERS), [PublishedVersion(version=25, digest="", archived=archived)], made.settle)
     journal.close()
     (answer,) = get(app_of(run), "/batch/25/1")
     found = answer.json()

@@ -1,6 +1,8 @@
 """The live page in a headless Chromium: curves with data, a trajectory opened by a click, a token's numbers."""
 
+import asyncio
 import html
+import json
 import re
 import threading
 import time
@@ -9,18 +11,20 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from browser import needs_chromium, opened
+from browser import needs_chromium, on_a_phone, opened
+from living_run import at_work
 from report_case import run_folder
 
-from streamppo.commands import watch
-from streamppo.commands.watching import server
-from streamppo.commands.watching.trajectories import BatchContent, Trajectories
+from streamppo.commands.look import watch
+from streamppo.commands.look.watching import server
+from streamppo.commands.look.watching.trajectories import BatchContent, Trajectories
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue import archive
+from streamppo.queue.store import archive
 from streamppo.telemetry import metrics_file
 from streamppo.types import floats
 
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.process, needs_chromium]
 SECONDS = 8
 CLICKS = """
 const until = async (found) => {
@@ -56,6 +60,29 @@ document.addEventListener("DOMContentLoaded", async () => {
   document.body.dataset.before = document.querySelector("#head .soft").textContent;
 });
 """
+
+
+ON_A_PHONE = r"""
+(() => {
+  const broken = [], range = document.createRange();
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const text = texts.currentNode;
+    if (text.parentElement.closest("svg, script, style, #text")) continue;
+    for (const word of text.data.matchAll(/[^\s\/-]+/g)) {
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      const rows = [...range.getClientRects()].filter((one) => one.width > 0.5).map((one) => Math.round(one.top));
+      if (new Set(rows).size > 1) broken.push(word[0]);
+    }
+  }
+  const heights = [...document.querySelectorAll("svg text")].map((one) => one.getBoundingClientRect().height);
+  const wide = document.documentElement.scrollWidth - innerWidth;
+  const charts = document.querySelectorAll("#curves svg.curves").length;
+  return JSON.stringify({ broken, wide, charts, width: innerWidth, text: Math.min(...heights.filter((one) => one)) });
+})()
+"""
+"""Words in two rows, pixels beyond the screen, charts, and the height of the smallest text in a chart."""
 
 
 @pytest.fixture
@@ -138,3 +165,10 @@ def test_the_page_goes_on_with_new_lines_and_what_was_unfolded_stays_so(
 def test_an_error_in_the_page_is_seen(serve: Callable[[str], str], tmp_path: Path) -> None:
     _, errors = opened(serve("nobody.knows();"), 500, tmp_path / "browser", SECONDS)
     assert len(errors) == 1 and "nobody is not defined" in errors[0]
+
+
+def test_a_phone_shows_the_page_of_a_running_run_whole(run: Path, serve: Callable[[str], str], tmp_path: Path) -> None:
+    with at_work(run, configfile.load(run / configfile.CONFIG)):
+        found = json.loads(asyncio.run(on_a_phone(serve(""), tmp_path / "browser", ON_A_PHONE, SECONDS)))
+    assert (found["width"], found["wide"], found["broken"]) == (400, 0, [])
+    assert found["charts"] >= 6 and found["text"] >= 10

@@ -42,6 +42,7 @@ BESIDE = {
     "data": ["task.data=rows.jsonl"],
     "sequence": ["algorithm.critic.model=head"],
     "kl_cov": ["learner.minibatches=2"],
+    "agent": ["environment.agent=mine:run"],
 }
 """Overrides without which a choice contradicts the rest of the configuration, by its kind."""
 
@@ -49,7 +50,7 @@ BESIDE = {
 def test_there_are_choices_of_every_section() -> None:
     assert len(CHOICES) > 30
     assert {name.split(".")[0] for name, _, _ in CHOICES} == {
-        "task", "algorithm", "rollout", "learner", "telemetry"
+        "task", "algorithm", "rollout", "learner", "telemetry", "environment"
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from conftest import MATH, REPOSITORY
 
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Advantage
-from streamppo.config.change import fields, kept, learning, moved
+from streamppo.config.diff import fields, fixed_values, learning, moved_paths
 
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
 ESTIMATORS = [kind.__struct_config__.tag for kind in get_args(Advantage)]
@@ -26,7 +26,7 @@ def test_every_estimator_can_be_compared(path: Path, estimator: str) -> None:
     }.get(estimator, [])
     config = configfile.load(path, grouped)
     again = configfile.change(config, ["updates=7", "queue.samples_per_prompt=8"])
-    assert kept(config) == kept(again)
+    assert fixed_values(config) == fixed_values(again)
     assert learning(config) != learning(again)  # a schedule ends with the updates
     assert learning(config) == learning(configfile.change(config, ["queue.samples_per_prompt=8"]))
 
@@ -71,7 +71,7 @@ def test_an_update_depends_on_these(override: str) -> None:
     ],
 )
 def test_a_run_keeps_these(override: str, name: str) -> None:
-    before, after = (kept(config) for config in (configfile.load(MATH), configfile.load(MATH, [override])))
+    before, after = (fixed_values(config) for config in (configfile.load(MATH), configfile.load(MATH, [override])))
     assert [key for key in before if before[key] != after[key]] == [name]
 
 
@@ -79,15 +79,17 @@ def test_a_run_keeps_having_a_teacher_at_a_url_and_may_move_it_and_bound_its_cal
     url = "algorithm.teacher.url=http://a:1"
     plain, taught = configfile.load(MATH), configfile.load(MATH, [url])
     moved_on = configfile.change(taught, ["algorithm.teacher.url=http://b:2", "algorithm.teacher.timeout_s=9"])
-    assert [key for key, value in kept(plain).items() if kept(taught)[key] != value] == ["teacher at a url"]
-    assert (kept(taught), learning(taught)) == (kept(moved_on), learning(moved_on))
+    assert [key for key, value in fixed_values(plain).items() if fixed_values(taught)[key] != value] == [
+        "teacher at a url"
+    ]
+    assert (fixed_values(taught), learning(taught)) == (fixed_values(moved_on), learning(moved_on))
     weighed = configfile.change(taught, ["algorithm.teacher.weight=0.5"])
-    assert kept(taught) == kept(weighed) and learning(taught) != learning(weighed)
+    assert fixed_values(taught) == fixed_values(weighed) and learning(taught) != learning(weighed)
 
 
 def test_a_run_may_change_these_of_its_model() -> None:
     changed = configfile.load(MATH, ["model.float32_head=false", "model.gradient_checkpointing=full"])
-    assert kept(configfile.load(MATH)) == kept(changed)
+    assert fixed_values(configfile.load(MATH)) == fixed_values(changed)
 
 
 MODELS = ["model.path", "algorithm.critic.model", "algorithm.critic.pretrain"]
@@ -96,14 +98,14 @@ MODELS = ["model.path", "algorithm.critic.model", "algorithm.critic.pretrain"]
 @pytest.mark.parametrize("field", MODELS)
 def test_a_folder_that_was_moved_is_the_same_and_one_of_another_name_is_not(field: str) -> None:
     here, moved_to, other = (configfile.load(MATH, [f"{field}={path}"]) for path in ("/a/m", "/b/c/m", "/a/n"))
-    assert kept(here) == kept(moved_to) and learning(here) == learning(moved_to)
-    assert (kept(here), learning(here)) != (kept(other), learning(other))
-    assert (moved(here, moved_to), moved(here, other)) == ({field: "/b/c/m"}, {})
+    assert fixed_values(here) == fixed_values(moved_to) and learning(here) == learning(moved_to)
+    assert (fixed_values(here), learning(here)) != (fixed_values(other), learning(other))
+    assert (moved_paths(here, moved_to), moved_paths(here, other)) == ({field: "/b/c/m"}, {})
 
 
 def test_of_two_names_on_a_hub_every_part_counts() -> None:
     ours, theirs = (configfile.load(MATH, [f"model.path={name}/m"]) for name in ("ours", "theirs"))
-    assert kept(ours) != kept(theirs)
+    assert fixed_values(ours) != fixed_values(theirs)
 
 
 def test_every_value_has_a_dotted_name() -> None:

@@ -17,14 +17,14 @@ from report_case import run_folder
 
 from streamppo import cli, loop
 from streamppo.api import child
-from streamppo.api.messages import Request
-from streamppo.commands import subject
+from streamppo.api.messages import RunRequest
+from streamppo.commands import run_argument
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.reward import FunctionScorer, Reward, Scorer, ServiceScorer
 from streamppo.config.sections import Config, Rollout
 from streamppo.errors import ConfigError
-from streamppo.queue.journal import Journal
+from streamppo.queue.store.journal import Journal
 
 EVIL = "from pathlib import Path\nPath({!r}).touch()\ndef score(**_):\n    return 0.0\n"
 
@@ -113,10 +113,15 @@ PLACES = {
         'environment={ name = "streamppo.tasks.library.calculator:Calculator", arguments = { environment = "evil" } }',
         "evil",
     ),
+    "AgentEnvironment.agent": ('environment={ kind = "agent", agent = "mine:run" }', "mine:run"),
+    "AgentEnvironment.command": (
+        'environment={ kind = "agent", command = ["python", "my agent.py"] }',
+        "python 'my agent.py'",
+    ),
     "Rollout.limit": ("rollout.limit=limits:of", "limits:of"),
-    "OwnAdvantage.function": ('algorithm.advantage={ kind = "function", function = "mine:a" }', "mine:a"),
-    "OwnLoss.function": ('algorithm.policy_loss={ kind = "function", function = "mine:l" }', "mine:l"),
-    "OwnCorrection.function": ('algorithm.correction={ kind = "function", function = "mine:c" }', "mine:c"),
+    "CustomAdvantage.function": ('algorithm.advantage={ kind = "function", function = "mine:a" }', "mine:a"),
+    "CustomLoss.function": ('algorithm.policy_loss={ kind = "function", function = "mine:l" }', "mine:l"),
+    "CustomCorrection.function": ('algorithm.correction={ kind = "function", function = "mine:c" }', "mine:c"),
     "VerifiersTask.environment": ('task={ kind = "verifiers", environment = "evil" }', "evil"),
     "SGLangEngine.args": (
         'rollout.engine={ kind = "sglang", args = { tool_server = "evil" } }',
@@ -194,10 +199,10 @@ def test_a_run_that_was_moved_with_its_own_reward_asks_nothing(foreign: Path, tm
         journal.configure(0, msgspec.msgpack.encode(config))
     consent.give(foreign, config)
     moved = foreign.rename(tmp_path / "elsewhere")
-    subject.ask(moved)
+    run_argument.ask(moved)
     (moved / "reward.py").write_text("def score(**_):\n    return 1.0\n")
     with pytest.raises(ConfigError, match=r"reward\.py:score"):
-        subject.ask(moved)
+        run_argument.ask(moved)
 
 
 def test_code_that_updates_of_the_past_are_made_again_with_is_asked_for(
@@ -208,13 +213,13 @@ def test_code_that_updates_of_the_past_are_made_again_with_is_asked_for(
     with closing(Journal(folder / "journal.sqlite")) as journal:
         journal.configure(0, msgspec.msgpack.encode(math_config(loss)))
     with pytest.raises(ConfigError, match="evil:loss"):
-        subject.ask(folder)
+        run_argument.ask(folder)
 
 
 def test_a_script_that_goes_on_with_a_strangers_run_is_refused_too(foreign: Path, tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(ConfigError, match="--trust"):
-        child._resume(Request(folder=str(foreign)), theirs)  # pyright: ignore[reportPrivateUsage]
+        child._resume(RunRequest(folder=str(foreign)), theirs)  # pyright: ignore[reportPrivateUsage]
     assert not (tmp_path / "ran").exists()
 
 
@@ -223,7 +228,7 @@ def test_run_with_resume_names_an_option_that_it_takes(
 ) -> None:
     begun = list[Any]()
     monkeypatch.setattr(loop, "run", lambda config, *_, **__: begun.append(config) or 0)
-    monkeypatch.setattr(subject, "refuse", lambda _: None)
+    monkeypatch.setattr(run_argument, "refuse", lambda _: None)
     arguments = ["run", str(MATH), "--resume", "--runs", str(foreign.parent)]
     assert cli.main(arguments) == 2
     assert "--trust" in capsys.readouterr().err and not begun

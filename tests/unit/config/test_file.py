@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from conftest import MATH, REPOSITORY
 
-from benchmarks.runs import PLAIN
+from benchmarks.lib.runs import PLAIN
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm, Clip
@@ -302,7 +302,7 @@ def test_choices_that_agree_are_taken(overrides: list[str]) -> None:
 
 def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY)
-    choices = importlib.import_module("benchmarks.algorithms").CHOICES
+    choices = importlib.import_module("benchmarks.learning.algorithms").CHOICES
     runs = [configfile.load(MATH, [*PLAIN, *overrides]).algorithm for overrides in choices.values()]
     kinds = get_type_hints(Algorithm)
     for field in ("policy_loss", "correction", "advantage", "exploration"):
@@ -415,6 +415,7 @@ def test_dry_run_prints_the_resolved_tree_and_flags_may_stand_between_overrides(
     assert (resolved["learner"]["lr"], resolved["name"]) == (0.5, "x")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [["--help"], ["run", str(MATH), "--dry-run"], ["run", str(MATH), "x=1"]])
 def test_help_dry_run_and_config_errors_import_nothing_heavy(arguments: list[str]) -> None:
     program = (

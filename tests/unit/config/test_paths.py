@@ -6,8 +6,8 @@ import pytest
 from conftest import MATH
 
 from streamppo.config import file as configfile
-from streamppo.config.correction import OwnCorrection
-from streamppo.config.policy_loss import OwnLoss
+from streamppo.config.correction import CustomCorrection
+from streamppo.config.policy_loss import CustomLoss
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 
@@ -65,8 +65,8 @@ def test_functions_of_the_mathematics_are_found_beside_the_file_too(project: Pat
     own = 'correction = { kind = "function", function = "mine.py:weights" }'
     (project / "own.toml").write_text(text.replace(correction, own))
     found = configfile.load(project / "own.toml", ["algorithm.policy_loss={kind='function', function='no.such:loss'}"])
-    assert found.algorithm.correction == OwnCorrection(function=f"{project / 'mine.py'}:weights")
-    assert found.algorithm.policy_loss == OwnLoss(function="no.such:loss")
+    assert found.algorithm.correction == CustomCorrection(function=f"{project / 'mine.py'}:weights")
+    assert found.algorithm.policy_loss == CustomLoss(function="no.such:loss")
 
 
 def test_a_run_keeps_its_paths_wherever_it_is_resumed_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from conftest import MATH, REPOSITORY
 
-from benchmarks.runs import PLAIN
+from benchmarks.lib.runs import PLAIN
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.reward import Scorer

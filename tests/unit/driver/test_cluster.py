@@ -10,8 +10,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from streamppo.config.sections import Config
-from streamppo.driver import cluster
-from streamppo.driver.cluster import describe, ray_session
+from streamppo.driver.ray import cluster
+from streamppo.driver.ray.cluster import describe, ray_session
 from streamppo.errors import JournalError, RunError
 
 

@@ -13,10 +13,12 @@ from driver_case import Case
 from ray._private import ray_constants
 
 from streamppo.config.sections import Config
-from streamppo.driver import cluster, disk, environment, nodes, stages
-from streamppo.driver.interrupts import SIGNALS, Interrupts
-from streamppo.driver.memory import MemoryKills
-from streamppo.driver.watch import Stage
+from streamppo.driver import stages
+from streamppo.driver.folder import disk
+from streamppo.driver.ray import cluster, environment, nodes
+from streamppo.driver.ray.interrupts import SIGNALS, Interrupts
+from streamppo.driver.watch.memory import MemoryKills
+from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import Interrupted, RunError
 
 # --- variables -----------------------------------------------------------------------------------------------
@@ -124,8 +126,8 @@ def test_a_node_that_lacks_something_is_named_with_all_that_it_lacks(
         f"reward={{scorers={{one={scorer}, two={service}}}}}",
         "rollout.limit=nowhere.either:limit",
     )
-    rank = nodes.of_rank(math_config(*changes), tmp_path)
-    needs = nodes.of_rollout(math_config(*changes), rank)
+    rank = nodes.needs_of_rank(math_config(*changes), tmp_path)
+    needs = nodes.needs_of_rollout(math_config(*changes), rank)
     assert nodes.lacking(rank) == []
     assert nodes.lacking(needs) == [
         "the plug-in nowhere.at_all:score",
@@ -135,7 +137,7 @@ def test_a_node_that_lacks_something_is_named_with_all_that_it_lacks(
     data.unlink()
     (tmp_path / nodes.TOKEN).write_text("of another disk")
     with pytest.raises(RunError, match=rf"^node \S+ lacks the run's folder {tmp_path}: another.*; {data}; the plug-in"):
-        nodes.prove(None, needs)
+        nodes.check_visible(None, needs)
     (tmp_path / nodes.TOKEN).unlink()
     assert nodes.lacking(rank) == [f"the run's folder {tmp_path}"]
 
@@ -152,11 +154,11 @@ def test_a_rank_needs_every_model_the_run_that_its_critic_reads_and_functions_of
         f"algorithm.teacher={{model='{teacher}', weight=0.1}}",
         "algorithm.policy_loss={kind='function', function='nowhere.own:loss'}",
     )
-    rank = nodes.of_rank(math_config(*changes), tmp_path)
+    rank = nodes.needs_of_rank(math_config(*changes), tmp_path)
     for folder in folders:
         folder.rmdir()
     assert nodes.lacking(rank) == [str(critic), str(before), str(teacher), "the plug-in nowhere.own:loss"]
-    with_none = nodes.of_rank(math_config("algorithm.critic.model=policy"), tmp_path)
+    with_none = nodes.needs_of_rank(math_config("algorithm.critic.model=policy"), tmp_path)
     assert nodes.lacking(with_none) == []
 
 
@@ -227,11 +229,11 @@ def test_a_stage_that_the_kernel_killed_for_memory_says_so_and_how_much_there_wa
     kills = cgroup(tmp_path / "groups", version, 3, str(3 * 2**29))
     monkeypatch.setattr(stages, "MemoryKills", lambda: kills)
     run = driver_case(1, "watchdog.max_restarts=1")
-    run.stages.note(Stage.ROLLOUT, "rollout-0: died")
+    run.stages.note(RunStage.ROLLOUT, "rollout-0: died")
     cgroup(tmp_path / "groups", version, 4, str(3 * 2**29))
     said = "rollout-1: died: killed by the kernel for memory: the limit of the cgroup is 1.50 GiB"
     with pytest.raises(RunError, match=f"^2 restarts within 600 s; the last reason: {said}$"):
-        run.stages.note(Stage.ROLLOUT, "rollout-1: died")
+        run.stages.note(RunStage.ROLLOUT, "rollout-1: died")
     assert run.record.restarts == [("rollout", "rollout-0: died")]
     assert kills.explain() == ""
 

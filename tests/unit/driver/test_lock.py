@@ -17,8 +17,10 @@ from conftest import REPOSITORY
 from streamppo.cli import main
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import lock
+from streamppo.driver.folder import lock
 from streamppo.errors import RunError
+
+pytestmark = pytest.mark.process
 
 
 def test_a_run_has_one_driver_and_is_running_as_long_as_it_lives(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_a_driver_that_starts_while_a_command_looks_is_not_refused(tmp_path: Pat
 
 
 def test_the_lock_of_a_driver_that_is_killed_is_free(tmp_path: Path) -> None:
-    program = "import sys, time; from pathlib import Path; from streamppo.driver import lock\n"
+    program = "import sys, time; from pathlib import Path; from streamppo.driver.folder import lock\n"
     program += "with lock.driver_lock(Path(sys.argv[1])): print('locked', flush=True); time.sleep(600)"
     words = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=REPOSITORY) as driver:

@@ -14,11 +14,11 @@ from driver_case import Case
 from streamppo import loop
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import disk
-from streamppo.driver.interrupts import Interrupts
+from streamppo.driver.folder import disk
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import Interrupted, LearnerLost, RunError
-from streamppo.learner import manifest
-from streamppo.telemetry.record import Record
+from streamppo.learner.checkpoint import manifest
+from streamppo.telemetry.record import RunRecord
 from streamppo.types import UpdateReport, encode
 
 Make = Callable[..., Case]
@@ -49,7 +49,7 @@ class Loop:
         patch.setattr(stages, "start_learner", self.start)
         patch.setattr(stages, "reports", lambda: (None, []))
         patch.setattr(stages, "save_last", lambda folder: self.events.append("save last"))
-        patch.setattr(stages, "made", lambda updates: [report(self.version + 1)])
+        patch.setattr(stages, "finished_reports", lambda updates: [report(self.version + 1)])
         patch.setattr(stages.calls, "wait", self.wait)
         patch.setattr(
             loop, "evaluate", lambda calls, crew, prompts, version, done: self.events.append(f"eval {version}")
@@ -191,6 +191,6 @@ def test_the_summary_is_written_before_ray_is_ended_which_may_hang(
 
 
 def test_metrics_that_were_deleted_while_the_run_went_on_do_not_keep_it_from_ending(tmp_path: Path) -> None:
-    record = Record(tmp_path, 0.0, seed=1, updates=3)
+    record = RunRecord(tmp_path, 0.0, seed=1, updates=3)
     (tmp_path / "metrics.jsonl").unlink()
     assert record.close("finished", None, [])["updates"] == 0

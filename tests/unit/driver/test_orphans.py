@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamppo.driver import orphans
+from streamppo.driver.ray import orphans
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 
 SLEEPER = """
 import os, signal, subprocess, sys, time
@@ -80,7 +80,7 @@ def test_the_end_of_the_block_ends_marked_processes_alone(tmp_path: Path, kind: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_death_of_the_driver_ends_marked_processes(tmp_path: Path, kind: str) -> None:
     script = (
-        "import sys, time\nfrom streamppo.driver import orphans\n"
+        "import sys, time\nfrom streamppo.driver.ray import orphans\n"
         "with orphans.ends() as mark:\n    print(mark, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as driver:
@@ -120,7 +120,7 @@ def test_without_a_descriptor_of_the_driver_the_end_of_the_block_is_seen(
 def test_without_a_descriptor_of_the_driver_its_death_is_seen_though_a_fork_of_it_lives(tmp_path: Path) -> None:
     (tmp_path / "watcher.py").write_text(REFUSED.format(number=errno.ENOSYS, file=orphans.__file__))
     script = (
-        "import os, sys, time\nfrom streamppo.driver import orphans\n"
+        "import os, sys, time\nfrom streamppo.driver.ray import orphans\n"
         f"orphans.__file__ = {str(tmp_path / 'watcher.py')!r}\n"
         "with orphans.ends() as mark:\n    fork = os.fork()\n    if fork:\n        print(mark, fork, flush=True)\n"
         "    time.sleep(600)\n"
@@ -152,7 +152,7 @@ def ignores(pid: int, number: int) -> bool:
 
 def living(mark: str) -> list[int]:
     found: list[int] = []
-    for pid in orphans.marked(mark):
+    for pid in orphans.marked_processes(mark):
         with suppress(psutil.Error):
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(pid)

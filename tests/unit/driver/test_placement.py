@@ -8,9 +8,9 @@ import pytest
 import ray
 import ray.util
 
-from streamppo.config.change import learning
+from streamppo.config.diff import learning
 from streamppo.config.sections import Config
-from streamppo.driver.placement import Placement, plan, shortage
+from streamppo.driver.ray.placement import Placement, plan, shortage
 from streamppo.errors import ConfigError, RunError
 
 Make = Callable[..., Config]

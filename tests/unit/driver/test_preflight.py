@@ -14,13 +14,13 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import inputs, preflight
 from streamppo.errors import CheckpointError, ConfigError, JournalError, StreamppoError
-from streamppo.learner import manifest
-from streamppo.learner.manifest import Files, State
-from streamppo.queue.archive import Archive
-from streamppo.queue.bodies import Bodies
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
-from streamppo.queue.state import settings_of
+from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies
 from streamppo.telemetry.catalogue import UPDATE
 from streamppo.types import Batch
 
@@ -33,10 +33,10 @@ def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
     journal.fence()
     journal.configure(0, msgspec.msgpack.encode(config))
     counters = msgspec.structs.replace(COUNTERS, shape=settings_of(config).shape)
-    journal.write(Changes(counters), [Made(version=0, digest="0", archived=None)])
+    journal.write(Changes(counters), [PublishedVersion(version=0, digest="0", archived=None)])
     for version in (0, 1):
         archived = archive.write(Batch(version=version, min_version=0, trajectories=(trajectory([1, version]),)))
-        made = Made(version=version + 1, digest="d", archived=archived)
+        made = PublishedVersion(version=version + 1, digest="d", archived=archived)
         journal.write(Changes(counters), [made], archive.settle)
     numbers = {"wall_s": 1.0, **dict.fromkeys(UPDATE, 1.0)}
     updates = [{"update": version, **numbers, "lag_histogram": {"0": 1}} for version in (1, 2)]
@@ -45,8 +45,8 @@ def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
     (run / "summary.json").write_text("{}")
     saved = run / "checkpoints" / f"{checkpoint:08d}"
     saved.mkdir(parents=True)
-    state = State(version=checkpoint, digest="d", ranks=1, beta=0.0, bad_steps=(0, 0))
-    manifest.write(saved, state, Files(shared={}, ranks=({},)))
+    state = CheckpointState(version=checkpoint, digest="d", ranks=1, beta=0.0, bad_steps=(0, 0))
+    manifest.write(saved, state, CheckpointFiles(shared={}, ranks=({},)))
     KEPT.append(journal)
     return run
 

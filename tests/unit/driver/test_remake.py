@@ -10,13 +10,13 @@ import pytest
 from conftest import COUNTERS, trajectory
 
 from streamppo.config.sections import Config
-from streamppo.driver import remake
-from streamppo.queue.archive import Archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.driver import rebuild_metrics
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.metrics_file import FINISHED
-from streamppo.telemetry.record import Record
+from streamppo.telemetry.record import RunRecord
 from streamppo.types import Batch, Trajectory, UpdateReport
 
 Load = Callable[..., Config]
@@ -47,10 +47,10 @@ def run(tmp_path: Path, math_config: Load) -> Path:
     """A run that was killed after its last update, with journal, archive and all lines."""
     journal, archive = Journal(tmp_path / "journal.sqlite"), Archive(tmp_path / "archive", {})
     journal.configure(0, msgspec.msgpack.encode(math_config()))
-    journal.write(Changes(COUNTERS), [Made(version=0, digest="0", archived=None)])
-    record = Record(tmp_path, 0.0, seed=1, updates=UPDATES)
+    journal.write(Changes(COUNTERS), [PublishedVersion(version=0, digest="0", archived=None)])
+    record = RunRecord(tmp_path, 0.0, seed=1, updates=UPDATES)
     for version in range(1, UPDATES + 1):
-        made = Made(version=version, digest="d", archived=archive.write(batch(version - 1)))
+        made = PublishedVersion(version=version, digest="d", archived=archive.write(batch(version - 1)))
         journal.write(Changes(COUNTERS), [made], archive.settle)
         record.update(report(version))
     journal.close()
@@ -70,9 +70,9 @@ def damage(run: Path, *, deleted: list[int], damaged: list[int]) -> None:
 
 def go_on(run: Path) -> dict[str, Any]:
     """Another part, which begins with the newest version and finishes; its summary."""
-    record = Record(run, 0.0, seed=1, updates=UPDATES)
+    record = RunRecord(run, 0.0, seed=1, updates=UPDATES)
     record.begin(UPDATES)
-    remake.lost_lines(record, run)
+    rebuild_metrics.lost_lines(record, run)
     record.close(FINISHED, None, [])
     return json.loads((run / "summary.json").read_text())
 

@@ -14,11 +14,11 @@ from streamppo.config.sections import Config
 from streamppo.driver import report
 from streamppo.errors import RunError
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.diagnosis import Finding
+from streamppo.telemetry.diagnosis import Sign
 from streamppo.telemetry.record import SUMMARY
 from streamppo.telemetry.report import page, view
 from streamppo.telemetry.report.view import View
-from streamppo.telemetry.summary import of_lines, of_queue
+from streamppo.telemetry.summary import queue_counts, summarise
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def test_curves_in_which_nothing_moves_come_last(run: Path) -> None:
     assert titles[0] == "Reward" and titles.index("Clip fraction") > titles.index("Seconds of an update")
 
 
-def finding(*, holds: bool) -> Finding:
-    return Finding("entropy collapse", "entropy 0.01", "raise it", 3, 4, holds)
+def finding(*, holds: bool) -> Sign:
+    return Sign("entropy collapse", "entropy 0.01", "raise it", 3, 4, holds)
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -167,8 +167,8 @@ def test_a_summary_adds_what_only_engines_know(run: Path) -> None:
     engines = {"actors": [], "scorers": [], "too_long": {}, "stalls": {}, "swaps": 0, "restarts": 0}
     engines |= {"seconds": 1.0, "swap_ms": 0.0, "idle_share": 0.25, "tokens_per_s": 1234.0, "tokens": 999}
     content = {
-        **of_lines(metrics_file.read(run)),
-        **of_queue(None),
+        **summarise(metrics_file.read(run)),
+        **queue_counts(None),
         "outcome": "finished",
         "engines": engines,
         "checksum": "",

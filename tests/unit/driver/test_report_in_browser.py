@@ -25,7 +25,7 @@ document.body.dataset.drawn = String([...document.querySelectorAll("svg.curves")
 """
 """Points at the right end of the first curve, and writes down sizes as they are on the screen."""
 
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.process, needs_chromium]
 
 
 @pytest.fixture

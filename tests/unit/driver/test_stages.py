@@ -9,10 +9,11 @@ from driver_case import Case
 from ray.exceptions import RayActorError
 
 from streamppo.config import file as configfile
-from streamppo.driver import lock, stages
-from streamppo.driver.watch import Stage
+from streamppo.driver import stages
+from streamppo.driver.folder import lock
+from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import LearnerLost, RunError
-from streamppo.learner import manifest
+from streamppo.learner.checkpoint import manifest
 
 Make = Callable[..., Case]
 
@@ -96,9 +97,9 @@ def test_a_rank_that_dies_is_a_lost_learner_and_new_ranks_forget_the_checkpoint_
     }
     run.stages.start_learner(None)
     assert run.ray.killed == [], "the first ranks are new"
-    run.calls.watch_all(["learner-0.0.save()"], Stage.CHECKPOINT)
+    run.calls.watch_all(["learner-0.0.save()"], RunStage.CHECKPOINT)
     with pytest.raises(LearnerLost, match=r"update 3: RayActorError: learner-0\.0 has died"):
-        run.stages._died("update 3", death("learner-0.0"))
+        run.stages._replace_dead("update 3", death("learner-0.0"))
     run.stages.start_learner("00000004")
     assert run.ray.killed == ["learner-0.0"]
     assert run.watched("save") == []
@@ -106,7 +107,7 @@ def test_a_rank_that_dies_is_a_lost_learner_and_new_ranks_forget_the_checkpoint_
 
 def test_a_queue_that_cannot_be_rebuilt_ends_the_run(driver_case: Make) -> None:
     with pytest.raises(RunError, match=r"^queue: RayActorError: queue has died"):
-        driver_case(1).stages._died("update 3", death("queue"))
+        driver_case(1).stages._replace_dead("update 3", death("queue"))
 
 
 def test_the_queues_second_life_is_a_restart_and_its_first_is_none(driver_case: Make) -> None:
@@ -122,11 +123,11 @@ def test_the_queues_second_life_is_a_restart_and_its_first_is_none(driver_case: 
 def test_too_many_restarts_in_a_short_time_end_the_run(driver_case: Make) -> None:
     run = driver_case(1, "watchdog.max_restarts=2", "watchdog.restarts_s=60")
     for _ in range(6):
-        run.stages.note(Stage.QUEUE, "it died")
+        run.stages.note(RunStage.QUEUE, "it died")
         run.ray.now += 31
-    run.stages.note(Stage.QUEUE, "it died")
+    run.stages.note(RunStage.QUEUE, "it died")
     with pytest.raises(RunError, match=r"3 restarts within 60 s; the last reason: once more"):
-        run.stages.note(Stage.QUEUE, "once more")
+        run.stages.note(RunStage.QUEUE, "once more")
     assert len(run.record.restarts) == 7
 
 
@@ -137,7 +138,7 @@ def test_all_that_dies_with_a_node_or_a_network_is_one_restart(driver_case: Make
         run.load_all()
         for name in run.names():
             run.die(name)
-        run.stages.note(Stage.LEARNER, "it died too")
+        run.stages.note(RunStage.LEARNER, "it died too")
         run.ray.now += 60
     assert len(run.names()) == 16 and len(run.record.restarts) == 2 * 17
     with pytest.raises(RunError, match="3 restarts within 600 s"):

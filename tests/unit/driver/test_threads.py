@@ -10,11 +10,12 @@ from msgspec import structs
 
 from streamppo.cli import main
 from streamppo.commands import replay
-from streamppo.commands.checks import quick
-from streamppo.config import change
+from streamppo.commands.checks import light_checks
+from streamppo.config import diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import placement, threads
+from streamppo.driver import threads
+from streamppo.driver.ray import placement
 from streamppo.errors import ConfigError
 
 Machine = Callable[[int], None]
@@ -136,7 +137,7 @@ def test_a_run_keeps_its_number_on_a_machine_with_other_cores(
     asked = configfile.load(run / configfile.CONFIG, ["learner.threads=auto"])
     for given in (configfile.load(run / configfile.CONFIG), config, asked):
         assert threads.chosen(given, run) == begun
-        assert change.described(begun, threads.kept(given, run)) == []
+        assert diff.describe_changes(begun, threads.kept(given, run)) == []
     assert logged.text.count("learner.threads =") == 1
     # The user's own number wins.
     assert threads.chosen(configfile.load(run / configfile.CONFIG, ["learner.threads=3"]), run).learner.threads == 3
@@ -146,10 +147,10 @@ def test_a_replay_has_the_recorded_number(machine: Machine, large: str) -> None:
     machine(16)
     recorded = threads.resolved(configured(f"model.path={large}"), 2)
     for changes in ((), ("learner.threads=auto",), ("learner.lr=0.1",)):
-        assert replay._changed(recorded, recorded, changes).learner.threads == 2
-    assert replay._changed(recorded, recorded, ("learner.threads=5",)).learner.threads == 5
+        assert replay._with_changes(recorded, recorded, changes).learner.threads == 2
+    assert replay._with_changes(recorded, recorded, ("learner.threads=5",)).learner.threads == 5
     # Results depend on it: versions are made again with their own.
-    assert change.learning(recorded) != change.learning(threads.resolved(configured(f"model.path={large}"), 3))
+    assert diff.learning(recorded) != diff.learning(threads.resolved(configured(f"model.path={large}"), 3))
 
 
 def test_a_run_records_its_number_and_a_resume_begins_with_it(
@@ -163,7 +164,7 @@ def test_a_run_records_its_number_and_a_resume_begins_with_it(
         raise ConfigError("far enough")
 
     monkeypatch.setattr("streamppo.driver.preflight.verify", verify)
-    monkeypatch.setattr("streamppo.commands.subject.refuse", lambda _: None)
+    monkeypatch.setattr("streamppo.commands.run_argument.refuse", lambda _: None)
     monkeypatch.chdir(tmp_path)
     machine(2)
     assert main(["run", str(MATH), f"model.path={large}"]) == 2
@@ -177,14 +178,14 @@ def test_a_run_records_its_number_and_a_resume_begins_with_it(
 def test_check_says_the_number_and_counts_its_cores(machine: Machine, large: str) -> None:
     machine(4)
     config = configured(f"model.path={large}", "cluster.cpus=5")
-    texts = [f"{one.subject}: {one.text}" for one in quick.findings(config)]
+    texts = [f"{one.subject}: {one.text}" for one in light_checks.findings(config)]
     assert "threads: learner.threads = 4: 26,214,400 parameters, 4 cores, 1 threads of engines" in texts
     assert any("GPU 0, CPU 5" in text for text in texts)
     begun = threads.resolved(config, 4)
     # A choice of the run's own is no mistake of the user's.
-    assert not any("threads, and this machine" in one.text for one in quick.findings(begun))
+    assert not any("threads, and this machine" in one.text for one in light_checks.findings(begun))
     eight = structs.replace(config, learner=structs.replace(config.learner, threads=8))
-    assert any("have 9 threads, and this machine 4 cores" in one.text for one in quick.findings(eight))
+    assert any("have 9 threads, and this machine 4 cores" in one.text for one in light_checks.findings(eight))
 
 
 @pytest.mark.parametrize("wrong", ["0", "many", "1.5", "-2"])

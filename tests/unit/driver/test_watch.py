@@ -7,13 +7,13 @@ import pytest
 from driver_case import Case, FakeRay
 from ray.exceptions import RayTaskError
 
-from streamppo.driver.watch import Calls, Stage
+from streamppo.driver.watch.watch import RunStage, WatchedCalls
 from streamppo.errors import JournalError, LearnerLost, RunError
 
 
 @pytest.fixture
 def calls(fake: FakeRay) -> Any:
-    return Calls(lambda name, error: None, lambda doing: None)
+    return WatchedCalls(lambda name, error: None, lambda doing: None)
 
 
 @pytest.fixture
@@ -29,44 +29,44 @@ def test_the_values_come_in_the_order_of_the_calls_and_watched_calls_are_handled
     calls: Any, fake: FakeRay
 ) -> None:
     seen: list[int] = []
-    calls.watch("b.watched()", Stage.REPORT, seen.append)
+    calls.watch("b.watched()", RunStage.REPORT, seen.append)
     fake.values |= {"a.second()": 2, "a.first()": 1, "b.watched()": 3}
     assert calls.wait(["a.first()", "a.second()"], "two") == [1, 2]
-    calls.drain(Stage.REPORT)
+    calls.drain(RunStage.REPORT)
     assert seen == [3]
 
 
 def test_a_call_that_is_both_watched_and_waited_for_is_handled_once(calls: Any, fake: FakeRay) -> None:
     seen: list[int] = []
-    calls.watch("a.first()", Stage.REPORT, seen.append)
+    calls.watch("a.first()", RunStage.REPORT, seen.append)
     fake.values["a.first()"] = 1
     assert calls.wait(["a.first()"], "one") == [1]
     assert seen == [1]
 
 
 def test_draining_waits_for_its_stage_alone(calls: Any, fake: FakeRay) -> None:
-    calls.watch_all(["a.saved()"], Stage.CHECKPOINT)
-    calls.watch_all(["b.report()"], Stage.REPORT)
+    calls.watch_all(["a.saved()"], RunStage.CHECKPOINT)
+    calls.watch_all(["b.report()"], RunStage.REPORT)
     fake.values["b.report()"] = 1
-    calls.drain(Stage.REPORT)
+    calls.drain(RunStage.REPORT)
     assert list(calls._watched) == ["a.saved()"]
 
 
 def test_forgotten_calls_are_those_of_the_stage_and_the_actor(calls: Any) -> None:
     for name in ("rollout-0", "rollout-1"):
-        calls.watch(f"{name}.run()", Stage.ROLLOUT, print, name=name)
-        calls.watch(f"{name}.evaluate()", Stage.EVALUATION, print)
-    calls.forget(Stage.ROLLOUT, "rollout-1")
+        calls.watch(f"{name}.run()", RunStage.ROLLOUT, print, name=name)
+        calls.watch(f"{name}.evaluate()", RunStage.EVALUATION, print)
+    calls.forget(RunStage.ROLLOUT, "rollout-1")
     assert list(calls._watched) == ["rollout-0.run()", "rollout-0.evaluate()", "rollout-1.evaluate()"]
-    calls.forget(Stage.EVALUATION)
+    calls.forget(RunStage.EVALUATION)
     assert list(calls._watched) == ["rollout-0.run()"]
 
 
 def test_a_call_that_fails_ends_the_run_and_names_its_stage(calls: Any, fake: FakeRay) -> None:
-    calls.watch_all(["queue.lost()"], Stage.QUEUE)
+    calls.watch_all(["queue.lost()"], RunStage.QUEUE)
     fake.values["queue.lost()"] = failed("journal.sqlite: damaged")
     with pytest.raises(RunError, match=r"^queue: journal\.sqlite: damaged$"):
-        calls.drain(Stage.QUEUE)
+        calls.drain(RunStage.QUEUE)
 
 
 def test_where_one_rank_failed_because_another_died_the_death_is_the_reason(fake: FakeRay) -> None:
@@ -76,7 +76,7 @@ def test_where_one_rank_failed_because_another_died_the_death_is_the_reason(fake
         deaths.append(f"{name}: {error}")
         raise LearnerLost(str(error))
 
-    calls: Any = Calls(lost, lambda doing: None)
+    calls: Any = WatchedCalls(lost, lambda doing: None)
     fake.values["rank-0.update()"] = failed("the collective was ended")
     fake.dead.add("rank-1")
     with pytest.raises(LearnerLost):
@@ -86,10 +86,10 @@ def test_where_one_rank_failed_because_another_died_the_death_is_the_reason(fake
 
 def test_a_call_whose_actor_died_is_made_again_of_another(calls: Any, fake: FakeRay) -> None:
     seen: list[int] = []
-    calls.watch("a.ask()", Stage.EVALUATION, seen.append, again=lambda: "b.ask()")
+    calls.watch("a.ask()", RunStage.EVALUATION, seen.append, again=lambda: "b.ask()")
     fake.dead.add("a")
     fake.values["b.ask()"] = 5
-    calls.drain(Stage.EVALUATION)
+    calls.drain(RunStage.EVALUATION)
     assert seen == [5]
 
 

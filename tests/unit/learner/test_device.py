@@ -16,7 +16,9 @@ from streamppo.learner import device
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import networks
+from benchmarks.lib import networks
+
+pytestmark = pytest.mark.process
 
 REFUSAL = networks.refusal()
 

@@ -8,14 +8,14 @@ import pytest
 from checkpoint_files import copied, written
 from conftest import COUNTERS
 
-from streamppo.config.change import learning
+from streamppo.config.diff import learning
 from streamppo.config.sections import Config
-from streamppo.learner import history, manifest, remote
-from streamppo.learner.history import ANY, History
-from streamppo.learner.manifest import Damaged
-from streamppo.learner.remote import Remote
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.learner.checkpoint import history, manifest, remote
+from streamppo.learner.checkpoint.history import ANY, History
+from streamppo.learner.checkpoint.manifest import DamagedFile
+from streamppo.learner.checkpoint.remote import CheckpointStore
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.store.journal import Journal
 
 Load = Callable[..., Config]
 
@@ -30,7 +30,9 @@ def journal_of(run: Path, configs: dict[int, Config], versions: int) -> None:
     journal = Journal(run / "journal.sqlite")
     for version, config in configs.items():
         journal.configure(version, msgspec.msgpack.encode(config))
-    journal.write(Changes(COUNTERS), [Made(version=one, digest=f"d{one}", archived=None) for one in range(versions)])
+    journal.write(
+        Changes(COUNTERS), [PublishedVersion(version=one, digest=f"d{one}", archived=None) for one in range(versions)]
+    )
     journal.close()
 
 
@@ -38,7 +40,7 @@ def test_each_version_has_the_configuration_that_it_was_made_with(math_config: L
     present = math_config("learner.lr=0.125", "updates=9", "checkpoint.remote=memory://here")
     was = {0: math_config("learner.lr=0.5"), 3: math_config("learner.lr=0.25", "checkpoint.remote=memory://there")}
     journal_of(tmp_path, {**was, 8: math_config("learner.lr=0.125", "updates=9")}, 9)
-    past = history.decode(history.encode(history.of_run(tmp_path, present)))
+    past = history.decode(history.encode(history.read_history(tmp_path, present)))
     rates = [past.at(version).learner.lr for version in range(10)]
     assert rates == [0.5] * 3 + [0.25] * 5 + [0.125] * 2
     assert past.at(9) == past.at(8) == present
@@ -48,13 +50,13 @@ def test_each_version_has_the_configuration_that_it_was_made_with(math_config: L
 
 
 def test_a_new_run_has_its_configuration_alone_and_compares_nothing(math_config: Load, tmp_path: Path) -> None:
-    past = history.of_run(tmp_path, math_config())
+    past = history.read_history(tmp_path, math_config())
     assert past == History({0: math_config()}, {}) and past.refusal(7, "any") == ""
 
 
 def test_versions_that_may_come_out_otherwise_are_known_and_not_compared(math_config: Load, tmp_path: Path) -> None:
     journal_of(tmp_path, {0: math_config(), 2: math_config("learner.exact=false"), 4: math_config()}, 6)
-    past = history.of_run(tmp_path, math_config())
+    past = history.read_history(tmp_path, math_config())
     assert past.digests == {0: "d0", 1: "d1", 2: "d2", 3: ANY, 4: ANY, 5: ANY}
     assert past.refusal(5, "other") == "" and "knows no version 6" in past.refusal(6, "d6")
 
@@ -70,7 +72,7 @@ def test_a_checkpoint_of_another_run_is_moved_out_of_the_way(tmp_path: Path, pas
 
 
 def test_copies_of_another_run_are_none(tmp_path: Path, past: History, logged: pytest.LogCaptureFixture) -> None:
-    copies = Remote(f"file://{tmp_path}/store/math-1")
+    copies = CheckpointStore(f"file://{tmp_path}/store/math-1")
     for version in (5, 10, 15):
         path = written(tmp_path / "there", version)
         copied(copies, path, *(one.name for one in path.iterdir()))
@@ -83,11 +85,11 @@ def test_copies_of_another_run_are_none(tmp_path: Path, past: History, logged: p
 
 @pytest.mark.parametrize("version", [10, 15])
 def test_what_a_rank_fetches_of_another_run_is_refused(tmp_path: Path, past: History, version: int) -> None:
-    copies = Remote(f"file://{tmp_path}/store/math-1")
+    copies = CheckpointStore(f"file://{tmp_path}/store/math-1")
     path = written(tmp_path / "there", version)
     copied(copies, path, *(one.name for one in path.iterdir()))
-    with pytest.raises(Damaged, match=f"{version:08d}: of another run"):
+    with pytest.raises(DamagedFile, match=f"{version:08d}: of another run"):
         manifest.verify(tmp_path / "here" / path.name, 0, None, copies.fetch, past)
-    with pytest.raises(Damaged, match=f"{version:08d}: of another run"):
+    with pytest.raises(DamagedFile, match=f"{version:08d}: of another run"):
         manifest.verify_whole(path, past)
     assert manifest.verify_whole(path).version == version

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.learner import device, history, learner
+from streamppo.learner import device, learner
 from streamppo.learner import rank as module
-from streamppo.learner.history import History
+from streamppo.learner.checkpoint import history
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.parallel.context_parallel import WHOLE
 from streamppo.learner.rank import Rank
-from streamppo.learner.ulysses import WHOLE
-from streamppo.queue.source import BEAT_S
+from streamppo.queue.batch_source import BEAT_S
 from streamppo.types import encode
 
 
@@ -105,6 +106,7 @@ def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_how_it_is_given_out
     assert found == (by_the_user if expected is None else expected)
 
 
+@pytest.mark.process
 def test_torch_is_imported_by_a_rank_and_not_with_its_class() -> None:
     code = "import streamppo.learner.rank, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

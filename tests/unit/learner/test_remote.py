@@ -13,9 +13,9 @@ from streamppo import durable
 from streamppo.commands.checks import folder as checks
 from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError, ConfigError
-from streamppo.learner import manifest, remote
-from streamppo.learner.manifest import Damaged
-from streamppo.learner.remote import Copier, Remote
+from streamppo.learner.checkpoint import manifest, remote
+from streamppo.learner.checkpoint.manifest import DamagedFile
+from streamppo.learner.checkpoint.remote import CheckpointStore, Copier
 from streamppo.weights import store
 from streamppo.weights.store import Store
 
@@ -23,8 +23,8 @@ KEPT = ("checkpoint.keep=2", "checkpoint.keep_every=10")
 
 
 @pytest.fixture
-def copies(tmp_path: Path) -> Remote:
-    return Remote(f"file://{tmp_path}/store/math-1")
+def copies(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(f"file://{tmp_path}/store/math-1")
 
 
 # --- the store --------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_s3_takes_gives_and_forgets_copies_and_says_when_it_is_away(
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
     pytest.importorskip("boto3").client("s3").create_bucket(Bucket="bucket")
-    copies = Remote("s3://bucket/runs/math-1")
+    copies = CheckpointStore("s3://bucket/runs/math-1")
     copies.prove()
     for version in (5, 10, 15):
         path = written(tmp_path, version)
@@ -103,7 +103,7 @@ def test_s3_takes_gives_and_forgets_copies_and_says_when_it_is_away(
 # --- copies -----------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_whole_when_every_file_has_come_in_whichever_order(tmp_path: Path, copies: Remote) -> None:
+def test_a_copy_is_whole_when_every_file_has_come_in_whichever_order(tmp_path: Path, copies: CheckpointStore) -> None:
     path = written(tmp_path, 5)
     assert copies.versions() == []
     for name in (manifest.MANIFEST, "__1_0.distcp", ".metadata"):
@@ -115,7 +115,7 @@ def test_a_copy_is_whole_when_every_file_has_come_in_whichever_order(tmp_path: P
     assert copies.versions() == []
 
 
-def test_the_newest_is_taken_from_the_disk_and_else_from_the_address(tmp_path: Path, copies: Remote) -> None:
+def test_the_newest_is_taken_from_the_disk_and_else_from_the_address(tmp_path: Path, copies: CheckpointStore) -> None:
     here = tmp_path / "checkpoints"
     for version in (5, 10, 15):
         path = written(here, version)
@@ -132,7 +132,9 @@ def test_the_newest_is_taken_from_the_disk_and_else_from_the_address(tmp_path: P
         remote.newest(tmp_path / "empty", "gs://bucket/run", 99)
 
 
-def test_a_rank_fetches_what_it_lacks_and_what_is_damaged_and_verifies_it(tmp_path: Path, copies: Remote) -> None:
+def test_a_rank_fetches_what_it_lacks_and_what_is_damaged_and_verifies_it(
+    tmp_path: Path, copies: CheckpointStore
+) -> None:
     path = written(tmp_path / "one", 5)
     copied(copies, path, *(one.name for one in path.iterdir()))
     there = tmp_path / "another" / path.name
@@ -144,12 +146,12 @@ def test_a_rank_fetches_what_it_lacks_and_what_is_damaged_and_verifies_it(tmp_pa
     assert manifest.verify(there, 1, None, copies.fetch).version == 5
     assert (there / "__1_0.distcp").read_bytes() == (path / "__1_0.distcp").read_bytes()
     (tmp_path / "store" / "math-1" / path.name / "__0_0.distcp").write_bytes(b"torn")
-    with pytest.raises(Damaged, match=r"__0_0.distcp: damaged"):
+    with pytest.raises(DamagedFile, match=r"__0_0.distcp: damaged"):
         manifest.verify(there, 0, None, copies.fetch)
 
 
 def test_copies_that_are_not_kept_go_and_so_do_parts_of_older_ones(
-    tmp_path: Path, copies: Remote, math_config: Any
+    tmp_path: Path, copies: CheckpointStore, math_config: Any
 ) -> None:
     for version in (8, 10, 12, 14, 16):
         path = written(tmp_path, version)
@@ -205,8 +207,8 @@ def test_a_run_has_an_address_of_its_own_and_keeps_it(tmp_path: Path, math_confi
     address = remote.address_of(config, first)
     assert address.startswith("s3://bucket/runs/math-") and remote.address_of(config, first) == address
     assert remote.address_of(config, other) != address, "two runs of one name in one bucket"
-    assert remote.known(first) == address == remote.told(config, first).checkpoint.remote
-    assert remote.address_of(math_config(), first) == "" == remote.known(tmp_path)
+    assert remote.known_address(first) == address == remote.config_for_actors(config, first).checkpoint.remote
+    assert remote.address_of(math_config(), first) == "" == remote.known_address(tmp_path)
     moved = math_config("checkpoint.remote=gs://another")
     assert remote.address_of(moved, first).startswith("gs://another/math-")
 

@@ -9,36 +9,42 @@ import torch
 import torch.distributed as dist
 
 from streamppo.algorithms.diagnostics import OffPolicy, off_policy
-from streamppo.algorithms.lag import Lag
-from streamppo.learner import metrics, optimizer, steering
-from streamppo.learner.batch import pad
-from streamppo.learner.fetch import lag_histogram
+from streamppo.algorithms.lag import AdmittedLag
+from streamppo.learner.batch.fetch import lag_histogram
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import optimizer
+from streamppo.learner.objective import adaptive_lag, metrics
+
+pytestmark = pytest.mark.process
 
 ADAPTIVE = "queue.max_lag={kind='adaptive', at_most=4, ess=0.5}"
 
 
 def test_it_begins_with_lag_one_goes_on_from_a_checkpoint_and_is_never_above_a_new_bound() -> None:
     config = case.config_of(ADAPTIVE)
-    assert steering.go_on(config, None) == Lag(1)
-    assert steering.go_on(config, Lag(3, 0.5, 2)) == Lag(3, 0.5, 2)
-    assert steering.go_on(case.config_of("queue.max_lag={kind='adaptive', at_most=2}"), Lag(3, 0.5, 2)) == Lag(
-        2, 0.5, 2
-    )
-    assert steering.go_on(case.config_of("queue.max_lag=4"), Lag(3)) is None
+    assert adaptive_lag.go_on(config, None) == AdmittedLag(1)
+    assert adaptive_lag.go_on(config, AdmittedLag(3, 0.5, 2)) == AdmittedLag(3, 0.5, 2)
+    assert adaptive_lag.go_on(
+        case.config_of("queue.max_lag={kind='adaptive', at_most=2}"), AdmittedLag(3, 0.5, 2)
+    ) == AdmittedLag(2, 0.5, 2)
+    assert adaptive_lag.go_on(case.config_of("queue.max_lag=4"), AdmittedLag(3)) is None
 
 
 def test_with_a_window_the_lag_is_at_most_the_one_that_leaves_room_for_it() -> None:
     config = case.config_of("queue.max_lag={kind='adaptive', at_most=8}", "queue.too_old=windowed")
     assert (config.queue.flow_lag, config.queue.bound) == (5, 8)
     found = {f"ess_lag_{name}": 1.0 for name in ("0", "5-8")}
-    assert steering.steered(config, Lag(4), 9, found, {0: 5, 4: 5}).admitted == 5
-    assert steering.steered(config, Lag(5), 9, found, {0: 5, 5: 5}).admitted == 5
+    assert adaptive_lag.lag_after_update(config, AdmittedLag(4), 9, found, {0: 5, 4: 5}).admitted == 5
+    assert adaptive_lag.lag_after_update(config, AdmittedLag(5), 9, found, {0: 5, 5: 5}).admitted == 5
 
 
 def test_a_policy_that_stands_still_says_nothing_about_lag() -> None:
     config = case.config_of(ADAPTIVE, "algorithm.critic.warmup_updates=5")
     for version, admitted in ((4, 1), (5, 3)):
-        assert steering.steered(config, Lag(1), version, {"ess_lag_1": 1.0}, {1: 9}).admitted == admitted
+        assert (
+            adaptive_lag.lag_after_update(config, AdmittedLag(1), version, {"ess_lag_1": 1.0}, {1: 9}).admitted
+            == admitted
+        )
 
 
 def test_the_critic_keeps_its_learning_rate() -> None:
@@ -62,12 +68,12 @@ def decisions(ranks: int, folder: Path) -> torch.Tensor:
     found: list[list[list[float]]] = []
     for overrides in CHOICES.values():
         config = case.config_of(ADAPTIVE, *overrides)
-        updater, lag = case.updater(config, folder), Lag(4)
+        updater, lag = case.updater(config, folder), AdmittedLag(4)
         found.append([])
         for version in (4, 5, 6):
             batch = pad(case.batch(version=version, min_version=version - 4, seed=version))
             metrics = updater.metrics(updater.update(batch))
-            lag = steering.steered(config, lag, version, metrics, lag_histogram(batch))
+            lag = adaptive_lag.lag_after_update(config, lag, version, metrics, lag_histogram(batch))
             found[-1].append([lag.admitted, lag.lr_share])
     mine = torch.tensor(found)
     everyones = [torch.zeros_like(mine) for _ in range(ranks)]
@@ -117,7 +123,7 @@ def test_a_batch_is_compared_with_its_policy_once(tmp_path: Path, monkeypatch: p
         compared.append(off_policy(*columns))
         return compared[-1]
 
-    for module in (steering, metrics):
+    for module in (adaptive_lag, metrics):
         monkeypatch.setattr(module, "off_policy", counted)
     with case.group(0, 1, tmp_path / "store"):
         _, found = case.updated(tmp_path, pad(case.batch()), f"learner.lr_by_ess={chosen}", "learner.minibatches=3")
@@ -137,7 +143,7 @@ def test_a_batch_is_compared_with_its_policy_once(tmp_path: Path, monkeypatch: p
 def test_a_steered_lag_lowers_it_too_where_the_policy_is_scored_first(
     overrides: tuple[str, ...], is_lowered: bool
 ) -> None:
-    assert steering.is_lowered_by_ess(case.config_of(*overrides)) == is_lowered
+    assert adaptive_lag.is_lowered_by_ess(case.config_of(*overrides)) == is_lowered
 
 
 def test_data_of_the_policy_itself_leave_all_of_the_learning_rate(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from test_journal import damage
 from zarr.storage import ZipStore
 
 from streamppo.errors import JournalError
-from streamppo.queue import archive
-from streamppo.queue.archive import Archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Ended, Made
-from streamppo.types import Batch, Identity, Learned, ints
+from streamppo.queue.rules.records import Changes, EndedAttempt, PublishedVersion
+from streamppo.queue.store import archive
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
+from streamppo.types import Batch, Identity, TokenRecord, ints
 
 
 def batch(version: int = 3) -> Batch:
@@ -93,11 +93,11 @@ def in_segments(version: int = 3) -> Batch:
     return Batch(version=version, min_version=version, trajectories=(begun, later, two))
 
 
-def written(made: Archive, one: Batch, learned: Learned | None = None) -> Made:
-    return Made(version=one.version + 1, digest="", archived=made.write(one, learned))
+def written(made: Archive, one: Batch, learned: TokenRecord | None = None) -> PublishedVersion:
+    return PublishedVersion(version=one.version + 1, digest="", archived=made.write(one, learned))
 
 
-def recorded(run: Path, *batches: Batch, learned: Mapping[int, Learned] = MappingProxyType({})) -> Archive:
+def recorded(run: Path, *batches: Batch, learned: Mapping[int, TokenRecord] = MappingProxyType({})) -> Archive:
     """Written and recorded as the queue does it."""
     journal, made = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
     for one in batches:
@@ -131,20 +131,20 @@ def test_the_very_batch_comes_back(tmp_path: Path) -> None:
 
 def test_what_the_learner_found_lies_beside_the_tokens(tmp_path: Path) -> None:
     values = np.float32([0.5, -0.25, 1e-30, 3.0, 4.0, 5.0])
-    learned = Learned(values=values.tobytes(), advantages=(-values).tobytes())
+    learned = TokenRecord(values=values.tobytes(), advantages=(-values).tobytes())
     found = recorded(tmp_path, batch(3), batch(4), learned={4: learned})
     assert found.batch(4).trajectories == batch(3).trajectories, "these numbers are no part of what was trained on"
     assert found.columns(4)["values"].tobytes() == values.tobytes()
     rows = found.table(4).to_pylist()
     assert [row["values"] for row in rows] == [values[:3].tolist(), [3.0], [4.0, 5.0]]
     assert [row["advantages"] for row in rows] == [(-values[:3]).tolist(), [-3.0], [-4.0, -5.0]]
-    parts = archive.learned(found.columns(4))
+    parts = archive.record_columns(found.columns(4))
     assert list(parts) == ["values", "advantages"]
     assert [part.tolist() for part in parts["advantages"]] == [row["advantages"] for row in rows]
     assert not {"values", "advantages", "proximal_logprobs"} & found.columns(3).keys()
-    assert archive.learned(found.columns(3)) == {}
+    assert archive.record_columns(found.columns(3)) == {}
     with pytest.raises(AssertionError, match="one number for each token"):
-        found.write(batch(5), Learned(advantages=values.tobytes()[4:]))
+        found.write(batch(5), TokenRecord(advantages=values.tobytes()[4:]))
 
 
 def test_anybody_reads_it_with_plain_zarr(tmp_path: Path) -> None:
@@ -224,20 +224,22 @@ def test_batches_that_are_not_kept_are_gone_also_after_a_kill_between_journal_an
     journal, made = Journal(tmp_path / "journal.sqlite"), Archive(tmp_path / "archive", {})
     journal.fence()
     endings = tuple(
-        Ended(number=number, identity=Identity(task="t", prompt=number, sample=0), state="failed", reason="no")
+        EndedAttempt(number=number, identity=Identity(task="t", prompt=number, sample=0), state="failed", reason="no")
         for number in (1, 7)
     )
     journal.write(Changes(COUNTERS, ended=endings))
     for version in range(6):
         archived = made.write(Batch(version=version, min_version=0, trajectories=(trajectory([1, version]),)))
-        journal.write(Changes(COUNTERS), [Made(version=version + 1, digest="d", archived=archived)], made.settle)
+        journal.write(
+            Changes(COUNTERS), [PublishedVersion(version=version + 1, digest="d", archived=archived)], made.settle
+        )
     journal.forget(3, first_slot=5)
     killed = Archive(tmp_path / "archive", archive.checksums(journal.versions().values()))
     assert killed.versions() == [3, 4, 5] and killed.path(2).exists()
     killed.sweep()
     made.drop(4)
     assert sorted(path.name[:8] for path in (tmp_path / "archive").iterdir()) == ["00000004", "00000005"]
-    assert [one.number for one in journal.ended()] == [7]
+    assert [one.number for one in journal.ended_attempts()] == [7]
     assert journal.versions().keys() == {1, 2, 3, 4, 5, 6}, "their digests are known for ever"
     with pytest.raises(JournalError, match="not kept: the archive begins with version 3"):
         killed.batch(1)

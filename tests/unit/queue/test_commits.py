@@ -8,7 +8,7 @@ import pytest
 from test_rules import done, queue
 
 from streamppo.errors import JournalError
-from streamppo.queue.commits import Commits, Transaction
+from streamppo.queue.group_commit import Commits, Transaction
 
 
 class Disk:
@@ -42,7 +42,7 @@ def test_what_has_been_written_is_not_written_again_and_each_change_is() -> None
             lambda: rules.put(done(ticket)),
             # Nothing but a counter changes.
             lambda: rules.put(done(ticket)),
-            lambda: rules.lost("b"),
+            lambda: rules.mark_dead("b"),
         ]
         for number, change in enumerate(changes, start=2):
             change()

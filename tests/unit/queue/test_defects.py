@@ -9,7 +9,7 @@ from conftest import trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamppo.queue.defects import Limits, defect, defects
+from streamppo.queue.rules.validation import TokenLimits, defect, defects
 from streamppo.types import Trajectory
 
 CUT = np.array([5, 7, 5, 6, 7], np.int32), np.array([2, 0, 3], np.int32)
@@ -36,12 +36,12 @@ def test_candidates_that_no_token_can_have_been_drawn_from_are_a_defect(
     candidates: Sequence[int], counts: Sequence[int], reason: str | None
 ) -> None:
     columns = {"candidates": np.int32(candidates).tobytes(), "candidate_counts": np.int32(counts).tobytes()}
-    found = defect(msgspec.structs.replace(trajectory([5, 6, 7]), **columns), Limits(17, 5, None, candidates=True))
+    found = defect(msgspec.structs.replace(trajectory([5, 6, 7]), **columns), TokenLimits(17, 5, None, candidates=True))
     assert (found is None) if reason is None else (reason in str(found))
 
 
 def test_a_trajectory_that_was_cut_says_from_which_candidates_and_these_are_the_models() -> None:
-    cut = Limits(17, 5, None, candidates=True)
+    cut = TokenLimits(17, 5, None, candidates=True)
     assert "does not say from which candidates" in str(defect(trajectory([5]), cut))
     assert defect(trajectory([5]), cut._replace(candidates=False)) is None
     strange = {"candidates": np.int32([5, 17]).tobytes(), "candidate_counts": np.int32([2]).tobytes()}
@@ -71,8 +71,8 @@ def test_log_probs_of_a_teacher_are_numbers_for_every_token_that_the_policy_samp
 ) -> None:
     one = trajectory([5, 6, 7], mask=[True, False, True])
     one = msgspec.structs.replace(one, teacher_logprobs=np.float32(logprobs).tobytes())
-    assert defect(one, Limits(17, 5, None, teacher=True)) == reason
-    assert defect(one, Limits(17, 5, None)) == (reason if logprobs else None)
+    assert defect(one, TokenLimits(17, 5, None, teacher=True)) == reason
+    assert defect(one, TokenLimits(17, 5, None)) == (reason if logprobs else None)
 
 
 # --- a whole delivery ----------------------------------------------------------------------------------------
@@ -102,13 +102,13 @@ MORE = {
 CHANGES = [{name: value} for name, values in DAMAGE.items() for value in [values, *MORE.get(name, [])]]
 LIMITS = [
     None,
-    Limits(17, 5, None),
-    Limits(17, 1, 3),
-    Limits(17, 5, 2),
-    Limits(17, 5, None, candidates=True),
-    Limits(17, 5, None, components=frozenset({"right"})),
-    Limits(17, 5, None, teacher=True),
-    Limits(17, 5, None, routes=True),
+    TokenLimits(17, 5, None),
+    TokenLimits(17, 1, 3),
+    TokenLimits(17, 5, 2),
+    TokenLimits(17, 5, None, candidates=True),
+    TokenLimits(17, 5, None, components=frozenset({"right"})),
+    TokenLimits(17, 5, None, teacher=True),
+    TokenLimits(17, 5, None, routes=True),
 ]
 
 
@@ -123,13 +123,13 @@ LIMITS = [
 )
 def test_routes_have_experts_for_every_token_but_the_last(routes: list[list[int]], reason: str | None) -> None:
     made = msgspec.structs.replace(trajectory([5, 6], prompt=(3, 4, 5)), routes=np.array(routes, np.int16).tobytes())
-    assert defect(made, Limits(17, 5, None, routes=True)) == reason
+    assert defect(made, TokenLimits(17, 5, None, routes=True)) == reason
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from([{}, {}, {}, *CHANGES]), max_size=4), st.sampled_from(LIMITS))
 def test_a_delivery_is_judged_as_each_of_its_trajectories_is(
-    changes: list[dict[str, object]], limits: Limits | None
+    changes: list[dict[str, object]], limits: TokenLimits | None
 ) -> None:
     sound: Trajectory = trajectory([5, 6])
     delivery = [msgspec.structs.replace(sound, **change) for change in changes]
@@ -139,6 +139,6 @@ def test_a_delivery_is_judged_as_each_of_its_trajectories_is(
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_one_bad_trajectory_among_good_ones_is_named(change: dict[str, object]) -> None:
     sound: Trajectory = trajectory([5, 6])
-    limits = Limits(17, 5, 3)
+    limits = TokenLimits(17, 5, 3)
     bad = msgspec.structs.replace(sound, **change)
     assert defects([sound, bad, sound], limits) == [None, defect(bad, limits), None]

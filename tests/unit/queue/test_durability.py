@@ -14,13 +14,22 @@ from test_journal import damage
 
 from streamppo import durable
 from streamppo.errors import CheckpointError
-from streamppo.learner import manifest
-from streamppo.learner.manifest import Files, State
-from streamppo.queue.archive import Archive
+from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState
+from streamppo.queue.store.archive import Archive
+
+pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("error", ["crash", "full"])
-@pytest.mark.parametrize(("what", "fewest"), [("archive", 5), ("checkpoint", 20)])
+@pytest.mark.parametrize(
+    ("what", "error", "fewest"),
+    [
+        ("archive", "crash", 5),
+        ("archive", "full", 5),
+        ("checkpoint", "crash", 20),
+        pytest.param("checkpoint", "full", 20, marks=pytest.mark.slow),
+    ],
+)
 def test_a_crash_or_a_full_disk_at_any_file_system_call_leaves_the_last_good_state(
     tmp_path: Path, what: str, fewest: int, error: str
 ) -> None:
@@ -69,8 +78,8 @@ def complete(folder: Path, version: int) -> Path:
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(random.Random(version).randbytes(3000))
     (path / ".metadata").write_bytes(b"m" * 200)
-    files = Files(shared=manifest.seal(path, ".metadata"), ranks=(manifest.seal(path, "__0_*"),))
-    manifest.write(path, State(version=version, digest="d" * 64, ranks=1, beta=0.1, bad_steps=(0, 0)), files)
+    files = CheckpointFiles(shared=manifest.seal(path, ".metadata"), ranks=(manifest.seal(path, "__0_*"),))
+    manifest.write(path, CheckpointState(version=version, digest="d" * 64, ranks=1, beta=0.1, bad_steps=(0, 0)), files)
     return path
 
 
@@ -79,7 +88,7 @@ def whole_one(folder: Path) -> Path | None:
     while path := manifest.newest(folder):
         try:
             manifest.verify(path, 0)
-        except manifest.Damaged as error:
+        except manifest.DamagedFile as error:
             manifest.set_aside(path, error)
         else:
             return path

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from streamppo.cli import main
 from streamppo.errors import ModelError, RunError
-from streamppo.learner import pretrained
+from streamppo.learner.model import hf_files
 from streamppo.telemetry.metrics_file import FINISHED
-from streamppo.telemetry.record import Record
+from streamppo.telemetry.record import RunRecord
 from streamppo.types import UpdateReport
 
 METRICS = {"reward": 0.5, "entropy": 1.0, "ess": 1.0, "lag_mean": 0.0, "wait_s": 0.0, "update_s": 1.0, "push_ms": 1.0}
@@ -26,8 +26,8 @@ def report(version: int) -> UpdateReport:
     )
 
 
-def record_of(folder: Path) -> Record:
-    return Record(folder, started=0.0, seed=1, updates=9)
+def record_of(folder: Path) -> RunRecord:
+    return RunRecord(folder, started=0.0, seed=1, updates=9)
 
 
 def test_metrics_that_find_no_room_are_named_and_the_run_goes_on_from_the_last_whole_line(
@@ -83,5 +83,5 @@ class Stub:
 def test_a_model_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     stub: Any = Stub()
     with pytest.raises(ModelError, match=r"final: cannot be written: .*directory"):
-        pretrained.write(stub, None, tmp_path / "final")
+        hf_files.write(stub, None, tmp_path / "final")
     assert not (tmp_path / "final").exists()

@@ -10,7 +10,7 @@ import pytest
 from conftest import trajectory
 
 from streamppo.errors import JournalError
-from streamppo.queue.handout import Handout, encoded
+from streamppo.queue.shards.batch_refs import Handout, encode_slowly
 from streamppo.types import Batch, decode, encode
 
 
@@ -34,7 +34,7 @@ def batch(version: int) -> Batch:
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 300, 70_000])
 def test_a_batch_that_is_encoded_piece_by_piece_is_encoded_as_a_whole(count: int) -> None:
     several = msgspec.structs.replace(batch(3), trajectories=(trajectory([5, 6]),) * count)
-    assert encoded(several).tobytes() == encode(several)
+    assert encode_slowly(several).tobytes() == encode(several)
 
 
 def test_all_ranks_get_one_reference_and_the_event_loop_encodes_nothing() -> None:

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from conftest import COUNTERS, trajectory
 
-from streamppo.commands import inspect as inspection
+from streamppo.commands.look import inspect as inspection
 from streamppo.errors import JournalError
-from streamppo.queue import archive
-from streamppo.queue.archive import Archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.store import archive
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
 from streamppo.types import Batch
 
 PROMPTS = {0: (2, 0, 1), 1: (3, 9), 2: (4, 5, 6), 3: (8, 7)}
@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     for version, prompts in PROMPTS.items():
         rows = tuple(trajectory([5, 6], number=prompt) for prompt in prompts)
         archived = made.write(Batch(version=version, min_version=version, trajectories=rows))
-        one = Made(version=version + 1, digest="", archived=archived)
+        one = PublishedVersion(version=version + 1, digest="", archived=archived)
         counters = msgspec.structs.replace(COUNTERS, version=version + 1)
         journal.write(Changes(counters), [one], made.settle)
     journal.close()

@@ -14,9 +14,9 @@ from conftest import COUNTERS, trajectory
 
 from streamppo import durable
 from streamppo.errors import JournalError
-from streamppo.queue import database as sqlite
-from streamppo.queue.journal import DEAD_LETTERS, FORMAT, Journal
-from streamppo.queue.records import Changes, DeadLetter, Ended, Lease, Made, SavedSlot
+from streamppo.queue.rules.records import Changes, DeadLetter, EndedAttempt, Lease, PublishedVersion, SavedSlot
+from streamppo.queue.store import database as sqlite
+from streamppo.queue.store.journal import DEAD_LETTERS, FORMAT, Journal
 from streamppo.types import Identity
 
 
@@ -44,20 +44,20 @@ def filled(path: Path) -> Journal:
     return journal
 
 
-def ended(number: int, reason: str, attempt: int = 0) -> Ended:
+def ended(number: int, reason: str, attempt: int = 0) -> EndedAttempt:
     identity = slot(number, attempt=attempt).identity
-    return Ended(number=number, identity=identity, state="failed", reason=reason)
+    return EndedAttempt(number=number, identity=identity, state="failed", reason=reason)
 
 
 ENDED = (ended(4, "no"), ended(4, "no again", attempt=1))
 
 
-def made(version: int) -> Made:
-    return Made(version=version, digest=f"digest {version}", archived=None)
+def made(version: int) -> PublishedVersion:
+    return PublishedVersion(version=version, digest=f"digest {version}", archived=None)
 
 
 def everything(journal: Journal) -> object:
-    return journal.read(), journal.versions(), journal.dead_letters(), journal.ended(), journal.configs()
+    return journal.read(), journal.versions(), journal.dead_letters(), journal.ended_attempts(), journal.configs()
 
 
 def test_a_journal_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_journal_reads_back_what_was_written(tmp_path: Path) -> None:
     assert saved.slots == tuple(slot(number, ready=number % 3 > 0) for number in range(8))
     assert [lease.slots for lease in saved.leases] == [((1, 0), (2, 0))]
     assert [letter.reason for letter in again.dead_letters()] == ["no"]
-    assert again.ended() == list(ENDED)
+    assert again.ended_attempts() == list(ENDED)
 
 
 def test_a_new_journal_is_empty(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_digest_of_a_version_is_never_written_over(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal.sqlite")
-    journal.write(Changes(COUNTERS), [Made(version=0, digest="another", archived=None)])
+    journal.write(Changes(COUNTERS), [PublishedVersion(version=0, digest="another", archived=None)])
     assert journal.versions()[0].digest == "digest 0"
 
 
@@ -136,7 +136,7 @@ def test_whoever_fences_reads_all_that_was_written_before_and_nobody_else_writes
     living, reader = Journal(tmp_path / "journal.sqlite"), Journal(tmp_path / "journal.sqlite")
     zombie.write(Changes(COUNTERS, (slot(8),)))
     living.fence()
-    named: list[Made] = []
+    named: list[PublishedVersion] = []
     with pytest.raises(JournalError, match="given up for dead"):
         zombie.write(Changes(COUNTERS, (slot(9),)), [made(1)], named.append)
     assert named == [], "a file of the archive got its name by a zombie"
@@ -153,7 +153,7 @@ def test_a_version_whose_file_gets_no_name_is_not_recorded(tmp_path: Path) -> No
     journal = filled(tmp_path / "journal.sqlite")
     before = everything(journal)
 
-    def full(_: Made) -> None:
+    def full(_: PublishedVersion) -> None:
         raise OSError("no room")
 
     with pytest.raises(JournalError, match="no room"):
@@ -275,8 +275,8 @@ def test_a_journal_from_before_formats_had_numbers_is_refused(tmp_path: Path) ->
 def test_the_rows_of_some_slots_are_found_by_their_numbers_alone(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal.sqlite")
     assert [slot.number for slot in journal.slots(range(2, 5))] == [2, 3, 4]
-    assert journal.ended(range(4, 5)) == list(ENDED)
-    assert journal.ended(range(4)) == journal.ended(range(5, 9)) == []
+    assert journal.ended_attempts(range(4, 5)) == list(ENDED)
+    assert journal.ended_attempts(range(4)) == journal.ended_attempts(range(5, 9)) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -371,4 +371,4 @@ def test_a_journal_with_other_tables_views_or_triggers_is_refused(tmp_path: Path
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
         db.executescript(change)
     with pytest.raises(JournalError, match="not a journal of streamppo"):
-        Journal.of(tmp_path)
+        Journal.open_run(tmp_path)

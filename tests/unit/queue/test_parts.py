@@ -8,8 +8,8 @@ import pytest
 from conftest import trajectory
 from test_handout import Store
 
-from streamppo.queue import parts
-from streamppo.queue.handout import Handout, encoded
+from streamppo.queue.shards.batch_refs import Handout, encode_slowly
+from streamppo.queue.store import batch_parts
 from streamppo.types import Batch, Outline, Tokens, decode, encode
 
 RANKS = 8
@@ -25,9 +25,9 @@ def batch(rows: int = 64, prompt: int = 400, completion: int = 1000) -> Batch:
 @pytest.mark.parametrize("rows", [0, 1, 16, 70_000])
 def test_parts_that_are_encoded_piece_by_piece_are_encoded_as_a_whole(rows: int) -> None:
     whole = msgspec.structs.replace(batch(1, 3, 2), trajectories=batch(1, 3, 2).trajectories * rows)
-    outline, tokens = parts.outline_of(whole), parts.tokens_of(whole, range(rows))
-    assert encoded(outline).tobytes() == encode(outline)
-    assert encoded(tokens).tobytes() == encode(tokens)
+    outline, tokens = batch_parts.outline_of(whole), batch_parts.tokens_of(whole, range(rows))
+    assert encode_slowly(outline).tobytes() == encode(outline)
+    assert encode_slowly(tokens).tobytes() == encode(tokens)
 
 
 def test_the_parts_of_all_rows_are_the_batch_and_other_rows_are_zeros_of_their_length() -> None:
@@ -35,10 +35,10 @@ def test_the_parts_of_all_rows_are_the_batch_and_other_rows_are_zeros_of_their_l
     whole = msgspec.structs.replace(
         whole, trajectories=tuple(msgspec.structs.replace(one, routes=bytes(16)) for one in whole.trajectories)
     )
-    outline = parts.outline_of(whole)
-    assert parts.widths(outline) == [5] * 4
-    assert parts.join(outline, parts.tokens_of(whole, [2, 0, 3, 1])) == whole
-    some = parts.join(outline, parts.tokens_of(whole, [2]))
+    outline = batch_parts.outline_of(whole)
+    assert batch_parts.widths(outline) == [5] * 4
+    assert batch_parts.join(outline, batch_parts.tokens_of(whole, [2, 0, 3, 1])) == whole
+    some = batch_parts.join(outline, batch_parts.tokens_of(whole, [2]))
     assert some.trajectories[2] == whole.trajectories[2]
     other, had = some.trajectories[1], whole.trajectories[1]
     assert (other.prompt_tokens, other.tokens, other.candidates, other.routes) == (bytes(12), bytes(8), b"", b"")
@@ -63,7 +63,7 @@ def test_each_rank_fetches_the_outline_and_its_own_rows_and_the_batch_is_read_on
         assert len(reads) == 1
         outline = decode(store.held[0], Outline)
         for mine, held in zip(rows, store.held[1:], strict=True):
-            found = parts.join(outline, decode(held, tuple[Tokens, ...]))
+            found = batch_parts.join(outline, decode(held, tuple[Tokens, ...]))
             assert all(found.trajectories[row] == whole.trajectories[row] for row in mine)
         # Of a row of 400 + 1000 tokens: 13 bytes for each of the completion and 4 for each of the prompt; in parts 9
         # for each of the completion, and 4 for each of both in one row of eight.

@@ -15,17 +15,19 @@ import shard_case
 from conftest import trajectory
 from shard_case import told
 
-from streamppo.commands import inspect as inspection
+from streamppo.commands.look import inspect as inspection
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Environment, Source
 from streamppo.errors import CheckpointError, Diverged, JournalError, ModelError, QueueError, TooManyFailures
 from streamppo.queue import actor as queue_actor
-from streamppo.queue import archive, parts, report, snapshot
+from streamppo.queue import report
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.defects import Limits, defect, limits_of
-from streamppo.queue.journal import Journal
-from streamppo.queue.source import ArchiveSource
-from streamppo.types import Batch, Failure, Learned, Push, QueueReport, Tensor, Ticket, Trajectory, decode, encode
+from streamppo.queue.batch_source import ArchiveSource
+from streamppo.queue.rules.validation import TokenLimits, defect
+from streamppo.queue.store import archive, batch_parts, snapshot
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.token_limits import limits_of
+from streamppo.types import Batch, Failure, Push, QueueReport, Tensor, Ticket, TokenRecord, Trajectory, decode, encode
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
 
@@ -73,7 +75,7 @@ def push(version: int, name: str = "", admitted_lag: int | None = None) -> bytes
 
 def whole(found: Any) -> Batch:
     """The batch that a rank puts together."""
-    return parts.merge([decode(one, Batch) for one in found])
+    return batch_parts.merge([decode(one, Batch) for one in found])
 
 
 def done(ticket: Ticket, version: int = 0) -> Trajectory:
@@ -187,7 +189,7 @@ def test_a_version_waits_until_its_batch_is_in_the_archive(
         await deliver(actor, await sample(actor, 0, 4))
         batch = whole(await actor.take(0))
         values = np.arange(8, dtype=np.float32)
-        learned = told(actor, Learned(values=values.tobytes()))
+        learned = told(actor, TokenRecord(values=values.tobytes()))
         publishing = asyncio.create_task(actor.publish(push(1), [], learned, 0))
         again = asyncio.create_task(actor.publish(push(1), [], learned, 0))
         await asyncio.sleep(0.3)
@@ -259,8 +261,8 @@ def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_jou
         zombie._broken = None
         assert await living.begin(0) == 0
         assert await living.take(0) == batch
-        await living.publish(push(1), [], told(living, Learned(values=np.ones(8, np.float32).tobytes())), 1)
-        for learned in (told(zombie, Learned(values=np.zeros(8, np.float32).tobytes())), b""):
+        await living.publish(push(1), [], told(living, TokenRecord(values=np.ones(8, np.float32).tobytes())), 1)
+        for learned in (told(zombie, TokenRecord(values=np.zeros(8, np.float32).tobytes())), b""):
             # Its shards have nothing of what the living one has archived.
             with pytest.raises(JournalError, match=r"given up for dead|tokens are missing"):
                 await zombie.publish(push(1), [], learned, 0)
@@ -284,7 +286,7 @@ def test_what_an_old_queue_acknowledges_while_a_new_one_opens_the_journal_is_not
             old._queue.put_records(await old._shards.store(made[3:]))
         else:
             old._queue.put(made[3])
-        last, fence = snapshot.drain(old._queue.settings, old._queue.state), Journal.fence
+        last, fence = snapshot.take_changes(old._queue.settings, old._queue.state), Journal.fence
         with monkeypatch.context() as patch:
             patch.setattr(Journal, "fence", lambda journal: (old._journal.write(last), fence(journal)))
             new = actor_of()
@@ -580,7 +582,7 @@ def test_prompts_are_as_long_as_the_data_task_allows(
         sources={"a": Source(data="x", max_prompt_tokens=limit), "b": Source(data="y", max_prompt_tokens=1)}
     )
     limits = limits_of(msgspec.structs.replace(math_config(), task=task), str(tmp_path))
-    assert limits == Limits(vocabulary=17, completion=5, prompt=limit)
+    assert limits == TokenLimits(vocabulary=17, completion=5, prompt=limit)
     assert defect(trajectory([5]), limits) == reason
 
 
@@ -590,7 +592,7 @@ def test_with_an_environment_all_turns_together_have_its_limit(
     (tmp_path / "config.json").write_text('{"vocab_size": 17}')
     environment = Environment(name="a:b", max_tokens=9)
     limits = limits_of(msgspec.structs.replace(math_config(), environment=environment), str(tmp_path))
-    assert limits == Limits(vocabulary=17, completion=9, prompt=None)
+    assert limits == TokenLimits(vocabulary=17, completion=9, prompt=None)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,19 @@ from conftest import trajectory
 from streamppo.config.correction import Resample
 from streamppo.config.queue import Segments
 from streamppo.errors import JournalError, QueueError, TooManyFailures
-from streamppo.queue import report, snapshot
-from streamppo.queue.records import Changes, Counters, Saved
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.slot import Slot
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue import report
+from streamppo.queue.rules.records import Changes, Counters, QueueSnapshot
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.slot import Slot
+from streamppo.queue.rules.state import QueueSettings, QueueState
+from streamppo.queue.store import snapshot
 from streamppo.types import Failure, QueueReport, Ticket, Trajectory, decode, encode, ints
 
 CALLS = itertools.count()
 """Every request of its own."""
 
 
-def settings(**changes: object) -> Settings:
+def settings(**changes: object) -> QueueSettings:
     chosen: dict[str, object] = {
         "task": "t",
         "batch_size": 4,
@@ -35,7 +36,7 @@ def settings(**changes: object) -> Settings:
     }
     chosen |= changes
     chosen.setdefault("flow_lag", chosen["max_lag"])
-    return Settings(**chosen)  # pyright: ignore[reportArgumentType]
+    return QueueSettings(**chosen)  # pyright: ignore[reportArgumentType]
 
 
 def queue(**changes: object) -> QueueRules:
@@ -46,13 +47,13 @@ def counted(rules: QueueRules) -> QueueReport:
     return report.report(rules.state)
 
 
-def rebuilt_from(saved: Saved, **changes: object) -> QueueRules:
+def rebuilt_from(saved: QueueSnapshot, **changes: object) -> QueueRules:
     chosen = settings(**changes)
     return QueueRules(chosen, snapshot.rebuild(chosen, saved, Path("runs/a/journal.sqlite")))
 
 
 def drain(rules: QueueRules) -> Changes:
-    return snapshot.drain(rules.settings, rules.state)
+    return snapshot.take_changes(rules.settings, rules.state)
 
 
 def done(ticket: Ticket, versions: tuple[int, ...] = (0, 0), **columns: object) -> Trajectory:
@@ -128,7 +129,7 @@ def test_a_second_delivery_is_counted_and_ignored() -> None:
 def test_a_zombie_cannot_deliver_for_a_slot_that_was_given_to_another() -> None:
     rules = queue()
     ticket = rules.issue("a", 0, 1, next(CALLS))[0]
-    rules.lost("a")
+    rules.mark_dead("a")
     again = rules.issue("b", 0, 1, next(CALLS))[0]
     assert (again.slot, again.identity.attempt) == (ticket.slot, 1)
     assert rules.put(done(ticket)) is False
@@ -240,7 +241,7 @@ def test_groups_are_judged_by_a_component_and_by_their_difficulty(resample: Resa
 def test_a_lost_actor_is_no_failure_of_the_task() -> None:
     rules = queue(max_attempts=1)
     rules.issue("a", 0, 3, next(CALLS))
-    rules.lost("a")
+    rules.mark_dead("a")
     assert [t.slot for t in rules.issue("b", 0, 3, next(CALLS))] == [0, 1, 2]
     assert counted(rules).dropped == {"too_old": 0, "abandoned": 0, "resampled": 0, "lost": 3}
 
@@ -398,7 +399,7 @@ def test_a_queue_that_died_admits_the_lag_that_it_was_told_of() -> None:
     rules = steered()
     take_and_publish(rules, 3)
     counters = decode(encode(drain(rules).counters), Counters)
-    again = rebuilt_from(Saved(counters, (), ()), max_lag=4, first_lag=1)
+    again = rebuilt_from(QueueSnapshot(counters, (), ()), max_lag=4, first_lag=1)
     assert len(again.issue("b", 1, 100, next(CALLS))) == 4 * 4
 
 
@@ -451,7 +452,7 @@ def endings(rules: QueueRules) -> list[tuple[int, int, str, str]]:
 def test_every_attempt_that_comes_to_nothing_is_noted_with_its_reason() -> None:
     rules = queue(too_old="drop", max_lag=0, max_attempts=2)
     rules.issue("gone", 0, 1, 0)
-    rules.lost("gone")
+    rules.mark_dead("gone")
     first, second, third, fourth = rules.issue("a", 0, 4, 0)
     rules.put(done(first, reward=float("inf")))
     rules.fail(fail(second, "too slow"))
@@ -502,7 +503,7 @@ def test_a_rebuilt_queue_goes_on_with_what_waits_and_gives_the_same_batch() -> N
         rules.put(done(ticket))
     batch = rules.take(0)
     changes = drain(rules)
-    rebuilt = rebuilt_from(Saved(changes.counters, changes.slots, changes.leases))
+    rebuilt = rebuilt_from(QueueSnapshot(changes.counters, changes.slots, changes.leases))
     assert rebuilt.take(0) == batch
     rebuilt.lost_all()
     again = rebuilt.issue("b", 0, 9, 0)
@@ -520,7 +521,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
         publish_after_training(rules, version)
     changes = drain(rules)
     alive = tuple(slot for slot in changes.slots if (slot.number, slot.part) not in changes.gone)
-    rebuilt = rebuilt_from(Saved(changes.counters, alive, ()), batch_size=batch_size)
+    rebuilt = rebuilt_from(QueueSnapshot(changes.counters, alive, ()), batch_size=batch_size)
     assert counted(rebuilt).ready == 4
     tickets = rebuilt.issue("a", 3, 100, next(CALLS))
     assert len(tickets) == opened
@@ -533,7 +534,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
 def test_a_journal_of_another_run_is_refused() -> None:
     changes = drain(queue())
     with pytest.raises(JournalError, match=r"^runs/a/journal.sqlite: of another run.*\('t', 2, 1\).*\('other', 2, 1\)"):
-        rebuilt_from(Saved(changes.counters, (), ()), task="other")
+        rebuilt_from(QueueSnapshot(changes.counters, (), ()), task="other")
 
 
 def test_the_watchdogs_sentence_names_where_trajectories_are() -> None:
@@ -562,7 +563,7 @@ def test_a_completion_that_goes_on_is_no_answer_to_a_request_and_its_failures_ad
     rules.put(segment(ticket, 0))
     changes = drain(rules)
     rebuilt = rebuilt_from(
-        Saved(changes.counters, changes.slots, changes.leases), **rules.settings._asdict() | {"task": "t"}
+        QueueSnapshot(changes.counters, changes.slots, changes.leases), **rules.settings._asdict() | {"task": "t"}
     )
     assert rebuilt.issue("a", 0, 0, 7) == (), "its actor samples it already"
     for attempt in range(2):
@@ -601,7 +602,7 @@ def test_a_segment_that_is_too_old_as_a_whole_is_given_up_and_its_completion_goe
 
 def test_slots_that_are_consumed_or_abandoned_are_freed_without_a_pass_for_garbage() -> None:
     def alive() -> int:
-        return sum(isinstance(one, Slot) for one in gc.get_objects())
+        return sum(type(one) is Slot for one in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -18,13 +18,14 @@ from test_queue_actor import as_it_is, deliver, made_version_0, push, sample, wh
 
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.queue import archive, parts, shard
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.bodies import Bodies, path
-from streamppo.queue.journal import Journal
-from streamppo.queue.shard import QueueShard
-from streamppo.queue.slot import Record, Slot, Unit, all_younger, count_older, newest_version, record_of
-from streamppo.types import Batch, Identity, Learned, Outline, Tokens, Trajectory, decode, encode
+from streamppo.queue.rules.slot import Slot, TrajectoryRecord, Unit, all_younger, count_older, newest_version, record_of
+from streamppo.queue.shards import shard
+from streamppo.queue.shards.shard import QueueShard
+from streamppo.queue.store import archive, batch_parts
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies, path
+from streamppo.types import Batch, Identity, Outline, TokenRecord, Tokens, Trajectory, decode, encode
 
 SHARDS = 3
 
@@ -46,7 +47,7 @@ def bodies(run: Path) -> list[int]:
     return [Bodies(run, number).count() for number in range(SHARDS)]
 
 
-def told(*, rows: int) -> tuple[list[Trajectory], Learned]:
+def told(*, rows: int) -> tuple[list[Trajectory], TokenRecord]:
     """Trajectories of different lengths, with every kind of column, and the learner's numbers of their tokens."""
     generator, made = np.random.default_rng(0), list[Trajectory]()
     for row in range(rows):
@@ -56,7 +57,7 @@ def told(*, rows: int) -> tuple[list[Trajectory], Learned]:
         words = {"explanation": f"because {row}", "components": {"taste": float(row)}, "actor": f"rollout-{row % 2}"}
         made.append(msgspec.structs.replace(one, routes=routes, **words))
     tokens = sum(one.num_tokens for one in made)
-    return made, Learned(values=np.arange(tokens, dtype="<f4").tobytes(), advantages=bytes(4 * tokens))
+    return made, TokenRecord(values=np.arange(tokens, dtype="<f4").tobytes(), advantages=bytes(4 * tokens))
 
 
 # --- records ---------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_a_record_says_of_ages_what_its_trajectory_says_and_has_none_of_its_colu
         assert (record.oldest_version, newest_version([record])) == (one.oldest_version, newest_version([one]))
         assert (record.identity, record.reward, record.finish) == (one.identity, one.reward, one.finish)
         assert not any(value for value in msgspec.structs.asdict(record).values() if isinstance(value, bytes))
-        assert decode(encode(record), Record) == record
+        assert decode(encode(record), TrajectoryRecord) == record
 
 
 def test_a_batch_in_parts_is_the_batch_and_one_that_lacks_a_part_is_refused() -> None:
@@ -93,16 +94,18 @@ def test_a_batch_in_parts_is_the_batch_and_one_that_lacks_a_part_is_refused() ->
         Batch(version=4, min_version=1, rows=rows.tobytes(), trajectories=tuple(made[row] for row in rows))
         for rows in (order[:2], order[2:3], order[3:])
     ]
-    assert parts.merge(split) == batch == parts.merge([batch])
-    outlines = [decode(encode(parts.outline_of(one)), Outline) for one in split]
-    outline = parts.merge_outlines(outlines)
-    assert outline == parts.outline_of(batch)
+    assert batch_parts.merge(split) == batch == batch_parts.merge([batch])
+    outlines = [decode(encode(batch_parts.outline_of(one)), Outline) for one in split]
+    outline = batch_parts.merge_outlines(outlines)
+    assert outline == batch_parts.outline_of(batch)
     wanted = [7, 0, 4]
-    tokens = [one for part in split for one in decode(encode(parts.tokens_of(part, wanted)), tuple[Tokens, ...])]
+    tokens = [one for part in split for one in decode(encode(batch_parts.tokens_of(part, wanted)), tuple[Tokens, ...])]
     assert sorted(one.row for one in tokens) == sorted(wanted)
-    assert parts.join(outline, tokens) == parts.join(parts.outline_of(batch), parts.tokens_of(batch, wanted))
+    assert batch_parts.join(outline, tokens) == batch_parts.join(
+        batch_parts.outline_of(batch), batch_parts.tokens_of(batch, wanted)
+    )
     with pytest.raises(JournalError, match="lacks rows"):
-        parts.merge(split[:2])
+        batch_parts.merge(split[:2])
 
 
 # --- what a shard keeps -----------------------------------------------------------------------------------------
@@ -114,7 +117,9 @@ def test_what_a_shard_has_acknowledged_is_there_after_a_kill_and_once(config: by
     async def main() -> None:
         first = QueueShard(config, str(tmp_path), str(tmp_path), 0, as_it_is)
         stored = await asyncio.gather(*(first.store(encode((one,))) for one in made), first.store(encode(tuple(made))))
-        assert [decode(one, tuple[Record, ...]) for one in stored[:-1]] == [(record_of(one, None),) for one in made]
+        assert [decode(one, tuple[TrajectoryRecord, ...]) for one in stored[:-1]] == [
+            (record_of(one, None),) for one in made
+        ]
         another = QueueShard(config, str(tmp_path), str(tmp_path), 0, as_it_is)
         assert another._bodies.count() == len(made)
         assert another._bodies.read([one.identity for one in made[::-1]]) == made[::-1]
@@ -191,7 +196,7 @@ def test_no_token_passes_the_queue(config: bytes, tmp_path: Path) -> None:
         await deliver(actor, made)
         assert whole(await actor.take(0)).trajectories == tuple(made)
         assert seen and not any(marked in one for one in seen)
-        assert all(isinstance(one, Record) for one in actor._queue.leased(0).trajectories)
+        assert all(isinstance(one, TrajectoryRecord) for one in actor._queue.leased_batch(0).trajectories)
         journal = b"".join(file.read_bytes() for file in tmp_path.glob("journal*"))
         shards = b"".join(file.read_bytes() for file in (tmp_path / "shards").iterdir())
         assert marked not in journal and marked in shards
@@ -346,10 +351,10 @@ def test_numbers_of_a_rank_that_cannot_be_reached_are_not_waited_for_and_those_o
     asyncio.run(asyncio.wait_for(main(), 40))
 
 
-def _expect(run: Path, given: Sequence[Trajectory], learned: Learned) -> None:
+def _expect(run: Path, given: Sequence[Trajectory], learned: TokenRecord) -> None:
     """The archive has `given` as it is, and as it has it of a queue without shards."""
     found, alone = archive.open(run), archive.Archive(run / "alone", {})
-    batch, numbers = found.batch_and_learned(0)
+    batch, numbers = found.batch_and_record(0)
     assert batch.trajectories == tuple(given)
     assert np.concatenate(numbers["values"]).tobytes() == learned.values
     alone.write(batch, learned)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from conftest import trajectory
 
-from streamppo.queue.slot import Slot, SlotState, Unit
+from streamppo.queue.rules.slot import Slot, SlotState, Unit
 from streamppo.types import Identity
 
 DRAWN = {

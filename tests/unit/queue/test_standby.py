@@ -20,18 +20,21 @@ from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, ConfigError, JournalError
-from streamppo.queue import archive, copies, standby
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.bodies import Bodies, path
-from streamppo.queue.journal import Journal
+from streamppo.queue.replication import copies, standby
 from streamppo.queue.restore import restore
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies, path
 from streamppo.types import Batch, Failure, Trajectory, decode, encode
 from streamppo.weights import owner
-from streamppo.weights.store import Store, summed
+from streamppo.weights.store import Store, with_crc
+
+pytestmark = pytest.mark.process
 
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
 """Tokens that nobody else samples."""
-ROWS = ("counters", "slots", "leases", "versions", "configs", "ended", "dead_letters")
+ROWS = ("counters", "slots", "leases", "versions", "configs", "ended_attempts", "dead_letters")
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def queue_in(math_config: Callable[..., Config], address: str, shards: int) -> C
 
 def rows(run: Path) -> dict[str, Any]:
     """All that the journal of a run says, and the trajectories of which it has records alone."""
-    journal = Journal.of(run)
+    journal = Journal.open_run(run)
     found = {name: getattr(journal, name)() for name in ROWS}
     journal.close()
     held = [slot.identity for slot in found["slots"] if slot.record]
@@ -270,7 +273,7 @@ def test_a_death_at_any_copy_of_a_file_that_changes_leaves_a_whole_one(
         left = count()
         # The helper writes its own; each driver here has another one.
         text = f"# driver {dies_at}"
-        config = msgspec.msgpack.decode(Journal.of(run).configs()[0], type=Config)
+        config = msgspec.msgpack.decode(Journal.open_run(run).configs()[0], type=Config)
         (run / "config.toml").write_text(text)
         (run / "metrics.jsonl").write_text(f"{text}\n" * (dies_at + 1))
         with contextlib.suppress(Dead):
@@ -379,12 +382,12 @@ def test_of_two_folders_restored_of_one_copy_the_first_driver_goes_on(
     again, other = tmp_path / "again", tmp_path / "other"
     for folder in (again, other):
         restore(address, folder)
-        assert owner.of_another(Store(address), folder) == "", "it may begin anywhere"
+        assert owner.other_owner(Store(address), folder) == "", "it may begin anywhere"
     assert copies.life(again) != copies.life(other), "and nothing of the two is mixed"
     owner.claim(Store(address), again)
-    assert owner.of_another(Store(address), again) == ""
+    assert owner.other_owner(Store(address), again) == ""
     for folder in (run, other):
-        assert f"another copy of this run goes on in {again}" in owner.of_another(Store(address), folder)
+        assert f"another copy of this run goes on in {again}" in owner.other_owner(Store(address), folder)
 
 
 def test_a_copy_that_is_damaged_or_has_a_gap_is_named_and_a_torn_base_is_left_for_the_one_before(
@@ -524,7 +527,7 @@ def test_a_copy_that_is_whole_and_strange_is_named(
 ) -> None:
     asyncio.run(_two_versions(queue_in(tmp_path / "run")))
     name = Store(address).names("journal/0000")[-1]
-    fsspec.filesystem("memory").pipe(f"{address}/journal/0000/{name}", summed(row))
+    fsspec.filesystem("memory").pipe(f"{address}/journal/0000/{name}", with_crc(row))
     with pytest.raises(JournalError, match=f"{name}: not as this version of streamppo writes it"):
         restore(address, tmp_path / "new")
 

@@ -9,12 +9,12 @@ import pytest
 from conftest import trajectory
 
 from streamppo.errors import QueueError
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, Settings
-from streamppo.queue.waiting import BatchWaiters, Polls, TicketLine, VersionWaiters
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueSettings, QueueState
+from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Failure, Ticket, Trajectory
 
-SETTINGS = Settings(
+SETTINGS = QueueSettings(
     task="t",
     batch_size=2,
     samples_per_prompt=1,
@@ -210,13 +210,13 @@ async def test_an_actor_that_was_given_up_for_dead_is_refused_and_the_next_one_s
     rules, line, _ = full()
     dead, next_one = waits(line, "a", "b")
     await turn()
-    rules.lost("a")
-    line.lost("a")
+    rules.mark_dead("a")
+    line.refuse_dead("a")
     await turn()
     with pytest.raises(QueueError, match="a was given up for dead"):
         dead.result()
-    rules.lost("holder")
-    line.lost("holder")
+    rules.mark_dead("holder")
+    line.refuse_dead("holder")
     line.serve()
     await turn()
     assert len(next_one.result()) == 1
@@ -301,10 +301,10 @@ async def test_a_version_wakes_those_that_are_older_and_no_others() -> None:
     versions = VersionWaiters()
     waiting = {own: asyncio.create_task(versions.above(own)) for own in (-1, 0, 1, 2)}
     await turn()
-    versions.published(1)
+    versions.wake(1)
     await turn()
     assert [own for own, task in waiting.items() if task.done()] == [-1, 0]
-    versions.published(3)
+    versions.wake(3)
     await asyncio.gather(*waiting.values())
     assert not versions._events
 
@@ -317,7 +317,7 @@ def test_thousands_who_wait_are_not_answered_all_the_time(monkeypatch: pytest.Mo
         return timeout(seconds)
 
     async def wait(polls: Polls) -> None:
-        async with polls.one():
+        async with polls.bound_wait():
             await asyncio.Event().wait()
 
     async def main() -> None:

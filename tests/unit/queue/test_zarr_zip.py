@@ -12,7 +12,7 @@ import zarr
 from zarr.codecs import ZstdCodec
 from zarr.storage import ZipStore
 
-from streamppo.queue import zarr_zip
+from streamppo.queue.store import zarr_zip
 
 COLUMNS = {
     "tokens": np.arange(1, 900, dtype=np.int32),
@@ -31,7 +31,7 @@ def normal(content: bytes) -> str:
 
 def test_every_entry_is_the_one_that_zarr_writes(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.zip", tmp_path / "theirs.zip"
-    ours.write_bytes(zarr_zip.packed(COLUMNS, ATTRIBUTES))
+    ours.write_bytes(zarr_zip.pack(COLUMNS, ATTRIBUTES))
     with ZipStore(theirs, mode="w") as store:
         group = zarr.create_group(store, attributes=ATTRIBUTES)
         for name, column in COLUMNS.items():
@@ -51,7 +51,7 @@ def test_zarr_reads_what_was_written_also_columns_of_zeros_alone(tmp_path: Path)
         "none": np.zeros(2, np.bool_),
         "empty": np.zeros(0, "<i4"),
     }
-    (tmp_path / "a.zip").write_bytes(zarr_zip.packed(columns, ATTRIBUTES))
+    (tmp_path / "a.zip").write_bytes(zarr_zip.pack(columns, ATTRIBUTES))
     with ZipStore(tmp_path / "a.zip", mode="r") as store:
         group = zarr.open_group(store, mode="r")
         assert dict(group.attrs) == ATTRIBUTES
@@ -76,7 +76,7 @@ def packed_again(changed: dict[str, bytes], method: int = zipfile.ZIP_STORED) ->
 
 
 def test_what_was_packed_is_unpacked() -> None:
-    columns, attributes = zarr_zip.unpacked(io.BytesIO(zarr_zip.packed(COLUMNS, ATTRIBUTES)))
+    columns, attributes = zarr_zip.unpack(io.BytesIO(zarr_zip.pack(COLUMNS, ATTRIBUTES)))
     assert json.loads(bytes(attributes)) == ATTRIBUTES and columns.keys() == COLUMNS.keys()
     for name, column in COLUMNS.items():
         np.testing.assert_array_equal(columns[name], column)
@@ -105,19 +105,19 @@ OTHER = {
 @pytest.mark.parametrize("what", OTHER)
 def test_another_file_than_streamppo_writes_is_strange(what: str) -> None:
     name, change = OTHER[what]
-    found = entries(zarr_zip.packed(COLUMNS, ATTRIBUTES))
+    found = entries(zarr_zip.pack(COLUMNS, ATTRIBUTES))
     found[name] = change(found.get(name, b""))
     with pytest.raises(zarr_zip.Strange):
-        zarr_zip.unpacked(packed_again(found))
+        zarr_zip.unpack(packed_again(found))
 
 
 def test_compressed_entries_and_bombs_are_strange_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = zarr_zip.packed({"tokens": np.zeros(2**22, np.int32)}, {})
+    zeros = zarr_zip.pack({"tokens": np.zeros(2**22, np.int32)}, {})
     with pytest.raises(zarr_zip.Strange, match="compressed"):
-        zarr_zip.unpacked(packed_again(entries(zeros), zipfile.ZIP_DEFLATED))
+        zarr_zip.unpack(packed_again(entries(zeros), zipfile.ZIP_DEFLATED))
     monkeypatch.setattr(zarr_zip, "MOST_BYTES", 2**20)
     with pytest.raises(zarr_zip.Strange, match=r"columns of 16,777,216 bytes in a file of"):
-        zarr_zip.unpacked(io.BytesIO(zeros))
+        zarr_zip.unpack(io.BytesIO(zeros))
 
 
 BOUND_RATIO = 2
@@ -127,16 +127,16 @@ LARGE = {"none": np.zeros(0, np.int32), "ends": np.arange(7), "versions": np.zer
 
 @pytest.mark.parametrize("above", [-1, 0, 1, 10**6])
 def test_what_is_written_is_read_also_at_the_bound(above: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written = entries(zarr_zip.packed(LARGE, ATTRIBUTES))
+    written = entries(zarr_zip.pack(LARGE, ATTRIBUTES))
     size = sum(len(written[f"{name}/c/0"]) for name in LARGE)
     bound = sum(column.nbytes for column in LARGE.values()) - above
     monkeypatch.setattr(zarr_zip, "MOST_RATIO", BOUND_RATIO)
     monkeypatch.setattr(zarr_zip, "MOST_BYTES", bound - BOUND_RATIO * size)
     file = tmp_path / "a.zip"
-    file.write_bytes(zarr_zip.packed(LARGE, ATTRIBUTES))
+    file.write_bytes(zarr_zip.pack(LARGE, ATTRIBUTES))
     assert (file.stat().st_size > 2**21) == (above > 0)
     with file.open("rb") as opened:
-        columns, _ = zarr_zip.unpacked(opened)
+        columns, _ = zarr_zip.unpack(opened)
     with ZipStore(file, mode="r") as store:
         group = zarr.open_group(store, mode="r")
         for name, column in LARGE.items():
@@ -145,14 +145,14 @@ def test_what_is_written_is_read_also_at_the_bound(above: int, monkeypatch: pyte
 
 
 def test_500_random_mutations_are_strange_or_columns() -> None:
-    whole, generator = bytes(zarr_zip.packed(COLUMNS, ATTRIBUTES)), random.Random(5)
+    whole, generator = bytes(zarr_zip.pack(COLUMNS, ATTRIBUTES)), random.Random(5)
     strange = 0
     for _ in range(500):
         content = bytearray(whole)
         for _ in range(generator.randint(1, 4)):
             content[generator.randrange(len(content))] = generator.randrange(256)
         try:
-            zarr_zip.unpacked(io.BytesIO(content[: generator.randint(len(content) // 2, 2 * len(content))]))
+            zarr_zip.unpack(io.BytesIO(content[: generator.randint(len(content) // 2, 2 * len(content))]))
         except zarr_zip.Strange:
             strange += 1
     assert strange > 300

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.rollout.cuts import cut_for, due, due_before_swap, most_under_way
-from streamppo.rollout.engine import Candidates, Completion, Cuts
+from streamppo.rollout.engine import Completion, Cuts, TokenCandidates
 from streamppo.rollout.episode import Columns, _one_turn
-from streamppo.rollout.handing import Handing
+from streamppo.rollout.segment_cuts import cut_for, due, most_under_way, segments_to_cut
+from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.tasks.environments import Done
 from streamppo.types import Identity, Reward, Ticket, Trajectory, floats
 
@@ -55,7 +55,7 @@ def test_those_older_than_wanted_are_cut_as_far_as_a_batch_has_room(ages: list[i
     assert set(due(ages, 9, 2.0, aim)) == cut
     assert set(due(ages, 9, 2.0)) <= cut
     cuts = Cuts(list[Completion]().append, max_age=9, share=2.0, aim=lambda: aim)
-    assert set(due_before_swap(12, [(cuts, 12 - age) for age in ages])) == cut
+    assert set(segments_to_cut(12, [(cuts, 12 - age) for age in ages])) == cut
 
 
 @pytest.mark.parametrize(("max_age", "share"), [(1, 4.0), (2, 4.0), (2, 2.5), (7, 2.0)])
@@ -81,7 +81,7 @@ def completion(count: int, finish: str = "cut") -> Completion:
         -np.arange(count, dtype=np.float32),
         np.arange(count, dtype=np.int32) // 2,
         finish,  # pyright: ignore[reportArgumentType]
-        candidates=Candidates(candidates, np.arange(1, count + 1, dtype=np.int32)),
+        candidates=TokenCandidates(candidates, np.arange(1, count + 1, dtype=np.int32)),
     )
 
 
@@ -89,7 +89,7 @@ def test_segments_of_several_turns_put_together_are_the_whole_and_its_rewards(
     math_config: Callable[..., Config],
 ) -> None:
     handed: list[Trajectory] = []
-    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, share=2.0)
+    handing = SegmentWriter(TICKET, "a", math_config(*SEGMENTS), handed.append, share=2.0)
     columns = Columns(np.array([1, 2, 3], np.int32))
     first = handing.cuts(columns.cut, columns.versions())
     assert first and (first.max_tokens, first.max_age, first.share, first.oldest) == (2, 2, 2.0, None)
@@ -123,7 +123,7 @@ def test_an_environment_is_waited_for_with_the_tokens_of_the_newest_version_alon
     math_config: Callable[..., Config],
 ) -> None:
     handed: list[Trajectory] = []
-    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, share=2.0)
+    handing = SegmentWriter(TICKET, "a", math_config(*SEGMENTS), handed.append, share=2.0)
     assert handing.cut_waiting(9) is None, "nothing waits"
     columns = Columns(np.array([1, 2, 3], np.int32))
     columns.add_turn(completion(6, "stop"), "abcdef")
@@ -154,7 +154,7 @@ def test_an_engine_is_behind_the_oldest_that_it_keeps() -> None:
 
 
 def test_without_segments_nothing_is_cut(math_config: Callable[..., Config]) -> None:
-    handing = Handing(TICKET, "a", math_config(), list[Trajectory]().append, share=2.0)
+    handing = SegmentWriter(TICKET, "a", math_config(), list[Trajectory]().append, share=2.0)
     assert handing.cuts(lambda sampled: pytest.fail("cut"), np.zeros(0, np.int32)) is None
     handing.wait(_one_turn(np.zeros(1, np.int32), completion(4)))
     assert handing.cut_waiting(99) is None

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from streamppo.errors import ModelError
-from streamppo.rollout.fit import Architecture
+from streamppo.rollout.weight_checks import Architecture
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32,

@@ -24,11 +24,11 @@ from streamppo.errors import (
     TeacherFailed,
     WeightsError,
 )
-from streamppo.rollout import follower
-from streamppo.rollout.adapters import Pushed
+from streamppo.rollout import weight_sync
+from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.episode import Episode
-from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
+from streamppo.rollout.weight_sync import WeightSync
 from streamppo.rollout.worker import GATHER_S, Worker
 from streamppo.tasks.stop import Stop
 from streamppo.types import (
@@ -64,7 +64,7 @@ class Queue:
             await asyncio.Event().wait()
         self.pulls += 1
         self.had.append(have)
-        push, arrays = buckets.packed(1, {"w": torch.arange(8.0)}, 1 << 20)
+        push, arrays = buckets.pack_whole(1, {"w": torch.arange(8.0)}, 1 << 20)
         if self.pulls <= self.damaged:
             arrays[0][3] ^= 1
         return [(encode(structs.replace(push, admitted_lag=3)), [_value(array) for array in arrays])]
@@ -84,8 +84,8 @@ class Engine:
 
 
 def at_version_0(queue: Any) -> Puller:
-    puller = Puller("rollout-0", queue, object_store.Inlet())
-    puller.replica.take(*buckets.packed(0, {"w": torch.zeros(8)}, 1 << 20))
+    puller = Puller("rollout-0", queue, object_store.ObjectStoreReceiver())
+    puller.replica.take(*buckets.pack_whole(0, {"w": torch.zeros(8)}, 1 << 20))
     return puller
 
 
@@ -95,17 +95,17 @@ def _engine() -> Any:
 
 def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -> None:
     async def scenario() -> Queue:
-        queue: Any = Queue(damaged=follower.PULLS - 1)
-        made = Follower(at_version_0(queue), _engine(), Pushed())
+        queue: Any = Queue(damaged=weight_sync.PULLS - 1)
+        made = WeightSync(at_version_0(queue), _engine(), WholeModel())
         task = asyncio.create_task(made.run())
         await made.reach(1)
         assert made.admitted_lag == 3
-        assert made.push_ms > 0 and made.digest == buckets.packed(1, {"w": torch.arange(8.0)}, 1).push.digest
+        assert made.push_ms > 0 and made.digest == buckets.pack_whole(1, {"w": torch.arange(8.0)}, 1).push.digest
         task.cancel()
         return queue
 
     queue = asyncio.run(scenario())
-    assert queue.pulls == follower.PULLS
+    assert queue.pulls == weight_sync.PULLS
     assert queue.had == [0, -1, -1], "after a damaged one it asks for a whole version"
     assert log_lines == ["keeps version 0: w is not as it was pushed (1 tensors are not)"] * 2
 
@@ -114,8 +114,8 @@ def test_weights_that_stay_damaged_end_the_actor() -> None:
     async def scenario() -> None:
         queue: Any = Queue(damaged=1000)
         with pytest.raises(WeightsError, match="w is not as it was pushed"):
-            await Follower(at_version_0(queue), _engine(), Pushed()).run()
-        assert queue.pulls == follower.PULLS
+            await WeightSync(at_version_0(queue), _engine(), WholeModel()).run()
+        assert queue.pulls == weight_sync.PULLS
 
     asyncio.run(scenario())
 
@@ -200,7 +200,7 @@ def working(config: Config, *texts: str) -> tuple[Worker, Tickets]:
     rewards: Any = Rewards()
     queue: Any = Tickets(len(texts))
     engine: Any = SimpleNamespace(version=7)
-    followed = Follower(at_version_0(queue), engine, Pushed())
+    followed = WeightSync(at_version_0(queue), engine, WholeModel())
     return Worker(config, "rollout-0", queue, task, player, rewards, follower=followed), queue
 
 
@@ -364,17 +364,17 @@ class HangingSwap:
 def test_a_swap_that_hangs_ends_the_actor_with_its_version_and_the_bound_grows_with_the_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follower, "SWAP_S", 0.1)
+    monkeypatch.setattr(weight_sync, "SWAP_S", 0.1)
     queue, engine = Queue(damaged=0), HangingSwap()
 
     async def ended() -> float:
         begin, named = time.monotonic(), r"rollout-0: the swap to version 1 \(0.0 GiB\) hangs: \d+ s have passed"
         with pytest.raises(RunError, match=named):
-            await Follower(at_version_0(queue), cast("Any", engine), Pushed()).run()
+            await WeightSync(at_version_0(queue), cast("Any", engine), WholeModel()).run()
         return time.monotonic() - begin
 
     assert asyncio.run(ended()) < 5
-    monkeypatch.setattr(follower, "SLOWEST_BYTES_PER_S", 32 / 0.5)
+    monkeypatch.setattr(weight_sync, "SLOWEST_BYTES_PER_S", 32 / 0.5)
     assert asyncio.run(ended()) > 0.5
 
 
@@ -395,7 +395,7 @@ def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Cal
         worker, _ = working(config)
         queue: Any = Full(0)
         engine: Any = SlowSwap()
-        worker._queue, worker._follower = queue, Follower(at_version_0(queue), engine, Pushed())
+        worker._queue, worker._follower = queue, WeightSync(at_version_0(queue), engine, WholeModel())
         running = asyncio.create_task(worker.run())
         swapped = asyncio.create_task(worker._follower.reach(1))
         await asyncio.wait({running, swapped}, return_when=asyncio.FIRST_COMPLETED)

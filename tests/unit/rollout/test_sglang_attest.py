@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from streamppo.errors import WeightsError
-from streamppo.rollout.fit import Architecture
-from streamppo.rollout.sglang import attest, layout
+from streamppo.rollout.sglang import layout, verify_weights
+from streamppo.rollout.weight_checks import Architecture
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 16,
@@ -70,14 +70,14 @@ class Checked:
     async def stop(self) -> None: ...
 
 
-async def loaded(link: Checked, tensors: Tensors) -> attest.Attestation:
-    attestation = await attest.begin(link, tensors, 16)
+async def loaded(link: Checked, tensors: Tensors) -> verify_weights.Attestation:
+    attestation = await verify_weights.begin(link, tensors, 16)
     await swap(link, attestation, tensors)
     return attestation
 
 
-async def swap(link: Checked, attestation: attest.Attestation, tensors: Tensors) -> None:
-    await attestation.before()
+async def swap(link: Checked, attestation: verify_weights.Attestation, tensors: Tensors) -> None:
+    await attestation.record_state()
     link.load(tensors)
     await attestation.check(tensors)
 
@@ -153,7 +153,7 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
             sums.setdefault(layout.held_name(name), {})[name] = float(tensor.double().sum())
         return {name: str(sorted(parts.items())) for name, parts in sums.items()} | {strange: "?"}
 
-    monkeypatch.setattr(attest, "_known", known)
+    monkeypatch.setattr(verify_weights, "_expected_checksums", known)
 
     async def case(damaged: str) -> None:
         link = Checked(saved, "checksums")
@@ -162,7 +162,7 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
         later = {name: tensor + 1 for name, tensor in saved.items()}
         await swap(link, attestation, later)
         last = {name: tensor + 2 for name, tensor in saved.items()}
-        await attestation.before()
+        await attestation.record_state()
         link.load({**last, damaged: last[damaged] + 1})
         await attestation.check(last)
 
@@ -232,17 +232,17 @@ def test_of_a_small_model_every_value_is_read_back_and_of_a_large_one_the_first_
         link: Any = Valued()
         attestation = await loaded(link, of_version(0))
         changed = of_version(1)
-        await attestation.before()
+        await attestation.record_state()
         link.load(changed)
         link.values["layers.5.weight"][row, 1] += 1
         await attestation.check(changed)
 
     with pytest.raises(WeightsError, match=r"layers.5.weight"):
         run(case(row=19))
-    monkeypatch.setattr(attest, "SMALL", 10)
+    monkeypatch.setattr(verify_weights, "SMALL", 10)
     with pytest.raises(WeightsError, match=r"layers.5.weight"):
-        run(case(row=attest.ROWS - 1))
-    run(case(row=attest.ROWS))
+        run(case(row=verify_weights.ROWS - 1))
+    run(case(row=verify_weights.ROWS))
 
 
 def test_where_a_single_tensor_cannot_be_read_log_probs_say_that_nothing_has_moved() -> None:
@@ -251,7 +251,7 @@ def test_where_a_single_tensor_cannot_be_read_log_probs_say_that_nothing_has_mov
         attestation = await loaded(link, of_version(0))
         assert attestation.means == "log-probs"
         await swap(link, attestation, of_version(1))
-        await attestation.before()
+        await attestation.record_state()
         with pytest.raises(WeightsError, match=r"compared by log-probs, 40 are wrong"):
             await attestation.check(of_version(2))
 

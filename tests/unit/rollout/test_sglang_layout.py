@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from streamppo.rollout.sglang.layout import held, held_name
+from streamppo.rollout.sglang.layout import held_name, tensors_of_rank
 
 AT = "model.layers.0."
 
@@ -29,7 +29,7 @@ def rows(*values: float) -> torch.Tensor:
 
 
 def test_parts_lie_in_sglangs_order_whatever_their_order_in_files() -> None:
-    made = held(
+    made = tensors_of_rank(
         {
             f"{AT}mlp.up_proj.weight": rows(5, 6),
             f"{AT}self_attn.v_proj.bias": torch.tensor([3.0]),
@@ -55,6 +55,6 @@ def test_experts_stand_side_by_side_in_the_order_of_their_numbers() -> None:
         tensors = {f"{AT}mlp.experts.{n}.{down}.weight": rows(n).T for n in (10, 2)}
         tensors |= {f"{AT}mlp.experts.{n}.{up}.weight": rows(n + 0.5) for n in (10, 2)}
         tensors |= {f"{AT}mlp.experts.{n}.{gate}.weight": rows(n) for n in (10, 2)}
-        made = held(tensors)
+        made = tensors_of_rank(tensors)
         assert made[f"{AT}mlp.experts.w13_weight"].tolist() == [[[2, 2], [2.5, 2.5]], [[10, 10], [10.5, 10.5]]]
         assert made[f"{AT}mlp.experts.w2_weight"].shape == (2, 2, 1)

@@ -10,7 +10,7 @@ from fake_sglang import CONFIG, Fake, opened, pushed, run
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.sglang.engine import start
-from streamppo.rollout.sglang.life import Setup
+from streamppo.rollout.sglang.session import SessionSetup
 
 pytest_plugins = ["rollout_log"]
 PROMPT = np.array([3, 4], np.int32)
@@ -129,6 +129,18 @@ def test_no_more_is_sent_than_it_runs_at_once() -> None:
     run(case())
 
 
+def test_tokens_that_its_cache_had_are_counted() -> None:
+    async def case() -> None:
+        fake = Fake()
+        engine = await opened(fake)
+        for fake.cached in (0, 1, 1):
+            await engine.generate(PROMPT, Sampling(1))
+        assert (engine.usage().prompted, engine.usage().reused) == (6, 2)
+        await engine.stop()
+
+    run(case())
+
+
 def test_a_request_that_nobody_waits_for_is_aborted() -> None:
     async def case() -> None:
         fake = Fake()
@@ -190,7 +202,7 @@ def test_a_version_that_names_no_candidates_is_refused_where_top_p_or_top_k_are_
     async def case() -> None:
         fake = Fake()
         fake.version = (0, 5, 20)
-        setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)
+        setup = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)
         life = {"version": 5, "tensors": pushed(1.0), "eos_ids": {1}, "max_total_tokens": 32}
         with pytest.raises(ModelError, match=r"SGLang must be 0.5.21 or newer, and is 0.5.20"):
             await start(setup._replace(cuts=True), CONFIG, **life)
@@ -207,7 +219,7 @@ def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named
 
     async def case() -> None:
         fake = Hangs()
-        setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=0.1)
+        setup = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=0.1)
         with pytest.raises(ModelError, match=r"has not taken version 5 within rollout.engine.start_s \(0.1 s\)"):
             await start(setup, CONFIG, version=5, tensors=pushed(1.0), eos_ids={1}, max_total_tokens=32)
         assert fake.stopped == 1

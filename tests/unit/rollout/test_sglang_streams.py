@@ -13,7 +13,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.rollout.episode import Columns
-from streamppo.rollout.handing import Handing
+from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.rollout.sglang.engine import SGLangEngine
 from streamppo.rollout.sglang.stream import INTERVAL
 from streamppo.tasks.environments import Done
@@ -324,7 +324,7 @@ def test_the_segments_of_two_turns_put_together_are_all_that_was_sampled(math_co
     async def case() -> None:
         fake, handed = Streaming(), list[Trajectory]()
         engine = await opened(fake, vocabulary=10**6)
-        handing, columns = Handing(ticket, "a", config, handed.append, share=4.0), Columns(PROMPT)
+        handing, columns = SegmentWriter(ticket, "a", config, handed.append, share=4.0), Columns(PROMPT)
         for turn in (0, 1):
             cuts = handing.cuts(columns.cut, columns.versions())
             playing = asyncio.ensure_future(engine.generate(columns.context(), Sampling(100), cuts))

@@ -113,13 +113,13 @@ def test_tokens_come_at_an_interval_only_where_a_completion_hands_over_segments(
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_last_tokens_of_an_answer_are_read_and_too_few_are_refused(count: int) -> None:
     meta = answer(3, output_token_sampling_mask=[[10], [11], [12, 5]], output_token_sampling_logprobs=[-1, -2, -3])
-    got = wire.drawn(meta["meta_info"], count, candidates=True)
+    got = wire.read_sampled(meta["meta_info"], count, candidates=True)
     assert got.tokens.tolist() == [10, 11, 12][3 - count :]
     assert got.logprobs.tolist() == [-1.0, -2.0, -3.0][3 - count :]
     assert got.candidates is not None
     assert got.candidates.tokens.tolist() == [10, 11, 5, 12][{0: 4, 1: 2, 3: 0}[count] :]
     with pytest.raises(ModelError, match="3 log-probs for 4 tokens"):
-        wire.drawn(meta["meta_info"], 4, candidates=False)
+        wire.read_sampled(meta["meta_info"], 4, candidates=False)
 
 
 def test_candidates_are_asked_for_only_where_top_p_or_top_k_cut() -> None:
@@ -180,12 +180,12 @@ def test_a_completion_whose_candidates_sglang_does_not_name_is_refused(named: in
 @pytest.mark.parametrize("version", ["0.5.16", "0.4.9.post1"])
 def test_a_version_that_is_not_safe_is_refused(version: str) -> None:
     with pytest.raises(ModelError, match=r"0.5.17 or newer"):
-        wire.supported(version, "it")
+        wire.parse_supported_version(version, "it")
 
 
 def test_newer_versions_are_taken() -> None:
-    assert wire.supported("0.5.17", "it") == (0, 5, 17)
-    assert wire.supported("0.6.0rc1", "it") == (0, 6, 0)
+    assert wire.parse_supported_version("0.5.17", "it") == (0, 5, 17)
+    assert wire.parse_supported_version("0.6.0rc1", "it") == (0, 6, 0)
 
 
 def test_a_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_a_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(ModelError, match=r"SGLang is not installed: pip install 'streamppo\[sglang\]'"):
-        wire.installed()
+        wire.installed_version()
 
 
 def test_where_the_cache_is_kept_boundaries_are_one_token_later_and_no_token_is_too_young() -> None:

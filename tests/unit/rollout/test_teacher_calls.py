@@ -21,7 +21,7 @@ from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Episode, Player
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import Identity, Prompt, Reward, ScorerReport, Trajectory, flags, floats, ints
+from streamppo.types import Identity, Prompt, Reward, ScorerReport, Trajectory, branches, flags, floats, ints
 
 VOCABULARY = 9
 ALPHABET = "0123+="
@@ -59,7 +59,7 @@ def asked(url: str, *episodes: Episode, **settings: Any) -> tuple[list[bytes | B
     """The answer to each episode, all asked at once, and the counters."""
 
     async def story() -> tuple[list[bytes | BaseException], ScorerReport]:
-        made = teacher.Teacher(Config(url=url, backoff_s=0.001, **settings))
+        made = teacher.TeacherClient(Config(url=url, backoff_s=0.001, **settings))
         answers = await asyncio.gather(*map(made.score, episodes), return_exceptions=True)
         await made.close()
         return answers, made.report()
@@ -82,6 +82,30 @@ def test_log_probs_are_those_of_the_model_for_every_token_that_the_policy_sample
     assert {one["logprob_start_len"] for one in server.asked} == {1}
 
 
+def test_of_a_tree_every_sampled_token_has_its_log_prob_on_its_path_and_no_token_is_asked_for_twice(
+    folder: Path, server: Server
+) -> None:
+    # Two answers to the prompt 3 4, one that goes on behind the first, and a root; 5, 6, 7, 1 and 2 are sampled.
+    mask = [True, True, False, True, False, True, False, True]
+    one = episode([5, 6, 4, 7, 6, 1, 3, 2], mask)._replace(branches=branches.column([(4, 0), (6, 2), (8, -1)]))
+    ((column,), report) = asked(server.url, one)
+    assert isinstance(column, bytes), column
+    with torch.no_grad():
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        first, second, third, root = (
+            lm(torch.tensor([path])).logits[0].log_softmax(-1)
+            for path in ([3, 4, 5, 6], [3, 4, 7], [3, 4, 5, 6, 1], [3, 2])
+        )
+    expected = [first[1, 5], first[2, 6], 0.0, second[1, 7], 0.0, third[3, 1], 0.0, root[0, 2]]
+    assert floats(column).tolist() == pytest.approx([float(number) for number in expected], abs=1e-6)
+    assert report.calls == 4
+    assert one.trajectory(Identity(task="t", prompt=0, sample=0), "a", Reward(), column).branches == one.branches
+    starts = sorted((tuple(call["input_ids"]), call["logprob_start_len"]) for call in server.asked)
+    assert starts == [((3, 2), 0), ((3, 4, 5, 6), 1), ((3, 4, 5, 6, 1), 3), ((3, 4, 7), 1)]
+    failed, _ = asked(server.url + "/nowhere", one, attempts=1)
+    assert isinstance(failed[0], TeacherFailed)
+
+
 class Twice:
     """An environment that answers with twice the text, until that is "+"."""
 
@@ -96,7 +120,7 @@ async def _three_turns(tokenizer: Tokenizer, url: str) -> Trajectory:
     """Play "12" and "3" and "+" and give the trajectory the teacher's log-probs."""
     player = Player(Scripted(tokenizer, "12", "3", "+"), tokenizer, Environment(name=f"{__file__}:Twice"))
     played = await player.play(Prompt(text="0+1=", columns={}), Sampling(16))
-    made = teacher.Teacher(Config(url=url))
+    made = teacher.TeacherClient(Config(url=url))
     column = await made.score(played)
     await made.close()
     return played.trajectory(Identity(task="t", prompt=0, sample=0), "a", played.reward(Reward()), column)
@@ -187,8 +211,8 @@ def test_a_server_that_is_not_there_is_a_failure_of_the_trajectory_and_no_number
 # --- at the start --------------------------------------------------------------------------------------------
 
 
-def connected(tokenizer: Tokenizer, **settings: Any) -> teacher.Teacher | None:
-    async def story() -> teacher.Teacher | None:
+def connected(tokenizer: Tokenizer, **settings: Any) -> teacher.TeacherClient | None:
+    async def story() -> teacher.TeacherClient | None:
         made = await teacher.connect(Config(**settings), tokenizer)
         if made is not None:
             await made.close()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import trajectory
 
-from streamppo.learner.batch import pad
-from streamppo.queue.defects import defect
+from streamppo.learner.batch.padded import pad
+from streamppo.queue.rules.validation import defect
 from streamppo.rollout.episode import place
 from streamppo.types import Batch, Reward, floats
 

@@ -16,10 +16,12 @@ import pytest
 from streamppo.errors import TaskError
 from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.bubblewrap import Bubblewrap
-from streamppo.tasks.scorers.capture import Limits
+from streamppo.tasks.scorers.capture import RunLimits
 from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.scorers.sandbox import Local
 from streamppo.types import Reward, ScoredText
+
+pytestmark = pytest.mark.process
 
 walled = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "bubblewrap works")
 MEMORY_MIB = 200
@@ -213,7 +215,7 @@ def test_the_checker_gives_0_in_time_to(answer: str) -> None:
 @walled
 @pytest.mark.parametrize("hoard", HOARDS)
 def test_no_memory_beyond_the_limit_is_taken_by(hoard: str) -> None:
-    ran = asyncio.run(Bubblewrap().run(f"{LIBC}{HOARDS[hoard]}print('REACHED')", "", Limits(20.0, MEMORY_MIB)))
+    ran = asyncio.run(Bubblewrap().run(f"{LIBC}{HOARDS[hoard]}print('REACHED')", "", RunLimits(20.0, MEMORY_MIB)))
     assert "REACHED" not in ran.stdout and "SyntaxError" not in ran.stderr
 
 
@@ -221,7 +223,7 @@ def test_no_memory_beyond_the_limit_is_taken_by(hoard: str) -> None:
 @pytest.mark.parametrize("hoard", [one for one in HOARDS if "/dev/shm" not in one])
 def test_a_plain_process_takes_no_memory_beyond_the_limit_by(hoard: str) -> None:
     segments = Path("/proc/sysvipc/shm").read_text()
-    ran = asyncio.run(Local().run(f"{LIBC}{HOARDS[hoard]}print('REACHED')", "", Limits(20.0, MEMORY_MIB)))
+    ran = asyncio.run(Local().run(f"{LIBC}{HOARDS[hoard]}print('REACHED')", "", RunLimits(20.0, MEMORY_MIB)))
     assert "REACHED" not in ran.stdout and "SyntaxError" not in ran.stderr
     assert Path("/proc/sysvipc/shm").read_text() == segments
 
@@ -235,7 +237,7 @@ def reached() -> str:
         "        except BaseException as error:\n            print(f'{type(error).__name__} {name};', flush=True)\n"
         "        finally:\n            os._exit(0)\n    os.wait()\nprint('end')"
     )
-    return asyncio.run(Bubblewrap().run(program, "", Limits(60.0))).stdout
+    return asyncio.run(Bubblewrap().run(program, "", RunLimits(60.0))).stdout
 
 
 @walled

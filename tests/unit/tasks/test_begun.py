@@ -10,7 +10,7 @@ import pytest
 from streamppo.config.reward import FunctionScorer
 from streamppo.config.reward import Reward as Choice
 from streamppo.errors import RewardFailed
-from streamppo.tasks.rewards.begun import Begun
+from streamppo.tasks.rewards.eager_coroutine import EagerCoroutine
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.types import Prompt, ScoredText
 
@@ -40,8 +40,8 @@ async def after_several_waits() -> int:
 
 def test_what_waits_for_nothing_has_ended_and_what_waits_goes_on_as_if_it_were_awaited() -> None:
     async def story() -> None:
-        assert Begun(at_once()).ended == 7
-        begun = Begun(after_several_waits())
+        assert EagerCoroutine(at_once()).ended == 7
+        begun = EagerCoroutine(after_several_waits())
         assert begun.ended is None and await begun == 7
 
     asyncio.run(story())
@@ -63,12 +63,12 @@ def test_an_error_is_raised_where_it_comes_and_a_cancellation_is_the_coroutines_
 
     async def story() -> None:
         with pytest.raises(ValueError, match="mine"):
-            Begun(raises(after_s=None))
+            EagerCoroutine(raises(after_s=None))
         with pytest.raises(ValueError, match="mine"):
-            await Begun(raises(after_s=0.001))
+            await EagerCoroutine(raises(after_s=0.001))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await Begun(tidies())
+                await EagerCoroutine(tidies())
 
     asyncio.run(story())
     assert seen == ["tidied"]

@@ -129,7 +129,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "value", [object(), print, [object()], {"a": {"b": object()}}], ids=["object", "function", "list", "dict"]
 )
 def test_a_value_that_is_no_data_is_left_out_by_name(value: Any) -> None:
-    plain = columns.of({"image": value, "answer": "1"})
+    plain = columns.plain_columns({"image": value, "answer": "1"})
     assert plain.columns == {"answer": "1"}
     assert plain.left_out["image"].startswith("holds values of builtins.")
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamppo.tasks.scorers.crossing import Operation, verdict
-from streamppo.tasks.scorers.values import Data, data_alone, decode, encode
+from streamppo.tasks.scorers.isolated_tests import Operation, verdict
+from streamppo.tasks.scorers.plain_data import Data, data_alone, decode, encode
 
 EXCEPTIONS = sorted(
     name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)

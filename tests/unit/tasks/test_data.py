@@ -16,7 +16,7 @@ from streamppo.config.task import ArithmeticTask, DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.tasks import task
 from streamppo.tasks.library.arithmetic import difficulty
-from streamppo.tasks.order import Mixture, Shuffled
+from streamppo.tasks.order import Mixture, ShuffledOrder
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt
 
@@ -214,7 +214,8 @@ def test_a_resumed_task_goes_on_with_the_prompts_that_it_would_have_had(tmp_path
 
 def test_an_order_depends_on_the_seed_and_sources_of_equal_length_have_orders_of_their_own(tmp_path: Path) -> None:
     orders = [
-        [order(position) for position in range(50)] for order in (Shuffled(50, 1), Shuffled(50, 2), Shuffled(50, 1))
+        [order(position) for position in range(50)]
+        for order in (ShuffledOrder(50, 1), ShuffledOrder(50, 2), ShuffledOrder(50, 1))
     ]
     assert orders[0] != orders[1] and orders[0] == orders[2]
     prompts = [task.build(mixture(tmp_path), 1).prompt(n) for n in range(200)]

@@ -25,6 +25,8 @@ from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Prompt, Reward, ScoredText
 
+pytestmark = pytest.mark.process
+
 PAGE = (REPOSITORY / "docs" / "rewards.md").read_text()
 BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^##+ (.*)$", re.MULTILINE)

@@ -115,9 +115,9 @@ def test_a_reader_refuses_what_its_scorer_refuses() -> None:
         for one in (maths.gsm8k, maths.numeric, maths.Math, code.CodeTests, arithmetic.score, gym.score)
     }
     for function in readers.READERS:
-        read = readers.of(function)
+        read = readers.reader_of(function)
         assert read is not None
         assert read(good)
         with pytest.raises(TaskError):
             read(bad)
-    assert readers.of("mine.py:score") is None
+    assert readers.reader_of("mine.py:score") is None

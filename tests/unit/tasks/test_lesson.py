@@ -11,17 +11,17 @@ from conftest import MATH
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
-from streamppo.learner import tiny
-from streamppo.tasks import lesson
+from streamppo.learner.model import tiny
+from streamppo.tasks import warmup_data
 from streamppo.tasks.library.arithmetic import ALPHABET
 from streamppo.tasks.tokenizer import Tokenizer
 
 LETTERS = [{"prompt": f"say {word}: ", "answer": word.upper()} for word in ("cat", "dog", "émeu", "fox")]
 
 
-def learned(rows: Sequence[dict[str, Any]], folder: Path, *overrides: str) -> lesson.Lesson:
+def learned(rows: Sequence[dict[str, Any]], folder: Path, *overrides: str) -> warmup_data.Lesson:
     """The lesson of a data set with these rows; builtin:tiny is taught for one step."""
-    return lesson.prepare(config_of(rows, folder, *overrides))
+    return warmup_data.prepare(config_of(rows, folder, *overrides))
 
 
 def config_of(rows: Sequence[dict[str, Any]], folder: Path, *overrides: str) -> Config:
@@ -40,7 +40,7 @@ def test_the_alphabet_is_every_character_of_prompts_and_answers_held_out_ones_to
 @pytest.mark.parametrize("kind", ["arithmetic", "calculator"])
 def test_sums_are_written_in_the_characters_of_sums(kind: str) -> None:
     config = configfile.load(MATH, [f"task.kind={kind}"])
-    assert lesson.prepare(config).alphabet == ALPHABET
+    assert warmup_data.prepare(config).alphabet == ALPHABET
 
 
 def test_a_model_of_letters_reads_and_writes_them(
@@ -49,9 +49,9 @@ def test_a_model_of_letters_reads_and_writes_them(
     monkeypatch.setattr(tiny, "PROGRESS_S", 0.0)
     tiny.make(config_of(LETTERS, tmp_path), tmp_path / "model")
     tokenizer = Tokenizer(tmp_path / "model")
-    for prompt in lesson.prepare(config_of(LETTERS, tmp_path)).problems:
+    for prompt in warmup_data.prepare(config_of(LETTERS, tmp_path)).problems:
         assert tokenizer.decode(tokenizer.encode(prompt)) == prompt.text
-        assert tokenizer.decode(tokenizer.sampled(prompt.columns["answer"], "stop")) == prompt.columns["answer"]
+        assert tokenizer.decode(tokenizer.encode_turn(prompt.columns["answer"], "stop")) == prompt.columns["answer"]
     assert "supervised step 0/1" in logged.text
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from streamppo.errors import TaskError
-from streamppo.tasks import limits
+from streamppo.tasks import length_limit
 from streamppo.types import Identity, Prompt
 
 PROMPT = Prompt(text="1+1=", columns={})
@@ -17,10 +17,10 @@ PROMPT = Prompt(text="1+1=", columns={})
     ],
 )
 def test_an_answer_that_is_no_number_of_tokens_is_refused(name: str, told: str) -> None:
-    limit = limits.load(f"own_limit:{name}", 8)
+    limit = length_limit.load(f"own_limit:{name}", 8)
     with pytest.raises(TaskError, match=told):
         limit(PROMPT, None)
 
 
 def test_without_a_function_every_completion_has_the_limit_of_all() -> None:
-    assert limits.load("", 8)(PROMPT, Identity(task="t", prompt=1, sample=0)) == 8
+    assert length_limit.load("", 8)(PROMPT, Identity(task="t", prompt=1, sample=0)) == 8

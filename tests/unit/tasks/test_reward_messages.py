@@ -3,7 +3,7 @@
 from typing import Any
 
 from streamppo.tasks.rewards import signature
-from streamppo.tasks.rewards.signature import Loaded
+from streamppo.tasks.rewards.signature import LoadedReward
 from streamppo.types import Message, ScoredText
 
 SEEN: dict[str, Any] = {}
@@ -19,7 +19,7 @@ def conversational(prompts: Any, completions: Any, completion_ids: Any, solution
 
 
 def called(*texts: ScoredText, **columns: Any) -> list[float]:
-    reward = Loaded(signature.recognise(conversational, "conversational", {}), conversational)
+    reward = LoadedReward(signature.detect_signature(conversational, "conversational", {}), conversational)
     outcomes = signature.call(reward, texts, tuple({"solution": "46", **columns} for _ in texts))
     return [outcome.reward.total if outcome.reward else float("nan") for outcome in outcomes]
 
@@ -70,6 +70,6 @@ def test_of_a_text_both_are_texts() -> None:
     def plain(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [float((prompt, said) == ("12+34", "46")) for prompt, said in zip(prompts, completions, strict=True)]
 
-    reward = Loaded(signature.recognise(plain, "plain", {}), plain)
+    reward = LoadedReward(signature.detect_signature(plain, "plain", {}), plain)
     (outcome,) = signature.call(reward, (text(),), ({},))
     assert outcome.reward is not None and outcome.reward.total == 1.0

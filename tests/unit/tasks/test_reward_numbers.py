@@ -14,9 +14,9 @@ from reward_case import one_function, processes, started, text, total
 
 from streamppo.config.reward import FunctionScorer, Reward
 from streamppo.errors import EnvironmentFailed, RewardFailed
-from streamppo.tasks.environments import Done, World
+from streamppo.tasks.environments import Done, EnvSession
 from streamppo.tasks.rewards.outcome import LARGEST, Outcome, check, check_batch, check_verl
-from streamppo.tasks.stalls import Calls, Stalls
+from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls
 from streamppo.types import Prompt
 from streamppo.types import Reward as Given
 
@@ -110,7 +110,7 @@ def test_an_environments_reward_beyond_the_bound_fails_its_trajectory() -> None:
 
     async def story() -> None:
         with pytest.raises(EnvironmentFailed, match=r"beyond 1e\+16"):
-            await World(Large(), Calls(Stalls("large", 5.0))).step("3")
+            await EnvSession(Large(), EnvironmentCalls(EventLoopStalls("large", 5.0))).step("3")
 
     asyncio.run(story())
 
@@ -168,9 +168,12 @@ import asyncio
 async def score(trajectory, **columns):
     return await asyncio.to_thread(len, trajectory.completion)
 """,
-    "a thread of the module that never ends": """
-import threading, time
-threading.Thread(target=time.sleep, args=(600,)).start()
+    "a thread of the module that does not end with it": """
+import pathlib, threading, time
+def wait():
+    while not pathlib.Path(__file__).with_name("end").exists():
+        time.sleep(0.05)
+threading.Thread(target=wait).start()
 def score(trajectory, **columns):
     return len(trajectory.completion)
 """,
@@ -189,3 +192,5 @@ def test_a_reward_may_work_in_any_way_and_leaves_no_process(tmp_path: Path, way:
 
     asyncio.run(story())
     assert processes() == []
+    # The module was imported here too: this process would wait for its thread.
+    (tmp_path / "end").touch()

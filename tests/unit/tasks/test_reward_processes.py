@@ -11,6 +11,8 @@ from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks.rewards.processes import forks, output
 from streamppo.tasks.rewards.processes.wire import Outbox
 
+pytestmark = pytest.mark.process
+
 
 def kill_template() -> None:
     template, process = processes()
@@ -48,10 +50,10 @@ def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) ->
 
 def test_calls_beside_a_callback_that_nobody_can_be_blamed_for_run_alone() -> None:
     async def story() -> None:
-        async with started(faulty("beside", timeout_s=20.0)) as rewards:
+        async with started(faulty("beside", timeout_s=10.0)) as rewards:
             asked = ["sleeps in a callback", *["naps"] * 8]
             guilty, *others = await asyncio.gather(*(total(rewards, one) for one in asked), return_exceptions=True)
-        assert (str(guilty), others) == ("no score after 20 s", [1.0] * 8)
+        assert (str(guilty), others) == ("no score after 10 s", [1.0] * 8)
 
     asyncio.run(story())
 

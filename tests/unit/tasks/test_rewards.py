@@ -18,13 +18,15 @@ from several_rewards import length, no_opinion, per_token
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards
-from streamppo.tasks.rewards.signature import recognise
+from streamppo.tasks.rewards.signature import detect_signature
 from streamppo.types import Prompt, ScoredText, decode, encode
 from streamppo.types import Reward as Given
+
+pytestmark = pytest.mark.process
 
 # --- the fault table -----------------------------------------------------------------------------------------
 
@@ -98,6 +100,29 @@ def test_a_row_that_cannot_be_sent_to_a_process_fails_its_trajectory_alone(funct
             assert (report.failed, report.respawns) == (1, 0)
 
     asyncio.run(story())
+
+
+def test_what_a_reward_prints_says_whose_it_is_also_with_half_a_pair_of_surrogates(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def story() -> None:
+        async with started(faulty("sync")) as rewards:
+            assert await total(rewards, "prints") == 1.0
+
+    asyncio.run(story())
+    shown = [line.partition(": ") for line in wait_for_lines(capfd, 3)]
+    assert all(head.startswith("reward ") and head.endswith(":sync") for head, _, _ in shown)
+    half = r"\ud83d is half of a pair"
+    assert [text for _, _, text in shown] == [half, half, "rollout-0: forged"]
+
+
+def wait_for_lines(capfd: pytest.CaptureFixture[str], count: int) -> list[str]:
+    """Lines of a thread that may be behind."""
+    printed, end = "", time.monotonic() + 10
+    while printed.count("\n") < count and time.monotonic() < end:
+        printed += capfd.readouterr().out
+        time.sleep(0.01)
+    return printed.splitlines()
 
 
 @pytest.mark.parametrize("function", ["sync", "awaiting"])
@@ -285,7 +310,7 @@ def test_an_argument_is_not_replaced_by_a_column_of_its_name() -> None:
     def columns_too(trajectory: ScoredText, **columns: Any) -> float:
         return 0.0
 
-    found = recognise(columns_too, "columns_too", {"level": 3})
+    found = detect_signature(columns_too, "columns_too", {"level": 3})
     assert found.columns({"level": 1, "answer": "4"}) == {"answer": "4"}
 
 
@@ -352,7 +377,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def test_the_three_signatures_are_told_apart() -> None:
-    found = {f: recognise(f, f.__name__, {}) for f in (one, annotated, trl, compute_score)}
+    found = {f: detect_signature(f, f.__name__, {}) for f in (one, annotated, trl, compute_score)}
     assert [s.style for s in found.values()] == ["trajectory", "trajectory", "batched", "verl"]
     assert [s.is_async for s in found.values()] == [False, True, False, False]
     assert (found[one].asks, found[one].needs) == ({"answer", "level"}, {"answer"})

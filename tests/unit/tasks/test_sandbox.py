@@ -27,14 +27,16 @@ from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.bubblewrap import Bubblewrap
-from streamppo.tasks.scorers.capture import Limits, Ran
+from streamppo.tasks.scorers.capture import Ran, RunLimits
 from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.scorers.launcher import FILE_BYTES, PROCESSES
 from streamppo.tasks.scorers.sandbox import Local, Sandbox
 from streamppo.types import Reward, ScoredText
 
+pytestmark = pytest.mark.process
+
 walled = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "bubblewrap works")
-LIMITS = Limits(timeout_s=30.0)
+LIMITS = RunLimits(timeout_s=30.0)
 LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
 
@@ -84,7 +86,7 @@ def own_address() -> str:
     return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
 
 
-def ran_in(sandbox: Sandbox, program: str, limits: Limits = LIMITS) -> Ran:
+def ran_in(sandbox: Sandbox, program: str, limits: RunLimits = LIMITS) -> Ran:
     return asyncio.run(sandbox.run(program, "", limits))
 
 
@@ -226,7 +228,7 @@ def test_a_fork_bomb_has_a_bounded_number_of_processes() -> None:
 @walled
 def test_the_memory_of_all_children_together_is_bounded() -> None:
     program = "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        held = b'x' * (100 * 2**20)\n"
-    ran = ran_in(Bubblewrap(), f"{program}        time.sleep(60)\ntime.sleep(60)", Limits(60.0, memory_mib=300))
+    ran = ran_in(Bubblewrap(), f"{program}        time.sleep(60)\ntime.sleep(60)", RunLimits(60.0, memory_mib=300))
     assert ran.exit_code == -9 and ran.stderr.endswith("all its processes together had more than 300 MiB")
 
 
@@ -254,7 +256,7 @@ def test_a_program_runs_where_the_kernel_gives_no_descriptor_of_it(
 
     monkeypatch.setattr(os, "pidfd_open", refused)
     assert ran_in(Bubblewrap(), "print(1)").stdout == "1\n"
-    assert ran_in(Bubblewrap(), "while True: pass", Limits(0.5)).exit_code is None
+    assert ran_in(Bubblewrap(), "while True: pass", RunLimits(0.5)).exit_code is None
 
 
 def test_a_program_runs_beside_more_open_files_than_select_can_number() -> None:
@@ -277,7 +279,7 @@ def test_no_daemon_outlives_its_program_that(end: str) -> None:
         f"        os.execvp(sys.executable, [sys.executable, '-c', 'import time; time.sleep(900)', '{daemon}'])\n"
         f"    os._exit(0)\nos.wait()\n{end}"
     )
-    ran_in(Bubblewrap(), program, Limits(3.0 if end else 30.0))
+    ran_in(Bubblewrap(), program, RunLimits(3.0 if end else 30.0))
     gone, left = psutil.wait_procs([one for one in psutil.process_iter() if daemon in _words(one)], timeout=20)
     assert not left, f"{left} outlived it, {gone} did not"
 

@@ -17,12 +17,14 @@ from streamppo.config.reward import FunctionScorer
 from streamppo.config.reward import Reward as RewardConfig
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards.scoring import Rewards
-from streamppo.tasks.scorers import answers, maths, shape
+from streamppo.tasks.scorers import answers, format_reward, maths
 from streamppo.tasks.scorers.capture import LAUNCHER
 from streamppo.tasks.scorers.code import CodeTests, program_of
 from streamppo.tasks.scorers.launcher import FILE_BYTES
-from streamppo.tasks.scorers.sandbox import Limits, Local, Ran
+from streamppo.tasks.scorers.sandbox import Local, Ran, RunLimits
 from streamppo.types import Prompt, Reward, ScoredText
+
+pytestmark = pytest.mark.process
 
 
 def text(completion: str, finish: str = "stop", num_tokens: int = 1) -> ScoredText:
@@ -44,7 +46,7 @@ def text(completion: str, finish: str = "stop", num_tokens: int = 1) -> ScoredTe
     ],
 )
 def test_the_last_box_is_found_with_its_braces_balanced(completion: str, found: str | None) -> None:
-    assert answers.boxed(completion) == found
+    assert answers.extract_boxed(completion) == found
 
 
 MATH = maths.Math()
@@ -212,7 +214,7 @@ def test_an_answer_that_would_compute_for_ever_costs_its_process_and_no_wait_of_
 
 
 def test_patterns_match_whole_completions_over_lines() -> None:
-    wanted = shape.Pattern(r"<a>.*</a>")
+    wanted = format_reward.Pattern(r"<a>.*</a>")
     assert (wanted(text("<a>1\n2</a>")), wanted(text("x<a></a>"))) == (1.0, 0.0)
 
 
@@ -227,16 +229,16 @@ def test_patterns_match_whole_completions_over_lines() -> None:
     ],
 )
 def test_think_and_answer_stand_once_and_in_order(completion: str, score: int) -> None:
-    assert asyncio.run(shape.think_answer(text(completion))) == score
+    assert asyncio.run(format_reward.think_answer(text(completion))) == score
 
 
 def test_overlong_is_dapos_equation() -> None:
-    overlong = shape.Overlong(max_tokens=100, margin=20)
+    overlong = format_reward.Overlong(max_tokens=100, margin=20)
     lengths = {1: 0.0, 80: 0.0, 85: -0.25, 90: -0.5, 100: -1.0, 120: -1.0}
     assert {n: asyncio.run(overlong(text("", num_tokens=n))) for n in lengths} == lengths
     assert asyncio.run(overlong(text("", "length", 1))) == -1.0
     with pytest.raises(ValueError, match="margin"):
-        shape.Overlong(max_tokens=10, margin=20)
+        format_reward.Overlong(max_tokens=10, margin=20)
 
 
 # --- programs ------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def run_tests(completion: str, tests: Any, **how: Any) -> Reward:
 
 
 def run_locally(program: str, **how: Any) -> Ran:
-    return asyncio.run(Local(**how).run(program, "", Limits(timeout_s=30.0)))
+    return asyncio.run(Local(**how).run(program, "", RunLimits(timeout_s=30.0)))
 
 
 def test_the_score_is_the_share_of_tests_that_pass() -> None:
@@ -293,8 +295,8 @@ def test_a_child_that_holds_the_output_open_does_not_hold_the_reward() -> None:
 
 def test_a_program_outlives_no_kill_of_the_process_that_runs_it() -> None:
     run = (
-        "import asyncio; from streamppo.tasks.scorers.sandbox import Limits, Local; "
-        "asyncio.run(Local().run('import time; time.sleep(985)', '', Limits(600.0)))"
+        "import asyncio; from streamppo.tasks.scorers.sandbox import RunLimits, Local; "
+        "asyncio.run(Local().run('import time; time.sleep(985)', '', RunLimits(600.0)))"
     )
     runner = subprocess.Popen([sys.executable, "-c", run])
     try:

@@ -49,7 +49,7 @@ def test_ends_are_the_union_of_all_places_and_each_is_named_with_them(tmp_path: 
         tokenizer.convert_tokens_to_ids("</s>"): ["rollout.stop"],
     }
     assert found.strings == ("\n\nq:",)
-    described = found.described(tokenizer.convert_ids_to_tokens)
+    described = found.describe(tokenizer.convert_ids_to_tokens)
     assert f"<|im_end|> ({end}: chat template)" in described and "the string '\\n\\nq:'" in described
 
 
@@ -142,8 +142,8 @@ def test_rewards_see_a_text_without_its_end_and_the_tokens_keep_it() -> None:
 @pytest.mark.parametrize("string", ["ab", "a", "\n\nq:", "\N{LATIN SMALL LETTER E WITH ACUTE}x", "</answer>"])
 def test_a_string_is_found_at_the_token_that_completes_it_however_it_is_spelt(string: str) -> None:
     tokenizer = character_tokenizer("abqx</answer>:\n" + string)
-    completes = Stop(strings=(string, "never")).completed(tokenizer.decode)
-    assert completes is not None and Stop().completed(tokenizer.decode) is None
+    completes = Stop(strings=(string, "never")).make_check(tokenizer.decode)
+    assert completes is not None and Stop().make_check(tokenizer.decode) is None
     tokens = np.array(tokenizer.encode("x" * 80 + string + "x"), np.int32)
     found = [length for length in range(1, len(tokens) + 1) if completes(tokens[:length])]
     assert found[0] == len(tokens) - 1

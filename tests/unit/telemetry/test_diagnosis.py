@@ -11,9 +11,9 @@ from conftest import REPOSITORY
 from streamppo.config.sections import Config
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.diagnosis import Diagnosis
+from streamppo.telemetry.diagnosis_rules import EARLY, RULES
 from streamppo.telemetry.evidence import WINDOW
 from streamppo.telemetry.metrics_file import Line
-from streamppo.telemetry.rules import EARLY, RULES
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl")
 """The lines of 60 updates of configs/math.toml, four digits of each number."""
@@ -157,20 +157,20 @@ def grpo(math_config: Callable[..., Config]) -> Config:
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES])
 def test_a_rule_fires_on_a_run_made_to_show_its_sign_and_no_other_does(rule: str, grpo: Config) -> None:
     lines, at_end, said = SIGNS[rule]
-    found = diagnosis.of_lines(grpo, lines, at_end)
+    found = diagnosis.diagnose_lines(grpo, lines, at_end)
     assert [one.name for one in found] == [rule]
     assert said in found[0].numbers
 
 
 def test_no_rule_fires_on_a_healthy_run(grpo: Config) -> None:
-    assert diagnosis.of_lines(grpo, updates(3 * WINDOW), summary()) == []
+    assert diagnosis.diagnose_lines(grpo, updates(3 * WINDOW), summary()) == []
 
 
 def test_no_rule_fires_on_a_default_run(tmp_path: Path, math_config: Callable[..., Config]) -> None:
     (tmp_path / metrics_file.METRICS).write_bytes(DEFAULT_RUN.read_bytes())
     lines = metrics_file.read(tmp_path)
     assert sum("update" in line for line in lines) == 60
-    assert diagnosis.of_lines(math_config(), lines, None) == []
+    assert diagnosis.diagnose_lines(math_config(), lines, None) == []
 
 
 @pytest.mark.parametrize(
@@ -182,22 +182,22 @@ def test_no_rule_fires_on_a_default_run(tmp_path: Path, math_config: Callable[..
     ],
 )
 def test_rules_see_the_same_sign_in_other_numbers(lines: list[Line], at_end: Any, said: str, grpo: Config) -> None:
-    (finding,) = diagnosis.of_lines(grpo, lines, at_end)
+    (finding,) = diagnosis.diagnose_lines(grpo, lines, at_end)
     assert said in finding.numbers
 
 
 def test_a_task_that_is_solved_has_little_entropy_and_equal_groups_and_that_is_no_fault(grpo: Config) -> None:
     lines = after(reward=0.95, entropy=0.01, equal_groups=0.97, explained_variance=-0.5)
-    assert diagnosis.of_lines(grpo, lines, None) == []
+    assert diagnosis.diagnose_lines(grpo, lines, None) == []
 
 
 def test_groups_may_be_equal_where_samples_are_not_compared(math_config: Callable[..., Config]) -> None:
-    assert diagnosis.of_lines(math_config(), after(equal_groups=0.95), None) == []
+    assert diagnosis.diagnose_lines(math_config(), after(equal_groups=0.95), None) == []
 
 
 def test_one_step_an_update_cannot_clip_and_that_is_no_fault(grpo: Config) -> None:
     still = {"clip_fraction_high": 0.0, "clip_fraction_low": 0.0, "ratio_p01": 1.0, "ratio_p99": 1.0}
-    assert diagnosis.of_lines(grpo, after(steps=1.0, **still), None) == []
+    assert diagnosis.diagnose_lines(grpo, after(steps=1.0, **still), None) == []
 
 
 def test_a_finding_is_new_once_and_tells_from_when_to_when_it_was_seen(grpo: Config) -> None:
@@ -210,7 +210,7 @@ def test_a_finding_is_new_once_and_tells_from_when_to_when_it_was_seen(grpo: Con
 
 
 def test_a_run_shorter_than_a_window_is_not_judged_by_its_updates(grpo: Config) -> None:
-    assert diagnosis.of_lines(grpo, updates(WINDOW - 1, ess=0.1), summary()) == []
+    assert diagnosis.diagnose_lines(grpo, updates(WINDOW - 1, ess=0.1), summary()) == []
 
 
 def test_completions_that_are_nearly_all_cut_off_are_told_after_a_few_updates(grpo: Config) -> None:
@@ -223,7 +223,7 @@ def test_completions_that_are_nearly_all_cut_off_are_told_after_a_few_updates(gr
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.89])
 def test_a_few_updates_judge_nothing_less(share: float, grpo: Config) -> None:
-    assert diagnosis.of_lines(grpo, updates(EARLY, truncated=share, ess=0.1), None) == []
+    assert diagnosis.diagnose_lines(grpo, updates(EARLY, truncated=share, ess=0.1), None) == []
 
 
 def letters(name: str) -> list[Line]:
@@ -244,11 +244,11 @@ def letters(name: str) -> list[Line]:
 def test_no_sign_is_ever_seen_in_a_good_run_of_the_shipped_project(
     name: str, math_config: Callable[..., Config]
 ) -> None:
-    assert diagnosis.of_lines(math_config(), letters(name), summary()) == []
+    assert diagnosis.diagnose_lines(math_config(), letters(name), summary()) == []
 
 
 def test_a_run_that_fell_has_its_signs_with_causes_first(math_config: Callable[..., Config]) -> None:
-    found = diagnosis.of_lines(math_config(), letters("fallen"), summary())
+    found = diagnosis.diagnose_lines(math_config(), letters("fallen"), summary())
     names = ["explained variance", "entropy collapse", "completions are cut off", "worse than at the start"]
     assert [one.name for one in found] == names
     assert [one.holds for one in found] == [False, True, True, True]
@@ -256,7 +256,7 @@ def test_a_run_that_fell_has_its_signs_with_causes_first(math_config: Callable[.
 
 def test_completions_that_are_cut_off_from_the_beginning_are_a_cause(grpo: Config) -> None:
     lines = [evaluation(0, 0.4), *updates(3 * WINDOW, truncated=0.95, ess=0.1), evaluation(60, 0.1)]
-    names = [one.name for one in diagnosis.of_lines(grpo, lines, None)]
+    names = [one.name for one in diagnosis.diagnose_lines(grpo, lines, None)]
     assert names == ["completions are cut off", "ESS collapse", "worse than at the start"]
 
 
@@ -264,7 +264,7 @@ def test_little_entropy_is_no_sign_while_the_reward_rises(grpo: Config) -> None:
     rising = [
         line for n in range(3) for line in updates(WINDOW, 1 + n * WINDOW, reward=0.2 + 0.1 * n, entropy=0.7 / 9**n)
     ]
-    assert diagnosis.of_lines(grpo, rising, None) == []
+    assert diagnosis.diagnose_lines(grpo, rising, None) == []
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_policy_that_had_learned_and_falls_with_its_entropy_has_collapsed(grpo
             evaluation((n + 1) * WINDOW, reward),
         ]
     ]
-    found = {one.name: one for one in diagnosis.of_lines(grpo, falling, None)}
+    found = {one.name: one for one in diagnosis.diagnose_lines(grpo, falling, None)}
     assert found["entropy collapse"].holds and found["entropy collapse"].first > 3 * WINDOW
 
 
@@ -309,7 +309,7 @@ def test_rewards_that_are_high_hide_no_collapse_of_what_is_held_out(grpo: Config
         *[evaluation(version, 0.1) for version in (70, 80)],
         *updates(4 * WINDOW, 3 * WINDOW + 1, reward=0.9, entropy=0.02),
     ]
-    assert [one.name for one in diagnosis.of_lines(grpo, lines, None)] == ["entropy collapse"]
+    assert [one.name for one in diagnosis.diagnose_lines(grpo, lines, None)] == ["entropy collapse"]
 
 
 def spike(before: float, behind: float) -> list[Line]:
@@ -329,7 +329,9 @@ def spike(before: float, behind: float) -> list[Line]:
 def test_the_rare_large_gradient_of_a_solved_task_is_a_sign_if_the_reward_falls_behind_it(
     before: float, behind: float, is_sign: bool, grpo: Config
 ) -> None:
-    assert [one.name for one in diagnosis.of_lines(grpo, spike(before, behind), None)] == ["gradient spikes"] * is_sign
+    assert [one.name for one in diagnosis.diagnose_lines(grpo, spike(before, behind), None)] == [
+        "gradient spikes"
+    ] * is_sign
 
 
 @pytest.mark.parametrize(
@@ -338,24 +340,24 @@ def test_the_rare_large_gradient_of_a_solved_task_is_a_sign_if_the_reward_falls_
 def test_a_rare_large_kl_is_a_sign_if_the_reward_falls_behind_it(
     lines: list[Line], is_sign: bool, grpo: Config
 ) -> None:
-    assert [one.name for one in diagnosis.of_lines(grpo, lines, None)] == ["KL spikes"] * is_sign
+    assert [one.name for one in diagnosis.diagnose_lines(grpo, lines, None)] == ["KL spikes"] * is_sign
 
 
 @pytest.mark.parametrize("correct_at", ["0.0", "-1.0"])
 def test_a_bound_of_right_answers_may_be_zero_or_below(correct_at: str, math_config: Callable[..., Config]) -> None:
     config = math_config(f"reward.correct_at={correct_at}")
-    assert diagnosis.of_lines(config, after(entropy=0.05, grad_norm=1.0), None) == []
+    assert diagnosis.diagnose_lines(config, after(entropy=0.05, grad_norm=1.0), None) == []
 
 
 def test_a_policy_that_learns_to_end_in_its_first_updates_shows_no_sign(grpo: Config) -> None:
     lines = [*updates(WINDOW, truncated=0.38), *updates(2 * WINDOW, WINDOW + 1, truncated=0.05)]
-    assert diagnosis.of_lines(grpo, lines, None) == []
+    assert diagnosis.diagnose_lines(grpo, lines, None) == []
 
 
 def test_one_update_with_many_cuts_among_others_with_none_rests_on_no_critic(grpo: Config) -> None:
     cut = updates(1, 2 * WINDOW + 1, segments_cut=0.74, explained_variance=-0.05)
     lines = [*updates(2 * WINDOW), *cut, *updates(WINDOW - 1, 2 * WINDOW + 2, explained_variance=-0.05)]
-    assert diagnosis.of_lines(grpo, lines, None) == []
+    assert diagnosis.diagnose_lines(grpo, lines, None) == []
 
 
 @pytest.mark.parametrize(
@@ -373,7 +375,7 @@ def test_one_update_with_many_cuts_among_others_with_none_rests_on_no_critic(grp
 def test_engines_that_take_turns_with_the_learner_or_lend_it_their_cores_are_not_blocked(
     overrides: list[str], idle: float, is_sign: bool, math_config: Callable[..., Config]
 ) -> None:
-    found = diagnosis.of_lines(math_config(*overrides), updates(WINDOW), summary(engines={"idle_share": idle}))
+    found = diagnosis.diagnose_lines(math_config(*overrides), updates(WINDOW), summary(engines={"idle_share": idle}))
     assert [one.name for one in found] == ["blocked engines"] * is_sign
 
 
@@ -390,14 +392,14 @@ def test_one_evaluation_below_the_best_is_no_fall(accuracies: tuple[float, ...],
     lines: list[Line] = []
     for n, accuracy in enumerate(accuracies):
         lines += [evaluation(n * WINDOW, accuracy), *updates(WINDOW, 1 + n * WINDOW, reward=0.1 * (n + 1))]
-    assert [one.name for one in diagnosis.of_lines(grpo, lines, None)] == [
+    assert [one.name for one in diagnosis.diagnose_lines(grpo, lines, None)] == [
         "reward rises while held-out falls"
     ] * is_sign
 
 
 def test_accuracy_that_falls_with_the_reward_is_another_sign(grpo: Config) -> None:
     lines = [*FALLING, *updates(2 * WINDOW, 41, reward=0.1), evaluation(60, 0.45), evaluation(80, 0.45)]
-    assert diagnosis.of_lines(grpo, lines, None) == []
+    assert diagnosis.diagnose_lines(grpo, lines, None) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.metrics_file import METRICS, Follower
+from streamppo.telemetry.metrics_file import METRICS, LineReader
 
 
 def queue(number: int) -> str:
@@ -21,15 +21,15 @@ def add(run: Path, text: str) -> None:
 
 
 @pytest.fixture
-def follower(tmp_path: Path) -> Follower:
+def follower(tmp_path: Path) -> LineReader:
     add(tmp_path, queue(1) + queue(2))
-    found = Follower(tmp_path)
+    found = LineReader(tmp_path)
     assert [line.get("queue") for line in found.read()] == [1, 2]
     return found
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(
-    tmp_path: Path, follower: Follower, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, follower: LineReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rest, and the next line, come between two reads of one look."""
 
@@ -48,7 +48,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(
     assert follower.content.damage == []
 
 
-def test_only_new_bytes_are_read(tmp_path: Path, follower: Follower) -> None:
+def test_only_new_bytes_are_read(tmp_path: Path, follower: LineReader) -> None:
     path = tmp_path / METRICS
     # In its place, with as many bytes: whoever reads them again finds damage.
     with path.open("r+b") as file:
@@ -60,7 +60,7 @@ def test_only_new_bytes_are_read(tmp_path: Path, follower: Follower) -> None:
     assert follower.read() == []
 
 
-def test_a_line_is_read_once_it_is_whole_and_a_damaged_one_is_named(tmp_path: Path, follower: Follower) -> None:
+def test_a_line_is_read_once_it_is_whole_and_a_damaged_one_is_named(tmp_path: Path, follower: LineReader) -> None:
     text = queue(3)
     add(tmp_path, text[:9])
     assert follower.read() == []
@@ -70,7 +70,7 @@ def test_a_line_is_read_once_it_is_whole_and_a_damaged_one_is_named(tmp_path: Pa
 
 
 def test_what_was_read_stays_when_the_file_goes_and_a_new_one_is_read_from_its_begin(
-    tmp_path: Path, follower: Follower
+    tmp_path: Path, follower: LineReader
 ) -> None:
     path = tmp_path / METRICS
     path.rename(tmp_path / "gone")
@@ -80,7 +80,7 @@ def test_what_was_read_stays_when_the_file_goes_and_a_new_one_is_read_from_its_b
     assert (len(follower.content.lines), follower.times_begun) == (3, 2)
 
 
-def test_a_file_that_became_shorter_is_read_from_its_begin(tmp_path: Path, follower: Follower) -> None:
+def test_a_file_that_became_shorter_is_read_from_its_begin(tmp_path: Path, follower: LineReader) -> None:
     os.truncate(tmp_path / METRICS, len(queue(1)))
     assert [line.get("queue") for line in follower.read()] == [1]
     assert len(follower.content.lines) == 1

@@ -37,7 +37,7 @@ def test_a_verdict_is_a_sentence_with_its_numbers(accuracies: tuple[float | None
 
 @pytest.mark.parametrize(("count", "is_below"), [(0, False), (1, False), (16, False), (1000, True)])
 def test_few_prompts_are_noise(count: int, is_below: bool) -> None:
-    one, other = progress.Scored(20, 0.5, count), progress.Scored(0, 0.7, count)
+    one, other = progress.ScoredVersion(20, 0.5, count), progress.ScoredVersion(0, 0.7, count)
     assert progress.is_below(one, other) == is_below
     assert not progress.is_below(other, one)
 

@@ -17,22 +17,25 @@ from test_grafana import FILE, panels
 
 from streamppo.telemetry.tracking import names
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import Run
+from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 PROMETHEUS = shutil.which("prometheus")
 DASHBOARD = json.loads(FILE.read_text())
 WITHIN_S = 60.0
 VERSION = 7
-pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus is installed (apt-get install prometheus)")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus is installed (apt-get install prometheus)"),
+]
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     """A Prometheus that has scraped an endpoint with a value for every name of the catalogue, twice at least."""
     pytest.importorskip("prometheus_client")
-    from streamppo.telemetry.tracking.trackers.endpoint import Endpoint
+    from streamppo.telemetry.tracking.trackers.endpoint import PrometheusEndpoint
 
-    endpoint = Endpoint(Run("prometheus", str(tmp_path / "math"), "", {}))
+    endpoint = PrometheusEndpoint(TrackedRun("prometheus", str(tmp_path / "math"), "", {}))
     endpoint.send([Point(VERSION, 0.0, {entry + "0" * entry.endswith("_"): 0.5 for entry in names.TEXTS})])
     target = f"127.0.0.1:{endpoint.port}"
     (tmp_path / "prometheus.yml").write_text(

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from streamppo.commands import replay as rerun
 from streamppo.config.sections import Config
-from streamppo.process import Spent
+from streamppo.process import PhaseTime
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry import record as record_module
 from streamppo.telemetry.catalogue import BESIDE, LINES
@@ -19,8 +19,8 @@ from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.evidence import WINDOW
 from streamppo.telemetry.live.display import PlainLines
 from streamppo.telemetry.metrics_file import FINISHED
-from streamppo.telemetry.record import SUMMARY, Record
-from streamppo.telemetry.summary import farewell
+from streamppo.telemetry.record import SUMMARY, RunRecord
+from streamppo.telemetry.summary import final_line
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, Sample, UpdateReport
 
 METRICS = {
@@ -43,17 +43,17 @@ def answers(correct: int) -> list[EvaluationReport]:
     return [EvaluationReport(actor="rollout-0", correct=correct, count=10, failed=0, min_version=0, max_version=0)]
 
 
-def part(folder: Path, lasting_s: float = 0.0) -> Record:
+def part(folder: Path, lasting_s: float = 0.0) -> RunRecord:
     """A part of a run whose command began so long ago."""
-    return Record(folder, time.perf_counter() - lasting_s, seed=1, updates=30)
+    return RunRecord(folder, time.perf_counter() - lasting_s, seed=1, updates=30)
 
 
-def updates(record: Record, first: int, last: int) -> None:
+def updates(record: RunRecord, first: int, last: int) -> None:
     for version in range(first, last + 1):
         record.update(report(version))
 
 
-def of_queue(**phases: Spent) -> QueueReport:
+def of_queue(**phases: PhaseTime) -> QueueReport:
     counts = dict.fromkeys(("issued", "stored", "consumed", "duplicates", "dead_letters", "masked_tokens"), 0)
     means = {"mean_tokens_consumed": 0.0, "mean_tokens_dropped": 0.0}
     named = {"dropped": {}, "failed": {}, "tokens": {}, "phases": phases}
@@ -62,12 +62,12 @@ def of_queue(**phases: Spent) -> QueueReport:
 
 def of_engine() -> EngineReport:
     sample = Sample(prompt="1+1=", completion="2", reward=1.0, version=3)
-    counts = {"version": 4, "tokens": 10, "trajectories": 2, "swaps": 0}
+    counts = {"version": 4, "tokens": 10, "trajectories": 2, "swaps": 0, "prompted": 8, "reused": 6}
     seconds = {"busy_s": 1.0, "idle_s": 0.5, "swap_s": 0.0, "push_ms": 0.0}
     return EngineReport(actor="rollout-0", checksum="", sample=sample, **counts, **seconds)
 
 
-def tell(record: Record, after_s: float, *reports: QueueReport | EngineReport) -> None:
+def tell(record: RunRecord, after_s: float, *reports: QueueReport | EngineReport) -> None:
     """Reports that come so long after the record was made."""
     present = record._began + after_s
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +80,7 @@ def said(folder: Path) -> dict[str, Any]:
     return json.loads((folder / SUMMARY).read_text())
 
 
-def in_three_parts(folder: Path) -> Record:
+def in_three_parts(folder: Path) -> RunRecord:
     """Thirty updates: one part was stopped, one was killed, the last one finishes."""
     stopped = part(folder, lasting_s=100)
     stopped.evaluation(0, answers(1))
@@ -139,9 +139,9 @@ def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
 
 def test_the_newest_phases_of_every_process_are_in_the_summary(tmp_path: Path) -> None:
     record = part(tmp_path)
-    tell(record, 10.0, of_queue(process=Spent(1, 9.0, 3.0), journal=Spent(7, 2.0, 1.0)))
-    tell(record, 20.0, of_queue(process=Spent(1, 19.0, 6.0), journal=Spent(8, 3.0, 1.5)))
-    record.update(structs.replace(report(30), phases={"pack": Spent(1, 0.5, 0.4)}))
+    tell(record, 10.0, of_queue(process=PhaseTime(1, 9.0, 3.0), journal=PhaseTime(7, 2.0, 1.0)))
+    tell(record, 20.0, of_queue(process=PhaseTime(1, 19.0, 6.0), journal=PhaseTime(8, 3.0, 1.5)))
+    record.update(structs.replace(report(30), phases={"pack": PhaseTime(1, 0.5, 0.4)}))
     record.close(FINISHED, None, [])
     queue = {"process": [1, 19.0, 6.0], "journal": [8, 3.0, 1.5]}
     assert said(tmp_path)["phases"] == {"queue": queue, "learner-0": {"pack": [1, 0.5, 0.4]}}
@@ -151,7 +151,7 @@ def test_reports_that_come_often_are_all_shown_and_written_down_now_and_then(tmp
     shown: list[lines.Line] = []
     display = PlainLines()
     display.line = shown.append
-    record = Record(tmp_path, time.perf_counter(), seed=1, updates=30, display=display)
+    record = RunRecord(tmp_path, time.perf_counter(), seed=1, updates=30, display=display)
     for second in range(1, 21):
         tell(record, float(second), of_queue(), of_engine())
     assert sum("queue" in line for line in shown) == sum("engine" in line for line in shown) == 20
@@ -159,12 +159,13 @@ def test_reports_that_come_often_are_all_shown_and_written_down_now_and_then(tmp
     assert sum("queue" in line for line in written) == sum("engine" in line for line in written) == 2
     assert sum("phases" in line for line in written) == 4
     newest = next(line for line in reversed(written) if "engine" in line)
+    assert newest.get("prefix_reused") == 0.75
     assert newest["sampled"] == {"prompt": "1+1=", "completion": "2", "reward": 1.0, "version": 3}
     record.close(FINISHED, None, [])
 
 
 def test_the_last_line_is_about_the_whole_run(tmp_path: Path) -> None:
-    line = farewell(in_three_parts(tmp_path).close(FINISHED, None, []))
+    line = final_line(in_three_parts(tmp_path).close(FINISHED, None, []))
     assert line.startswith("30 updates in 111")
     assert line.endswith(
         " s in 3 parts: accuracy 0.100 -> 0.900: better than at the start, "
@@ -176,7 +177,7 @@ def test_a_run_that_had_made_everything_already_has_its_last_line_too(tmp_path: 
     in_three_parts(tmp_path).close(FINISHED, None, [])
     again = part(tmp_path)
     again.evaluation(30, answers(9))
-    assert "in 4 parts: accuracy 0.100 -> 0.900: better than at the start, lag of trained tokens 0.14" in farewell(
+    assert "in 4 parts: accuracy 0.100 -> 0.900: better than at the start, lag of trained tokens 0.14" in final_line(
         again.close(FINISHED, None, [])
     )
 
@@ -301,7 +302,7 @@ def test_lines_that_are_gone_are_no_error_before_a_part_or_in_it(
 def test_a_run_without_any_line_has_a_summary_all_the_same(tmp_path: Path) -> None:
     record = part(tmp_path)
     (tmp_path / lines.METRICS).write_text("damaged\n")
-    assert "no held-out prompt has a score" in farewell(record.close(FINISHED, None, []))
+    assert "no held-out prompt has a score" in final_line(record.close(FINISHED, None, []))
 
 
 # --- evaluations and lag -------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ def test_an_evaluation_without_a_score_says_why(
     record.evaluation(0, [none])
     updates(record, 1, 2)
     assert f"version    0: no accuracy: {why}" in logged.text
-    line = farewell(record.close(FINISHED, None, []))
+    line = final_line(record.close(FINISHED, None, []))
     assert "nan" not in line + logged.text + (tmp_path / lines.METRICS).read_text() + (tmp_path / SUMMARY).read_text()
     assert ": no held-out prompt has a score, lag of" in line
 
@@ -336,7 +337,7 @@ def test_tokens_beyond_the_bound_are_sampled_and_not_trained(tmp_path: Path) -> 
     record = part(tmp_path)
     metrics = {**report(1).metrics, "tokens_too_old": 5.0}
     record.update(UpdateReport(version=1, metrics=metrics, lag_histogram={0: 90, 10: 1, 2: 6, 3: 3}))
-    line = farewell(record.close(FINISHED, None, []))
+    line = final_line(record.close(FINISHED, None, []))
     assert said(tmp_path)["lag"]["histogram"] == {"0": 90, "2": 6, "3": 3, "10": 1}
     assert said(tmp_path)["trained_lag"]["histogram"] == {"0": 90, "2": 5}
     assert "lag of trained tokens 0.11 (max 2), of sampled ones max 10," in line
@@ -345,8 +346,8 @@ def test_tokens_beyond_the_bound_are_sampled_and_not_trained(tmp_path: Path) -> 
 def test_a_finding_is_logged_once_also_by_a_run_that_is_resumed(
     tmp_path: Path, math_config: Callable[..., Config], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def make(first: int, last: int) -> Record:
-        record = Record(tmp_path, time.perf_counter(), seed=1, updates=100, diagnosis=Diagnosis(math_config()))
+    def make(first: int, last: int) -> RunRecord:
+        record = RunRecord(tmp_path, time.perf_counter(), seed=1, updates=100, diagnosis=Diagnosis(math_config()))
         for version in range(first, last + 1):
             made = report(version)
             record.update(structs.replace(made, metrics={**made.metrics, "ess": 0.1, "wait_s": 0.0}))

@@ -16,13 +16,13 @@ from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.telemetry.live import display as displays
 from streamppo.telemetry.live.display import LiveView, PlainLines, display
-from streamppo.telemetry.live.screen import Row, Screen
+from streamppo.telemetry.live.screen import Screen, ScreenRow
 
-ROWS = [Row("first row", 9), Row("second row", 10)]
+ROWS = [ScreenRow("first row", 9), ScreenRow("second row", 10)]
 
 
-def rows(*texts: str) -> list[Row]:
-    return [Row(text, len(text)) for text in texts]
+def rows(*texts: str) -> list[ScreenRow]:
+    return [ScreenRow(text, len(text)) for text in texts]
 
 
 def test_rows_are_drawn_again_in_their_place_and_stay_at_the_end() -> None:

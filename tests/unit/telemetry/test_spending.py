@@ -7,7 +7,7 @@ import pytest
 
 from streamppo.cli import main
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.spending import ELSEWHERE, PerUpdate, per_update
+from streamppo.telemetry.phase_times import ELSEWHERE, PerUpdate, per_update
 
 LINES: list[dict[str, object]] = [
     {"phases": "queue", "wall_s": 3.0, "spent": {"process": [1, 2.5, 0.5], "journal": [9, 1.0, 0.4]}},

@@ -17,7 +17,7 @@ from streamppo.telemetry.tracking import names, ray_metrics
 from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.ray_metrics import RayGauges
 from streamppo.telemetry.tracking.sinks import Sinks
-from streamppo.telemetry.tracking.trackers.run import Run
+from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 LINES = Path(__file__).with_name("default_run.jsonl").read_text().splitlines(keepends=True)[:40]
 REWARDS = [(line["update"], line["reward"]) for line in map(json.loads, LINES) if "update" in line]
@@ -41,6 +41,7 @@ def tracked(run: Path, kind: str) -> str:
     return same
 
 
+@pytest.mark.process
 def test_tensorboard_has_every_update_once(tmp_path: Path) -> None:
     tracked(tmp_path / "math", "tensorboard")
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
@@ -92,9 +93,9 @@ def test_trackio_has_every_line_of_both_parts(tmp_path: Path, monkeypatch: pytes
 
 def test_the_endpoint_gives_the_newest_numbers_on_loopback_alone(tmp_path: Path) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
-    from streamppo.telemetry.tracking.trackers.endpoint import Endpoint
+    from streamppo.telemetry.tracking.trackers.endpoint import PrometheusEndpoint
 
-    endpoint = Endpoint(Run("prometheus", str(tmp_path / "math"), "", {}))
+    endpoint = PrometheusEndpoint(TrackedRun("prometheus", str(tmp_path / "math"), "", {}))
     try:
         endpoint.send([Point(7, 0.0, {"reward": 0.5, "ess_lag_3-4": 0.9, "unknown": 1.0})])
         endpoint.send([Point(8, 0.0, {"reward": 0.75, "ess_lag_0": 1.0}), Point(6, 0.0, {"evaluation_accuracy": 0.5})])
@@ -160,9 +161,9 @@ class FakeGauge:
 )
 def test_the_endpoint_is_answered_under_names_of_loopback_alone(tmp_path: Path, host: str, status: int) -> None:
     pytest.importorskip("prometheus_client")
-    from streamppo.telemetry.tracking.trackers.endpoint import Endpoint
+    from streamppo.telemetry.tracking.trackers.endpoint import PrometheusEndpoint
 
-    endpoint = Endpoint(Run("prometheus", str(tmp_path / "math"), "", {}))
+    endpoint = PrometheusEndpoint(TrackedRun("prometheus", str(tmp_path / "math"), "", {}))
     try:
         endpoint.send([Point(7, 0.0, {"reward": 0.5})])
         connection = http.client.HTTPConnection("127.0.0.1", endpoint.port)

@@ -19,17 +19,23 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.telemetry import catalogue, metrics_file
 from streamppo.telemetry.metrics_file import FINISHED, METRICS, Line
-from streamppo.telemetry.record import SUMMARY, Record
+from streamppo.telemetry.record import SUMMARY, RunRecord
 from streamppo.telemetry.tracking import process, sinks
-from streamppo.telemetry.tracking.follow import Follower
+from streamppo.telemetry.tracking.follow import ResumedReader
 from streamppo.telemetry.tracking.points import Points
 from streamppo.telemetry.tracking.sinks import Sinks, runs
+
+pytestmark = pytest.mark.process
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl").read_text().splitlines(keepends=True)
 OTHERS: list[Any] = [
     {"part": 1, "wall_s": 1.0, "version": 0},
     {"queue": 7, "wall_s": 2.0, "in_flight": 5},
     {"engine": "rollout-0", "wall_s": 3.0, "version": 2, "tokens": 9, "busy_s": 1.5, "idle_s": 0.5, "sampled": None},
+    {
+        **{"engine": "rollout-1", "wall_s": 3.5, "version": 2, "tokens": 9, "busy_s": 1.5, "idle_s": 0.5},
+        **{"prefix_reused": 0.75, "sampled": None},
+    },
     {"restart": "rollout", "wall_s": 4.0, "reason": "killed"},
     {"restart": "rollout", "wall_s": 5.0, "reason": "killed"},
     {"evaluation": 3, "wall_s": 6.0, "accuracy": None, "count": 0, "failed": 4, "versions": [3, 3]},
@@ -70,7 +76,7 @@ def write(run: Path, lines: list[str]) -> None:
 
 def numbers_of(lines: list[str]) -> int:
     parsed = [metrics_file.parse(line.encode()) for line in lines]
-    return sum(len(point.values) for point in Points().of([line for line in parsed if line], 0.0))
+    return sum(len(point.values) for point in Points().make([line for line in parsed if line], 0.0))
 
 
 def wait_until_lost(tracked: Sinks) -> None:
@@ -125,11 +131,12 @@ def test_a_part_whose_driver_is_killed_is_sent_to_the_end(
 
 def test_other_lines_have_names_of_the_catalogue_too() -> None:
     points = Points(2)
-    found = [(point.version, point.at_s, dict(point.values)) for point in points.of(OTHERS, 110.0)]
+    found = [(point.version, point.at_s, dict(point.values)) for point in points.make(OTHERS, 110.0)]
     engine = {"version": 2.0, "tokens": 9.0, "busy_s": 1.5, "idle_s": 0.5}
     assert found == [
         (2, 102.0, {"queue_ready": 7, "queue_in_flight": 5}),
         (2, 103.0, {f"engine_{name}_rollout-0": value for name, value in engine.items()}),
+        (2, 103.5, {f"engine_{name}_rollout-1": value for name, value in {**engine, "prefix_reused": 0.75}.items()}),
         (2, 104.0, {"restarts_rollout": 1}),
         (2, 105.0, {"restarts_rollout": 2}),
         (3, 106.0, {"evaluation_failed": 4}),
@@ -147,13 +154,13 @@ def test_a_name_is_found_whole_before_it_is_found_by_its_begin() -> None:
 
 
 def test_the_follower_reads_whole_lines_once_and_a_new_file_from_its_begin(run: Path) -> None:
-    follower = Follower(run)
+    follower = ResumedReader(run)
     assert follower.look().lines == []
     write(run, [DEFAULT_RUN[0], "no line\n", DEFAULT_RUN[1][:-1]])
     assert [next(iter(line)) for line in follower.look().lines] == ["part"]
     write(run, ["\n"])
     assert [next(iter(line)) for line in follower.look().lines] == ["evaluation"]
-    assert follower.look().lines == [] and Follower(run, follower.sent).look().lines == []
+    assert follower.look().lines == [] and ResumedReader(run, follower.sent).look().lines == []
     (run / "other").write_text("".join(DEFAULT_RUN[:40]))
     os.replace(run / "other", run / METRICS)
     assert len(follower.look().lines) == 40
@@ -162,7 +169,7 @@ def test_the_follower_reads_whole_lines_once_and_a_new_file_from_its_begin(run: 
 def test_a_long_file_is_read_in_pieces(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamppo.telemetry.tracking.follow.MOST_BYTES", 3000)
     write(run, DEFAULT_RUN[:40])
-    follower, looks = Follower(run), list[list[Line]]()
+    follower, looks = ResumedReader(run), list[list[Line]]()
     while found := follower.look().lines:
         looks.append(found)
     assert len(looks) > 5 and sum(len(found) for found in looks) == 40
@@ -253,7 +260,7 @@ def test_a_hanging_tracker_costs_a_run_neither_a_line_nor_its_summary(
 ) -> None:
     faked(open="hang")
     monkeypatch.setattr(sinks, "END_S", 0.2)
-    record = Record(run, time.perf_counter(), 1, 30, sinks=Sinks(config, run))
+    record = RunRecord(run, time.perf_counter(), 1, 30, sinks=Sinks(config, run))
     for _ in range(1000):
         record.restart("rollout", "killed")
         record.tick("update 1")

@@ -8,8 +8,8 @@ from live_states import NASTY, busy, empty, engine, update
 from rich.text import Text
 
 from streamppo.config.sections import Config
-from streamppo.telemetry.diagnosis import Diagnosis, Finding
-from streamppo.telemetry.live.drawing import bar, curve, cut, seconds
+from streamppo.telemetry.diagnosis import Diagnosis, Sign
+from streamppo.telemetry.live.drawing import bar, curve, seconds, truncate
 from streamppo.telemetry.live.view import last, view
 from streamppo.terminal import harmless
 
@@ -112,7 +112,7 @@ def test_a_sign_that_is_over_leaves_the_row_of_warnings(
 ) -> None:
     state = empty()
     state.diagnosis = Diagnosis(math_config())
-    sign = Finding("entropy collapse", "0.01", "raise it", 20, 40)
+    sign = Sign("entropy collapse", "0.01", "raise it", 20, 40)
     state.warn("entropy collapse: 0.01: raise it")
     for holds in (True, False):
         monkeypatch.setattr(Diagnosis, "findings", {sign.name: sign._replace(holds=holds)})
@@ -182,5 +182,10 @@ def test_curves_and_bars_have_the_cells_that_they_were_given() -> None:
     assert curve([0.1 + 0.2, 0.3], 4) == ["▄▄"]
     assert [bar(share, 4) for share in (0, 0.5, 0.53, 1, 2, -1)] == ["", "██", "██▏", "████", "████", ""]
     assert [seconds(value) for value in (7, 754, 10_930, 191_410)] == ["0:07", "12:34", "3:02:10", "2 d 05:10"]
-    assert cut("日本語", 5) == "日本…" and cut("日本語", 4) == "日 …" and cut("abc", 3) == "abc" and cut("abc", 0) == ""
-    assert cut(NASTY * 1000, 10).startswith("x = [red]1"[:9])
+    assert (
+        truncate("日本語", 5) == "日本…"
+        and truncate("日本語", 4) == "日 …"
+        and truncate("abc", 3) == "abc"
+        and truncate("abc", 0) == ""
+    )
+    assert truncate(NASTY * 1000, 10).startswith("x = [red]1"[:9])

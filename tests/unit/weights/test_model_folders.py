@@ -101,7 +101,7 @@ def test_a_whole_model_is_what_transformers_loads_however_it_lies(tmp_path: Path
         return
     kind = {"tokenizer": usual.tokenizer, "template": usual.template, "tied": usual.tied, "layout": layout}
     path = model_folders.make(tmp_path / "model", family=family, **kind)
-    assert fit.check(path, settings(path)) == len(folder.check(path) or headers.pickled(path))
+    assert fit.check(path, settings(path)) == len(folder.check(path) or headers.pickle_tensors(path))
     own: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ours = dict(loading.load(path).model.named_parameters())
     assert ours.keys() == {name for name, _ in own.named_parameters()}

@@ -12,8 +12,8 @@ from checkpoint_files import copied, written
 from streamppo.config.sections import Config
 from streamppo.driver import preflight
 from streamppo.errors import CheckpointError
-from streamppo.learner import remote
-from streamppo.learner.remote import Remote
+from streamppo.learner.checkpoint import remote
+from streamppo.learner.checkpoint.remote import CheckpointStore
 from streamppo.weights import owner, store
 from streamppo.weights.store import Store
 
@@ -92,10 +92,10 @@ def test_a_folder_whose_journal_does_not_know_what_is_at_the_address_is_a_copy(
 ) -> None:
     first = remote.address_of(config, run)
     path = written(tmp_path / "there", 200)
-    copied(Remote(first), path, *(one.name for one in path.iterdir()))
+    copied(CheckpointStore(first), path, *(one.name for one in path.iterdir()))
     assert remote.address_of(config, run) == first, "without a journal nothing is known"
     past = remote.history.History({0: config}, {100: "d"})
-    monkeypatch.setattr(remote.history, "of_run", lambda *_: past)
+    monkeypatch.setattr(remote.history, "read_history", lambda *_: past)
     assert "has checkpoints of another run, of version 200" in remote.belongs_to(config, run)
     assert remote.address_of(config, run) != first
 

@@ -19,12 +19,12 @@ from push_case import Rank, Tensors, joined
 from streamppo.errors import WeightsError
 from streamppo.types import Push, decode, encode
 from streamppo.weights import buckets, object_store
-from streamppo.weights.buckets import ALIGNMENT, Buckets, Packed, Shard
+from streamppo.weights.buckets import ALIGNMENT, Buckets, PackedPush, Shard
 from streamppo.weights.content import check
-from streamppo.weights.ledger import Ledger, Published
-from streamppo.weights.pusher import SETS, Pushed, Pusher
+from streamppo.weights.ledger import Ledger, PublishReply
+from streamppo.weights.pusher import SETS, PushedVersion, Pusher
 from streamppo.weights.replica import Replica
-from streamppo.weights.shares import Joining, Share, Shares, join
+from streamppo.weights.shares import RankShare, ShareCollector, Shares, join
 
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3), min_size=1, max_size=6)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
@@ -96,7 +96,7 @@ def test_a_delta_has_the_bytes_of_what_changed_and_a_shard_that_changed_whole_go
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, st.integers(1, 300))
 def test_shards_are_aligned_and_only_a_larger_one_exceeds_its_bucket(shapes: list[list[int]], size: int) -> None:
-    push, arrays = buckets.packed(0, tensors_of(shapes), size)
+    push, arrays = buckets.pack_whole(0, tensors_of(shapes), size)
     assert [array.nbytes for array in arrays] == list(push.bucket_bytes)
     for number, array in enumerate(arrays):
         inside = [piece for piece in push.pieces if piece.bucket == number]
@@ -145,7 +145,7 @@ def test_memory_of_a_replicas_own_is_used_again_and_a_delta_never_writes_to_the_
 @given(st.data())
 def test_any_flipped_bit_is_found_by_the_contents(data: st.DataObject) -> None:
     sent = tensors_of([[5, 5], [40], [3]])
-    push, arrays = buckets.packed(7, sent, 128)
+    push, arrays = buckets.pack_whole(7, sent, 128)
     piece = data.draw(st.sampled_from(push.pieces))
     at = data.draw(st.integers(piece.start, piece.start + piece.stored - 1))
     arrays[piece.bucket][at] ^= np.uint8(1 << data.draw(st.integers(0, 7)))
@@ -157,7 +157,7 @@ def test_any_flipped_bit_is_found_by_the_contents(data: st.DataObject) -> None:
 
 def test_a_missing_a_foreign_and_swapped_buckets_are_found() -> None:
     sent = tensors_of([[50], [50]])
-    push, arrays = buckets.packed(7, sent, 200)
+    push, arrays = buckets.pack_whole(7, sent, 200)
     replica = Replica()
     for wrong in (arrays[:1], [*arrays, arrays[0]], [arrays[0], arrays[1][:-4]]):
         with pytest.raises(WeightsError, match="version 7: other buckets arrived than were sent"):
@@ -195,7 +195,7 @@ def test_a_delta_to_another_version_a_replayed_one_and_a_damaged_one_leave_no_ve
 
 
 def test_pieces_outside_of_their_bucket_or_of_other_sizes_are_refused() -> None:
-    push, arrays = buckets.packed(1, tensors_of([[50], [50]]), 1 << 20)
+    push, arrays = buckets.pack_whole(1, tensors_of([[50], [50]]), 1 << 20)
     first, second = push.pieces
     replace = msgspec.structs.replace
     for wrong, words in (
@@ -217,7 +217,7 @@ def test_the_digest_is_of_names_shapes_types_and_bytes_and_of_nothing_else() -> 
     one = torch.arange(6.0)
 
     def digest(version: int, tensors: Tensors, bucket_bytes: int = 1 << 20) -> str:
-        return buckets.packed(version, tensors, bucket_bytes).push.digest
+        return buckets.pack_whole(version, tensors, bucket_bytes).push.digest
 
     assert digest(1, {"a": one}) == digest(2, {"a": one.clone()}, bucket_bytes=1)
     others = [{"b": one}, {"a": one.reshape(2, 3)}, {"a": one.view(torch.int32)}, {"a": one + 1}]
@@ -230,7 +230,7 @@ def test_the_digest_does_not_depend_on_how_many_ranks_there_are(
     shapes: list[list[int]], dtype: torch.dtype, ranks: int
 ) -> None:
     sent = tensors_of(shapes, dtype)
-    alone = buckets.packed(1, sent, 1 << 20).push
+    alone = buckets.pack_whole(1, sent, 1 << 20).push
     assert joined([Rank(sent, rank, ranks).push(1, sent) for rank in range(ranks)]).push.digest == alone.digest
 
 
@@ -245,16 +245,16 @@ def shares(version: int = 1, ranks: int = 3) -> list[Push]:
 def test_a_version_is_whole_with_its_last_share_in_any_order_and_the_last_of_two_by_one_rank_counts() -> None:
     gathered = Shares[str]()
     first, second, third = shares()
-    assert gathered.add(Share(third, ["old"], b"")) == []
-    assert gathered.add(Share(first, ["first"], b"numbers")) == []
-    assert gathered.add(Share(third, ["third"], b"")) == []
-    whole = gathered.add(Share(second, ["second"], b""))
+    assert gathered.add(RankShare(third, ["old"], b"")) == []
+    assert gathered.add(RankShare(first, ["first"], b"numbers")) == []
+    assert gathered.add(RankShare(third, ["third"], b"")) == []
+    whole = gathered.add(RankShare(second, ["second"], b""))
     assert [(share.push, share.refs) for share in whole] == [
         (first, ["first"]),
         (second, ["second"]),
         (third, ["third"]),
     ]
-    assert gathered.add(Share(first, ["again"], b"")) == [], "the version begins anew"
+    assert gathered.add(RankShare(first, ["again"], b"")) == [], "the version begins anew"
 
 
 def test_shares_that_are_not_of_one_version_are_refused() -> None:
@@ -279,20 +279,20 @@ def test_ranks_wait_for_one_publication_and_a_repeated_call_gets_its_result() ->
     async def story() -> None:
         made: list[int] = []
 
-        async def publish(whole: Share[str]) -> int:
+        async def publish(whole: RankShare[str]) -> int:
             assert (whole.refs, whole.learned) == (["first", "second"], b"numbers")
             assert (whole.push.rank, whole.push.ranks) == (0, 1)
             made.append(whole.push.version)
             await asyncio.sleep(0)
             return len(made)
 
-        joining = Joining(publish)
+        joining = ShareCollector(publish)
         first, second = shares(ranks=2)
-        waiting = asyncio.create_task(joining.result(Share(first, ["first"], b"numbers")))
+        waiting = asyncio.create_task(joining.result(RankShare(first, ["first"], b"numbers")))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        assert await joining.result(Share(second, ["second"], b"")) == 1 == await waiting
-        assert await joining.result(Share(first, [], b"")) == 1, "Ray has made the call once more"
+        assert await joining.result(RankShare(second, ["second"], b"")) == 1 == await waiting
+        assert await joining.result(RankShare(first, [], b"")) == 1, "Ray has made the call once more"
         assert made == [1]
 
     asyncio.run(story())
@@ -302,13 +302,13 @@ def test_an_error_of_a_publication_reaches_every_rank_and_the_version_can_be_tri
     async def story() -> None:
         broken = [True]
 
-        async def publish(whole: Share[str]) -> str:
+        async def publish(whole: RankShare[str]) -> str:
             if broken.pop():
                 raise WeightsError("no")
             return "published"
 
-        joining = Joining(publish)
-        both = [Share(share, list[str](), b"") for share in shares(ranks=2)]
+        joining = ShareCollector(publish)
+        both = [RankShare(share, list[str](), b"") for share in shares(ranks=2)]
         for error in await asyncio.gather(*map(joining.result, both), return_exceptions=True):
             assert isinstance(error, WeightsError)
         broken.append(False)
@@ -321,24 +321,24 @@ def test_an_error_of_a_publication_reaches_every_rank_and_the_version_can_be_tri
 
 
 def entry(version: int, base: int | None = None, size: int = 100, digest: int = 0) -> Push:
-    tensors = buckets.packed(version, {"w": torch.full((4,), float(digest))}, 1 << 20).push.tensors
+    tensors = buckets.pack_whole(version, {"w": torch.full((4,), float(digest))}, 1 << 20).push.tensors
     return Push(version=version, base_version=base, tensors=tensors, pieces=(), bucket_bytes=(size,))
 
 
 def versions(ledger: Ledger[str], after: int) -> list[int]:
-    return [one.push.version for one in ledger.after(after)]
+    return [one.push.version for one in ledger.versions_after(after)]
 
 
 def test_an_engine_takes_the_deltas_it_lacks_or_the_whole_version_before_them() -> None:
     ledger = Ledger[str]()
-    assert ledger.newest is None and ledger.after(-1) == []
+    assert ledger.newest is None and ledger.versions_after(-1) == []
     ledger.publish(entry(5), "5")
     for version in (6, 7, 8):
         ledger.publish(entry(version, version - 1, size=10), f"{version}")
     assert ledger.newest == 8
     assert versions(ledger, 7) == [8] and versions(ledger, 5) == [6, 7, 8] and versions(ledger, 8) == []
     assert versions(ledger, 4) == versions(ledger, -1) == [5, 6, 7, 8]
-    assert [one.handle for one in ledger.after(6)] == ["7", "8"]
+    assert [one.handle for one in ledger.versions_after(6)] == ["7", "8"]
     ledger.publish(entry(9), "9")
     assert versions(ledger, -1) == versions(ledger, 8) == [9], "older versions than a whole one are dropped"
 
@@ -357,7 +357,7 @@ def test_a_version_again_brings_its_bytes_from_elsewhere_and_other_weights_are_r
     ledger = Ledger[str]()
     ledger.publish(entry(3), "first")
     ledger.publish(entry(3), "again")
-    assert [one.handle for one in ledger.after(2)] == ["again"]
+    assert [one.handle for one in ledger.versions_after(2)] == ["again"]
     with pytest.raises(WeightsError, match="version 3 was published again with other weights"):
         ledger.publish(entry(3, digest=1), "wrong")
 
@@ -365,14 +365,14 @@ def test_a_version_again_brings_its_bytes_from_elsewhere_and_other_weights_are_r
 def test_deltas_end_when_they_have_as_many_bytes_as_the_whole_version() -> None:
     ledger = Ledger[str]()
     ledger.publish(entry(0, size=100), "")
-    answers = [ledger.published("digest")]
+    answers = [ledger.reply_to("digest")]
     for version in (1, 2, 3):
         ledger.publish(entry(version, version - 1, size=40), "")
-        answers.append(ledger.published("digest"))
+        answers.append(ledger.reply_to("digest"))
     assert [one.wants_whole for one in answers] == [False, False, False, True]
     assert {one.whole for one in answers} == {0} and answers[0].digest == "digest"
     ledger.publish(entry(4), "")
-    assert (ledger.published("").whole, ledger.published("").wants_whole) == (4, False)
+    assert (ledger.reply_to("").whole, ledger.reply_to("").wants_whole) == (4, False)
 
 
 # --- the pusher ----------------------------------------------------------------------------------------------
@@ -390,16 +390,16 @@ def pusher_to(look: Callable[[Push, list[Any]], object], ledger: Ledger[list[Any
     """A pusher whose versions `look` sees, and a ledger answers for."""
     kept = Ledger[list[Any]]() if ledger is None else ledger
 
-    def publish(described: bytes, refs: list[Any], learned: bytes) -> Published:
+    def publish(described: bytes, refs: list[Any], learned: bytes) -> PublishReply:
         push = decode(described, Push)
         look(push, refs)
         kept.publish(push, refs)
-        return kept.published(push.digest)
+        return kept.reply_to(push.digest)
 
-    return Pusher(publish, object_store.Outlet(), 1 << 20, deltas=True)
+    return Pusher(publish, object_store.ObjectStoreSender(), 1 << 20, deltas=True)
 
 
-def start(pusher: Pusher, version: int, values: torch.Tensor) -> Pushed:
+def start(pusher: Pusher, version: int, values: torch.Tensor) -> PushedVersion:
     """Write `values` as `version` into the pusher's buckets, and push them."""
     filled = pusher.buckets({"w": Shard.whole(values)})
     filled.tensors["w"].copy_(values)
@@ -414,7 +414,7 @@ def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[A
         published.append((push, [store[ref] for ref in refs]))
 
     pusher = pusher_to(look)
-    assert start(pusher, 0, torch.zeros(3)) == Pushed("", 0.0, 0)
+    assert start(pusher, 0, torch.zeros(3)) == PushedVersion("", 0.0, 0)
     assert published == []
     gate.set()
     before = start(pusher, 1, torch.ones(3))
@@ -463,7 +463,7 @@ def test_a_version_that_is_still_being_written_is_described_when_it_is_there(sto
     assert not published
     gate.set()
     pusher.last.result()
-    assert published[0].tensors == buckets.packed(0, {"w": values}, 1 << 20).push.tensors
+    assert published[0].tensors == buckets.pack_whole(0, {"w": values}, 1 << 20).push.tensors
 
 
 def test_what_changes_little_goes_as_deltas_until_they_are_as_many_bytes_as_a_whole_one(store: list[Any]) -> None:
@@ -493,7 +493,7 @@ def test_the_memory_of_a_version_is_not_written_while_the_next_one_is_compared_w
     compared, gate = threading.Event(), threading.Event()
     real = Buckets.push
 
-    def slow(self: Buckets, version: int, before: Buckets | None = None, **ranks: int) -> Packed:
+    def slow(self: Buckets, version: int, before: Buckets | None = None, **ranks: int) -> PackedPush:
         if before is not None:
             compared.set()
             assert gate.wait(10)
@@ -523,23 +523,23 @@ def test_gaps_between_tensors_change_no_digest_however_often_buckets_are_used() 
     for fill in (7.0, 1.0):
         for tensor in again.tensors.values():
             tensor.fill_(fill)
-    assert again.push(0).push.digest == buckets.packed(0, first, 1 << 20).push.digest
+    assert again.push(0).push.digest == buckets.pack_whole(0, first, 1 << 20).push.digest
 
 
 def test_a_ledger_that_has_forgotten_gets_the_whole_chain_once_more(store: list[Any]) -> None:
     published: list[int] = []
     pusher = pusher_to(lambda push, refs: published.append(push.version))
-    assert pusher.again() == []
+    assert pusher.republish() == []
     values = torch.zeros(1000)
     for version in (0, 1):
         values[version] = 1.0
         start(pusher, version, values)
     pusher.last.result()
-    wait(pusher.again(), timeout=10)
+    wait(pusher.republish(), timeout=10)
     assert sorted(published) == [0, 0, 1, 1]
     start(pusher, 2, torch.randn(1000))
     pusher.last.result()
-    wait(pusher.again(), timeout=10)
+    wait(pusher.republish(), timeout=10)
     assert sorted(published) == [0, 0, 1, 1, 2, 2], "the third version is whole: nothing before it is needed"
     assert len(store) == 3
 
@@ -559,7 +559,7 @@ def test_a_share_that_another_rank_sends_no_more_holds_up_no_other_version() -> 
         values[version] = 1.0
         start(pusher, version, values)
     pusher.last.result()
-    stuck, free = pusher.again()
+    stuck, free = pusher.republish()
     assert free.result(timeout=10).whole == 0 and not stuck.done()
     gate.set()
     stuck.result(timeout=10)

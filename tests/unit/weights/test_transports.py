@@ -24,11 +24,13 @@ from streamppo.errors import WeightsError
 from streamppo.rollout import puller as pulling
 from streamppo.rollout.puller import Puller
 from streamppo.types import Push, decode
-from streamppo.weights import folder, object_store, transport, ways
+from streamppo.weights import factory, folder, object_store, transport
 from streamppo.weights.buckets import Shard
-from streamppo.weights.ledger import Ledger, Published
+from streamppo.weights.ledger import Ledger, PublishReply
 from streamppo.weights.pusher import Pusher
-from streamppo.weights.shares import Joining, Share
+from streamppo.weights.shares import RankShare, ShareCollector
+
+pytestmark = pytest.mark.process
 
 KINDS = ("object_store", "folder", "nixl")
 SOMETHING = np.arange(100_000, dtype=np.uint8)
@@ -48,46 +50,48 @@ class Value:
 @pytest.fixture(params=KINDS)
 def ends(
     request: pytest.FixtureRequest, tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int], tuple[transport.Outlet, transport.Inlet]]:
+) -> Callable[[int], tuple[transport.Sender, transport.Receiver]]:
     """Makes both ends of each transport for a rank, as its configuration says."""
     if request.param == "nixl":
         pytest.importorskip("nixl")
     monkeypatch.setattr(object_store.ray, "put", Value)
     path = f", path='{tmp_path}'" if request.param == "folder" else ""
-    config = ways.placed(math_config(f"learner.transport={{kind='{request.param}'{path}}}"), tmp_path / "run")
-    ways.begin(config)
-    return lambda rank: (ways.outlet(config, rank), ways.inlet(config))
+    config = factory.with_run_folder(
+        math_config(f"learner.transport={{kind='{request.param}'{path}}}"), tmp_path / "run"
+    )
+    factory.create_folder(config)
+    return lambda rank: (factory.outlet(config, rank), factory.inlet(config))
 
 
 class Queue:
     """The ledger behind the queue's calls: two ranks publish, one actor pulls."""
 
     def __init__(self) -> None:
-        self.ledger, self.joining = Ledger[Any](), Joining(self._join)
+        self.ledger, self.joining = Ledger[Any](), ShareCollector(self._join)
         self.weights_after = Remote(self._after)
         self.bases: list[int | None] = []
 
-    async def publish(self, push: bytes, refs: list[Any]) -> Published:
-        return await self.joining.result(Share(decode(push, Push), refs, b""))
+    async def publish(self, push: bytes, refs: list[Any]) -> PublishReply:
+        return await self.joining.result(RankShare(decode(push, Push), refs, b""))
 
-    async def _join(self, whole: Share[Any]) -> Published:
+    async def _join(self, whole: RankShare[Any]) -> PublishReply:
         from streamppo.types import encode
 
         self.bases.append(whole.push.base_version)
         self.ledger.publish(whole.push, (encode(whole.push), whole.refs))
-        return self.ledger.published(whole.push.digest)
+        return self.ledger.reply_to(whole.push.digest)
 
     async def _after(self, name: str, version: int, have: int) -> Any:
-        return [entry.handle for entry in self.ledger.after(have)]
+        return [entry.handle for entry in self.ledger.versions_after(have)]
 
 
 def test_two_ranks_push_whole_versions_and_deltas_and_an_actor_has_each_of_them(
-    ends: Callable[[int], tuple[transport.Outlet, transport.Inlet]],
+    ends: Callable[[int], tuple[transport.Sender, transport.Receiver]],
 ) -> None:
     async def story() -> None:
         loop, queue = asyncio.get_running_loop(), Queue()
 
-        def publish(push: bytes, refs: list[Any], learned: bytes) -> Published:
+        def publish(push: bytes, refs: list[Any], learned: bytes) -> PublishReply:
             return asyncio.run_coroutine_threadsafe(queue.publish(push, refs), loop).result(30)
 
         values = {"a": torch.randn(40, 50).to(torch.bfloat16), "b": torch.randn(1000)}
@@ -110,7 +114,9 @@ def test_two_ranks_push_whole_versions_and_deltas_and_an_actor_has_each_of_them(
             await asyncio.gather(*(asyncio.wrap_future(pusher.last) for pusher in pushers))
             if version % 3 == 0:
                 push = await puller.newer(version - 1)
-                assert push.version == version and push.digest == queue.ledger.after(version - 1)[-1].push.digest
+                assert (
+                    push.version == version and push.digest == queue.ledger.versions_after(version - 1)[-1].push.digest
+                )
                 for name, one in values.items():
                     assert torch.equal(puller.replica.tensors[name], one)
         assert queue.bases.count(None) >= 2 and queue.bases.count(None) < 15
@@ -119,7 +125,7 @@ def test_two_ranks_push_whole_versions_and_deltas_and_an_actor_has_each_of_them(
 
 
 def test_memory_that_was_put_may_be_written_again_and_a_version_that_was_dropped_ends_for_those_that_begin_late(
-    ends: Callable[[int], tuple[transport.Outlet, transport.Inlet]],
+    ends: Callable[[int], tuple[transport.Sender, transport.Receiver]],
 ) -> None:
     outlet, inlet = ends(0)
 
@@ -133,7 +139,7 @@ def test_memory_that_was_put_may_be_written_again_and_a_version_that_was_dropped
         for version in range(6):
             try:
                 fetched = [await inlet.fetch(ref) for ref in refs[2 * version : 2 * version + 2]]
-            except transport.Lost:
+            except transport.BucketGone:
                 found.append("lost")
                 continue
             assert (fetched[0] == version).all() and len(fetched[0]) == len(SOMETHING) and len(fetched[1]) == 0
@@ -142,7 +148,7 @@ def test_memory_that_was_put_may_be_written_again_and_a_version_that_was_dropped
 
     found = asyncio.run(story())
     assert found[-2:] == ["there", "there"], "the newest, and the one that actors may be reading"
-    if not isinstance(outlet, object_store.Outlet):
+    if not isinstance(outlet, object_store.ObjectStoreSender):
         assert found[:3] == ["lost"] * 3, "room is bounded"
 
 
@@ -150,10 +156,10 @@ def test_memory_that_is_written_while_it_is_read_is_lost_and_not_mixed(monkeypat
     pytest.importorskip("nixl")
     from streamppo.weights import nixl
 
-    outlet, inlet = nixl.Outlet(local=True), nixl.Inlet(local=True)
-    real, reads = nixl.Inlet._read, list[int]()
+    outlet, inlet = nixl.NixlSender(local=True), nixl.NixlReceiver(local=True)
+    real, reads = nixl.NixlReceiver._read, list[int]()
 
-    def between(self: nixl.Inlet, name: str, address: int, into: np.ndarray) -> None:
+    def between(self: nixl.NixlReceiver, name: str, address: int, into: np.ndarray) -> None:
         reads.append(into.nbytes)
         real(self, name, address, into)
         if len(reads) == 1:
@@ -161,9 +167,9 @@ def test_memory_that_is_written_while_it_is_read_is_lost_and_not_mixed(monkeypat
                 outlet.put(version, [SOMETHING])
                 outlet.drop(version)
 
-    monkeypatch.setattr(nixl.Inlet, "_read", between)
+    monkeypatch.setattr(nixl.NixlReceiver, "_read", between)
     (ref,) = outlet.put(0, [SOMETHING])
-    with pytest.raises(transport.Lost, match="newer weights"):
+    with pytest.raises(transport.BucketGone, match="newer weights"):
         asyncio.run(inlet.fetch(ref))
     assert reads == [len(SOMETHING), 8]
     assert outlet._blocks <= 3, "blocks are used again"
@@ -175,11 +181,11 @@ def test_memory_that_is_written_while_it_is_read_is_lost_and_not_mixed(monkeypat
 def _put(kind: str, path: str, pipe: Connection) -> None:
     """A rank in a process of its own: puts a version, and lives on."""
     if kind == "folder":
-        outlet: transport.Outlet = folder.Outlet(Path(path), 0)
+        outlet: transport.Sender = folder.FolderSender(Path(path), 0)
     else:
         from streamppo.weights import nixl
 
-        outlet = nixl.Outlet(local=True)
+        outlet = nixl.NixlSender(local=True)
     pipe.send(outlet.put(0, [SOMETHING]))
     time.sleep(600)
 
@@ -202,19 +208,19 @@ def test_a_rank_that_is_killed_leaves_nobody_waiting(kind: str, tmp_path: Path) 
         rank.join()
         try:
             return np.array_equal(await asyncio.wait_for(inlet.fetch(ref), 60), SOMETHING)
-        except transport.Lost:
+        except transport.BucketGone:
             return False
 
     # A folder outlives its rank: the ledger no longer names what is in it.
     assert asyncio.run(fetched()) == (kind == "folder")
 
 
-def made(kind: str) -> transport.Inlet:
+def made(kind: str) -> transport.Receiver:
     if kind == "folder":
-        return folder.Inlet()
+        return folder.FolderReceiver()
     from streamppo.weights import nixl
 
-    return nixl.Inlet(local=True)
+    return nixl.NixlReceiver(local=True)
 
 
 def test_a_rank_that_stands_still_is_given_up_and_the_read_that_it_owes_keeps_its_memory(
@@ -231,9 +237,9 @@ def test_a_rank_that_stands_still_is_given_up_and_the_read_that_it_owes_keeps_it
     assert rank.pid is not None
     (ref,) = ours.recv()
     os.kill(rank.pid, signal.SIGSTOP)
-    inlet = nixl.Inlet(local=True)
+    inlet = nixl.NixlReceiver(local=True)
     try:
-        with pytest.raises(transport.Lost, match="not there in time"):
+        with pytest.raises(transport.BucketGone, match="not there in time"):
             asyncio.run(inlet.fetch(ref))
     finally:
         rank.kill()
@@ -247,13 +253,13 @@ def test_lost_buckets_are_asked_for_again_and_the_version_that_is_there_stays(mo
     class Losing:
         async def fetch(self, ref: Any) -> np.ndarray:
             if isinstance(ref, str):
-                raise transport.Lost
+                raise transport.BucketGone
             return ref
 
     from streamppo.types import encode
     from streamppo.weights import buckets
 
-    first = buckets.packed(0, {"w": torch.zeros(1000)}, 1 << 20)
+    first = buckets.pack_whole(0, {"w": torch.zeros(1000)}, 1 << 20)
     filled = buckets.Buckets({"w": Shard.whole(torch.zeros(1000))}, 1 << 20)
     before = buckets.Buckets({"w": Shard.whole(torch.zeros(1000))}, 1 << 20)
     filled.tensors["w"][3] = 5.0
@@ -287,11 +293,11 @@ def test_buckets_of_a_rank_that_never_answers_are_lost_and_a_slow_network_gets_l
         return SOMETHING
 
     async def story() -> None:
-        inlet: Any = object_store.Inlet()
+        inlet: Any = object_store.ObjectStoreReceiver()
         together = await asyncio.gather(*(inlet.fetch(comes_after(60)) for _ in range(9)), return_exceptions=True)
-        assert all(isinstance(one, transport.Lost) for one in together)
+        assert all(isinstance(one, transport.BucketGone) for one in together)
         assert await inlet.fetch(comes_after(0.15)) is SOMETHING
-        with pytest.raises(transport.Lost, match=r"not come within 0\.1 s"):
+        with pytest.raises(transport.BucketGone, match=r"not come within 0\.1 s"):
             await inlet.fetch(comes_after(0.15))
 
     asyncio.run(story())
@@ -303,7 +309,7 @@ def test_an_actor_that_asks_a_dead_rank_for_weights_gets_those_of_the_next_one(m
     from streamppo.types import encode
     from streamppo.weights import buckets
 
-    packed = buckets.packed(0, {"w": torch.ones(3)}, 1 << 20)
+    packed = buckets.pack_whole(0, {"w": torch.ones(3)}, 1 << 20)
     asked: list[int] = []
 
     async def story() -> None:
@@ -317,7 +323,7 @@ def test_an_actor_that_asks_a_dead_rank_for_weights_gets_those_of_the_next_one(m
             return packed.arrays[0]
 
         queue: Any = type("Queue", (), {"weights_after": Remote(after)})
-        puller = Puller("a", queue, object_store.Inlet())
+        puller = Puller("a", queue, object_store.ObjectStoreReceiver())
         async with asyncio.timeout(30):
             await puller.newer(-1)
         assert puller.replica.tensors["w"][2] == 1.0
@@ -330,11 +336,11 @@ def test_an_actor_that_asks_a_dead_rank_for_weights_gets_those_of_the_next_one(m
 
 
 def test_a_folder_holds_two_whole_versions_and_forgets_the_rank_that_died(tmp_path: Path) -> None:
-    dead = folder.Outlet(tmp_path, 0)
+    dead = folder.FolderSender(tmp_path, 0)
     dead.put(7, [SOMETHING])
-    other = folder.Outlet(tmp_path, 1)
+    other = folder.FolderSender(tmp_path, 1)
     other.put(0, [SOMETHING])
-    outlet = folder.Outlet(tmp_path, 0)
+    outlet = folder.FolderSender(tmp_path, 0)
     for version in range(20):
         outlet.put(version, [SOMETHING, SOMETHING])
         if not version:
@@ -348,14 +354,14 @@ def test_a_folder_holds_two_whole_versions_and_forgets_the_rank_that_died(tmp_pa
 def test_a_file_that_is_cut_off_is_refused_and_one_that_stays_away_ends_the_actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outlet, inlet = folder.Outlet(tmp_path, 0), folder.Inlet()
+    outlet, inlet = folder.FolderSender(tmp_path, 0), folder.FolderReceiver()
     (ref,) = outlet.put(0, [SOMETHING])
     (path,) = outlet._own.iterdir()
     os.truncate(path, 10)
     assert len(asyncio.run(inlet.fetch(ref))) == 10, "the replica compares"
     path.unlink()
     for _ in range(3):
-        with pytest.raises(transport.Lost):
+        with pytest.raises(transport.BucketGone):
             asyncio.run(inlet.fetch(ref))
     monkeypatch.setattr(folder, "MISSING_S", 0.0)
     with pytest.raises(WeightsError, match=rf"{path.name} cannot be read.*learner.transport.path must be a folder"):
@@ -365,25 +371,25 @@ def test_a_file_that_is_cut_off_is_refused_and_one_that_stays_away_ends_the_acto
 def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match=r"file/rank-0-.*cannot be written"):
-        folder.Outlet(tmp_path / "file", 0).put(0, [SOMETHING])
+        folder.FolderSender(tmp_path / "file", 0).put(0, [SOMETHING])
 
 
 def test_runs_of_one_name_have_folders_of_their_own_and_leave_nothing(
     tmp_path: Path, math_config: Callable[..., Config]
 ) -> None:
     config = math_config(f"learner.transport={{kind='folder', path='{tmp_path}/shared'}}")
-    first, second = (ways.placed(config, tmp_path / parent / "math") for parent in ("a", "b"))
+    first, second = (factory.with_run_folder(config, tmp_path / parent / "math") for parent in ("a", "b"))
     assert first != second
     for one in (first, second):
-        ways.begin(one)
-        ways.outlet(one, 0).put(0, [SOMETHING])
+        factory.create_folder(one)
+        factory.outlet(one, 0).put(0, [SOMETHING])
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 2
-    ways.begin(first)
+    factory.create_folder(first)
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 1, "an earlier driver's ranks are dead"
-    ways.end(first)
-    ways.end(second)
+    factory.end(first)
+    factory.end(second)
     assert not list((tmp_path / "shared").iterdir())
-    own = ways.placed(math_config("learner.transport={kind='folder'}"), tmp_path / "a" / "math")
+    own = factory.with_run_folder(math_config("learner.transport={kind='folder'}"), tmp_path / "a" / "math")
     assert own.learner.transport == chosen.Folder(str(tmp_path / "a" / "math" / "weights"))
 
 
@@ -400,7 +406,7 @@ def test_without_nixl_its_transport_says_how_it_is_installed(
 
     monkeypatch.setattr(nixl, "import_module", missing)
     config = math_config("learner.transport={kind='nixl'}")
-    for end in (lambda: ways.outlet(config, 0), lambda: ways.inlet(config)):
+    for end in (lambda: factory.outlet(config, 0), lambda: factory.inlet(config)):
         with pytest.raises(WeightsError, match=r"needs NIXL .*pip install 'streamppo\[nixl\]'"):
             end()
 
@@ -408,7 +414,7 @@ def test_without_nixl_its_transport_says_how_it_is_installed(
 LISTENERS = """
 import json, os, sys
 from streamppo.weights import nixl
-nixl.Outlet(local=sys.argv[1] == "local")
+nixl.NixlSender(local=sys.argv[1] == "local")
 places = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
 mine = {os.readlink(place)[8:-1] for place in places if os.path.islink(place)}
 rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]

@@ -9,10 +9,10 @@ from collections.abc import Coroutine
 
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
-from streamppo.tasks.rewards.processes import page, template
-from streamppo.tasks.rewards.processes.page import Page
+from streamppo.tasks.rewards.processes import shared_page, template
 from streamppo.tasks.rewards.processes.process import Process
-from streamppo.tasks.rewards.processes.template import Template, TemplateDied
+from streamppo.tasks.rewards.processes.shared_page import SharedPage
+from streamppo.tasks.rewards.processes.template import TemplateDied, TemplateProcess
 
 DEATHS = 5
 """Templates that die without a score in between, before that is an error."""
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class Forks:
     """Forks processes, and follows each to its end. A template that has died is replaced at the next fork."""
 
-    def __init__(self, config: FunctionScorer, template: Template) -> None:
+    def __init__(self, config: FunctionScorer, template: TemplateProcess) -> None:
         self.template_deaths = 0
         """In a row: a score sets it to 0."""
         self._config = config
@@ -64,17 +64,17 @@ class Forks:
             mine, theirs = socket.socketpair()
             on_failure.enter_context(mine)
             at_last.enter_context(theirs)
-            memory = page.create()
+            memory = shared_page.create()
             at_last.callback(os.close, memory)
             pid = await self._template.fork(theirs, memory)
             theirs.close()
             mine.setblocking(False)
-            process = Process(pid, *await asyncio.open_connection(sock=mine), Page(memory))
+            process = Process(pid, *await asyncio.open_connection(sock=mine), SharedPage(memory))
             on_failure.pop_all()
         self.keep(self._follow(process, self._template))
         return process
 
-    async def _follow(self, process: Process, parent: Template) -> None:
+    async def _follow(self, process: Process, parent: TemplateProcess) -> None:
         """Wait for the end of a process, and tell the calls that are still in it."""
         try:
             await process.listen()

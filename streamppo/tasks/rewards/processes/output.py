@@ -1,4 +1,7 @@
-"""Everything that the processes of a reward print, which is bounded: other people's code prints as much as it likes."""
+"""Everything that the processes of a reward print, which is bounded: other people's code prints as much as it likes.
+
+Each line begins with `reward FUNCTION: `, so that none passes for a line of ours, whatever the policy wrote into it.
+"""
 
 import logging
 import os
@@ -11,6 +14,9 @@ from streamppo.terminal import harmless
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
 """Passed on in one window, of all processes of a reward together; the rest of the window is dropped."""
+
+LINE_BYTES = 8 * 2**10
+"""A longer line is shown as several."""
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +32,8 @@ def forward(source: int, function: str) -> None:
 
 
 def _forward(source: int, target: int, function: str) -> None:
-    begin, passed = time.monotonic(), 0
+    begin, passed, line = time.monotonic(), 0, b""
+    head = f"reward {harmless(function)}: ".encode()
     with os.fdopen(source, "rb", buffering=0) as read, os.fdopen(target, "wb", buffering=0) as write:
         while chunk := read.read(2**16):
             if time.monotonic() - begin > WINDOW_S:
@@ -35,13 +42,17 @@ def _forward(source: int, target: int, function: str) -> None:
             if passed <= WINDOW_BYTES < passed + len(chunk):
                 log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
             passed += len(chunk)
-            _write(write, _shown(kept))
+            *whole, line = (line + kept).split(b"\n")
+            while len(line) > LINE_BYTES:
+                whole, line = [*whole, line[:LINE_BYTES]], line[LINE_BYTES:]
+            _write(write, b"".join(_sanitise(one, head) for one in whole))
+        if line:
+            _write(write, _sanitise(line, head))
 
 
-def _shown(chunk: bytes) -> bytes:
-    """Make every line of it harmless."""
-    text = chunk.decode(errors="replace")
-    return "\n".join(map(harmless, text.split("\n"))).encode()
+def _sanitise(line: bytes, head: bytes) -> bytes:
+    """Say whose line it is, and make it harmless."""
+    return head + harmless(line.removesuffix(b"\r").decode(errors="replace")).encode() + b"\n"
 
 
 def _write(target: FileIO, chunk: bytes) -> None:

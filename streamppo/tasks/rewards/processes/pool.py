@@ -23,7 +23,7 @@ from streamppo.tasks.columns import pack
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes import template
 from streamppo.tasks.rewards.processes.forks import Forks
-from streamppo.tasks.rewards.processes.process import Lost, Orphaned, Process
+from streamppo.tasks.rewards.processes.process import CallLost, Orphaned, Process
 from streamppo.tasks.rewards.processes.wire import UNSENDABLE, Call
 from streamppo.tasks.rewards.signature import Columns, Texts
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 async def start(config: FunctionScorer, is_async: bool) -> "Pool":
     """Load the reward and fork its processes. Raises `TaskError` if it cannot be loaded."""
     forks = Forks(config, await template.start(config))
-    pool = _Shared(config, forks) if is_async else _Exclusive(config, forks)
+    pool = _SharedProcess(config, forks) if is_async else _Exclusive(config, forks)
     async with contextlib.AsyncExitStack() as on_failure:
         on_failure.push_async_callback(pool.close)
         await pool.fill()
@@ -133,7 +133,7 @@ class _Exclusive(Pool):
             self._free.put_nowait(process)
 
 
-class _Shared(Pool):
+class _SharedProcess(Pool):
     """The process of an async reward: it has all calls, each with its own clock."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
@@ -154,7 +154,7 @@ class _Shared(Pool):
             begin = time.monotonic()
             try:
                 return await self._ask(process, texts, columns, left_s)
-            except Lost as lost:
+            except CallLost as lost:
                 left_s -= time.monotonic() - begin
                 if not lost.innocent:
                     return await self._run_alone(texts, columns, left_s)
@@ -166,7 +166,7 @@ class _Shared(Pool):
             process = await self._forks.fork()
             try:
                 return await self._ask(process, texts, columns, left_s)
-            except Lost:
+            except CallLost:
                 return (too_late(self._config.timeout_s),) * len(texts)
             finally:
                 self._forks.end(process)

@@ -4,13 +4,13 @@ import asyncio
 import signal
 
 from streamppo.tasks.rewards.outcome import Outcome
-from streamppo.tasks.rewards.processes.page import Page
-from streamppo.tasks.rewards.processes.wire import Answer, Call, Outbox, frame, receive_async
+from streamppo.tasks.rewards.processes.shared_page import SharedPage
+from streamppo.tasks.rewards.processes.wire import Call, Outbox, ScoringAnswer, frame, receive_async
 
 Answers = asyncio.Future[tuple[Outcome, ...]]
 
 
-class Lost(Exception):
+class CallLost(Exception):
     """The process ended, or was given up, with this call in it. `innocent`: another call is known to be the cause."""
 
     def __init__(self, *, innocent: bool) -> None:
@@ -25,7 +25,7 @@ class Orphaned(Exception):
 class Process:
     """One forked process, and the calls on their way to it, by number."""
 
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, page: Page) -> None:
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, page: SharedPage) -> None:
         self.pid = pid
         self.reader = reader
         self.writer = writer
@@ -68,7 +68,7 @@ class Process:
         """Hand answers to the calls that wait for them, until the process is gone."""
         try:
             while True:
-                answer = await receive_async(self.reader, Answer)
+                answer = await receive_async(self.reader, ScoringAnswer)
                 waiting = self.calls.get(answer.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer.outcomes)
@@ -80,7 +80,7 @@ class Process:
         self.held = True
         for number, waiting in self.calls.items():
             if number != culprit and not waiting.done():
-                waiting.set_exception(Lost(innocent=True))
+                waiting.set_exception(CallLost(innocent=True))
 
     def fail_calls(self, status: int) -> None:
         """Fail the calls that still wait in a process that is gone: the guilty one with the reason, if it is known."""
@@ -93,7 +93,7 @@ class Process:
             if number == culprit and not self.killed:
                 waiting.set_result((Outcome(reason=f"its process died: {_ending(status)}", whole=True),))
             else:
-                waiting.set_exception(Lost(innocent=culprit != 0))
+                waiting.set_exception(CallLost(innocent=culprit != 0))
 
     def orphan_calls(self) -> None:
         """Fail the calls that still wait in a process whose template has died."""

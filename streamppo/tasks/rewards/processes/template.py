@@ -14,7 +14,7 @@ import sys
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards.processes import output
-from streamppo.tasks.rewards.processes.wire import Done, Order, Ready, Setup, frame, receive_async
+from streamppo.tasks.rewards.processes.wire import LoadReward, Order, ProcessStarted, Ready, frame, receive_async
 
 LOAD_S = 300.0
 """An import that takes longer has hung."""
@@ -22,7 +22,7 @@ CLOSE_S = 2.0
 """Time for a template to end by itself."""
 
 
-async def start(config: FunctionScorer) -> "Template":
+async def start(config: FunctionScorer) -> "TemplateProcess":
     """Start the process and have it import the reward. Raises `TaskError` if it cannot be loaded."""
     ours, theirs = socket.socketpair()
     printed, prints = os.pipe()
@@ -38,7 +38,7 @@ async def start(config: FunctionScorer) -> "Template":
         )
     output.forward(printed, config.function)
     ours.setblocking(False)
-    template = Template(config.function, process, ours, *await asyncio.open_connection(sock=ours))
+    template = TemplateProcess(config.function, process, ours, *await asyncio.open_connection(sock=ours))
     async with contextlib.AsyncExitStack() as on_failure:
         on_failure.push_async_callback(template.close)
         on_failure.callback(process.terminate)
@@ -51,7 +51,7 @@ class TemplateDied(Exception):
     """There is no template process any more."""
 
 
-class Template:
+class TemplateProcess:
     """A running template process; one order at a time. Raises `TemplateDied` if it has died."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Template:
 
     async def load(self, config: FunctionScorer) -> None:
         """Have the process import the reward."""
-        setup = Setup(function=config.function, arguments=config.arguments, memory_mib=config.memory_mib)
+        setup = LoadReward(function=config.function, arguments=config.arguments, memory_mib=config.memory_mib)
         self._writer.write(frame(setup))
         try:
             async with asyncio.timeout(LOAD_S):
@@ -107,11 +107,11 @@ class Template:
             self._process.terminate()
             await asyncio.to_thread(self._process.wait)
 
-    async def _order(self, order: Order, *fds: int) -> Done:
+    async def _order(self, order: Order, *fds: int) -> ProcessStarted:
         async with self._orders:
             try:
                 # A frame this short goes into the empty socket in one piece, the file descriptors with its first byte.
                 socket.send_fds(self._channel, [frame(order)], fds)
-                return await receive_async(self._reader, Done)
+                return await receive_async(self._reader, ProcessStarted)
             except (asyncio.IncompleteReadError, OSError) as error:
                 raise TemplateDied(f"the template process of {self._function!r} has died") from error

@@ -11,7 +11,7 @@ from streamppo.config.reward import Argument
 from streamppo.tasks import columns
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.signature import Columns, Texts
-from streamppo.types import Crossing
+from streamppo.types import WireStruct
 
 LENGTH = struct.Struct("<I")
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
@@ -19,7 +19,7 @@ UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
 T = TypeVar("T")
 
 
-class Setup(Crossing, frozen=True):
+class LoadReward(WireStruct, frozen=True):
     """actor -> template: load this reward."""
 
     function: str
@@ -27,27 +27,27 @@ class Setup(Crossing, frozen=True):
     memory_mib: int
 
 
-class Ready(Crossing, frozen=True):
+class Ready(WireStruct, frozen=True):
     """template -> actor: it is loaded, or else the error."""
 
     error: str = ""
 
 
-class Order(Crossing, frozen=True):
+class Order(WireStruct, frozen=True):
     """actor -> template: fork onto the socket and page that come with this; or kill `pid`, and then `collect` it."""
 
     pid: int = 0
     collect: bool = False
 
 
-class Done(Crossing, frozen=True):
+class ProcessStarted(WireStruct, frozen=True):
     """template -> actor: the new process, or the exit status of the old one (a negative one is a signal)."""
 
     pid: int
     status: int = 0
 
 
-class Call(Crossing, frozen=True):
+class Call(WireStruct, frozen=True):
     """actor -> process: score these."""
 
     number: int
@@ -59,28 +59,28 @@ class Call(Crossing, frozen=True):
     """Its time in all processes that it runs in."""
 
 
-class Answer(Crossing, frozen=True):
+class ScoringAnswer(WireStruct, frozen=True):
     """process -> actor: one outcome for each text."""
 
     number: int
     outcomes: tuple[Outcome, ...]
 
 
-def frame(value: Crossing) -> bytes:
+def frame(value: WireStruct) -> bytes:
     """Encode `value` after its length. Raises one of `UNSENDABLE` for columns that msgpack does not hold."""
     body = msgspec.msgpack.encode(value)
     return LENGTH.pack(len(body)) + body
 
 
-def send(channel: socket.socket, value: Crossing) -> None:
+def send(channel: socket.socket, value: WireStruct) -> None:
     """Write one frame."""
     channel.sendall(frame(value))
 
 
 def receive(channel: socket.socket, kind: type[T]) -> T:
     """Read one frame. Raises `EOFError` when the other side is gone."""
-    (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
-    return msgspec.msgpack.decode(_exactly(channel, length), type=kind, ext_hook=columns.unpack)
+    (length,) = LENGTH.unpack(_read_exactly(channel, LENGTH.size))
+    return msgspec.msgpack.decode(_read_exactly(channel, length), type=kind, ext_hook=columns.unpack)
 
 
 def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
@@ -89,10 +89,10 @@ def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
     if len(header) < LENGTH.size:
         raise EOFError
     (length,) = LENGTH.unpack(header)
-    return msgspec.msgpack.decode(_exactly(channel, length), type=Order), fds
+    return msgspec.msgpack.decode(_read_exactly(channel, length), type=Order), fds
 
 
-def _exactly(channel: socket.socket, count: int) -> bytes:
+def _read_exactly(channel: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
         part = channel.recv(count - len(parts))

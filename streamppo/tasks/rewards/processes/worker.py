@@ -25,21 +25,21 @@ from streamppo.process import die_with_parent
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import too_late
 from streamppo.tasks.rewards.processes import reaper
-from streamppo.tasks.rewards.processes.page import CALL, Page, mark_tasks
+from streamppo.tasks.rewards.processes.shared_page import CALL, SharedPage, mark_tasks
 from streamppo.tasks.rewards.processes.wire import (
-    Answer,
     Call,
-    Done,
+    LoadReward,
     Outbox,
+    ProcessStarted,
     Ready,
-    Setup,
+    ScoringAnswer,
     frame,
     receive,
     receive_async,
     receive_order,
     send,
 )
-from streamppo.tasks.rewards.signature import Loaded
+from streamppo.tasks.rewards.signature import LoadedReward
 
 ENDING_S = 5.0
 """A process that has hung up, and does not end within this time, is killed."""
@@ -49,13 +49,14 @@ LOOK_S = 0.001
 def main(fd: int) -> None:
     """Live as the template. `fd` is its socket to the actor."""
     reaper.stand()
+    process.take_any_text()
     channel = socket.socket(fileno=fd)
-    setup = receive(channel, Setup)
+    setup = receive(channel, LoadReward)
     try:
         reward = signature.load(setup.function, setup.arguments)
     except TaskError as error:
         return send(channel, Ready(error=str(error)))
-    process.collect_rarely()
+    process.freeze_gc()
     send(channel, Ready())
     processes: set[int] = set()
     try:
@@ -66,22 +67,24 @@ def main(fd: int) -> None:
             _kill(pid)
 
 
-def _obey(channel: socket.socket, reward: Loaded, setup: Setup, processes: set[int]) -> None:
+def _obey(channel: socket.socket, reward: LoadedReward, setup: LoadReward, processes: set[int]) -> None:
     """Carry out one order of the actor's."""
     order, fds = receive_order(channel)
     if not fds:
         # The number of a process that is collected already may be that of a stranger.
         if order.pid in processes:
             _kill(order.pid)
-        return send(channel, Done(pid=order.pid, status=_collect(order.pid, processes) if order.collect else 0))
+        return send(
+            channel, ProcessStarted(pid=order.pid, status=_collect(order.pid, processes) if order.collect else 0)
+        )
     template, pid = os.getpid(), os.fork()
     if pid == 0:
         channel.close()
-        _live(socket.socket(fileno=fds[0]), Page(fds[1]), reward, setup.memory_mib, template=template)
+        _live(socket.socket(fileno=fds[0]), SharedPage(fds[1]), reward, setup.memory_mib, template=template)
     for fd in fds:
         os.close(fd)
     processes.add(pid)
-    send(channel, Done(pid=pid))
+    send(channel, ProcessStarted(pid=pid))
 
 
 def _collect(pid: int, processes: set[int]) -> int:
@@ -105,7 +108,9 @@ def _kill(pid: int) -> None:
             end(pid, signal.SIGKILL)
 
 
-def _live(channel: socket.socket, page: Page, reward: Loaded, memory_mib: int, *, template: int) -> NoReturn:
+def _live(
+    channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int, *, template: int
+) -> NoReturn:
     """Live as a process: calls until the actor hangs up."""
     code = 1
     try:
@@ -138,14 +143,14 @@ def _limit_memory(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _serve(channel: socket.socket, reward: Loaded) -> NoReturn:
+def _serve(channel: socket.socket, reward: LoadedReward) -> NoReturn:
     """Answer one call at a time; the actor watches the clock."""
     while True:
         call = receive(channel, Call)
-        send(channel, Answer(number=call.number, outcomes=signature.call(reward, call.texts, call.columns)))
+        send(channel, ScoringAnswer(number=call.number, outcomes=signature.call(reward, call.texts, call.columns)))
 
 
-async def _serve_async(channel: socket.socket, page: Page, reward: Loaded) -> NoReturn:
+async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedReward) -> NoReturn:
     """Answer all calls side by side; each has its own clock, and the actor watches for a step that does not end."""
     reader, writer = await asyncio.open_connection(sock=channel)
     mark_tasks(asyncio.get_running_loop(), page)
@@ -160,13 +165,13 @@ async def _serve_async(channel: socket.socket, page: Page, reward: Loaded) -> No
         task.add_done_callback(running.discard)
 
 
-async def _answer(outbox: Outbox, reward: Loaded, call: Call) -> None:
+async def _answer(outbox: Outbox, reward: LoadedReward, call: Call) -> None:
     try:
         async with asyncio.timeout(call.timeout_s):
             outcomes = await signature.call_async(reward, call.texts, call.columns)
     except TimeoutError:
         outcomes = (too_late(call.limit_s),) * len(call.texts)
-    outbox.put(frame(Answer(number=call.number, outcomes=outcomes)))
+    outbox.put(frame(ScoringAnswer(number=call.number, outcomes=outcomes)))
 
 
 if __name__ == "__main__":

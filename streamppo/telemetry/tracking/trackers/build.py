@@ -2,33 +2,33 @@
 
 from collections.abc import Callable
 
-from streamppo.telemetry.tracking.trackers.run import Kind, Run, Tracker
+from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
 
-def build(run: Run) -> Tracker:
+def build(run: TrackedRun) -> Tracker:
     """Open the tracker that `run` is for. Raises the errors of its library."""
     return _opener(run.kind)(run)
 
 
-def _opener(kind: Kind) -> Callable[[Run], Tracker]:
+def _opener(kind: Kind) -> Callable[[TrackedRun], Tracker]:
     match kind:
         case "tensorboard":
-            from streamppo.telemetry.tracking.trackers.event_files import TensorBoard
+            from streamppo.telemetry.tracking.trackers.tensorboard_tracker import TensorBoard
 
             return TensorBoard
         case "wandb":
-            from streamppo.telemetry.tracking.trackers.weights_and_biases import WeightsAndBiases
+            from streamppo.telemetry.tracking.trackers.wandb_tracker import WeightsAndBiases
 
             return WeightsAndBiases
         case "trackio":
-            from streamppo.telemetry.tracking.trackers.local_database import Trackio
+            from streamppo.telemetry.tracking.trackers.trackio_tracker import Trackio
 
             return Trackio
         case "mlflow":
-            from streamppo.telemetry.tracking.trackers.experiment import MLflow
+            from streamppo.telemetry.tracking.trackers.mlflow_tracker import MLflow
 
             return MLflow
         case "prometheus":
-            from streamppo.telemetry.tracking.trackers.endpoint import Endpoint
+            from streamppo.telemetry.tracking.trackers.endpoint import PrometheusEndpoint
 
-            return Endpoint
+            return PrometheusEndpoint

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector  # pyright: ignore[reportMissin
 
 from streamppo.telemetry.tracking import names
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import Run
+from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 LOOPBACK = "127.0.0.1"
 NAMES = (LOOPBACK, "localhost", "::1")
@@ -22,10 +22,10 @@ NAMES = (LOOPBACK, "localhost", "::1")
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class Endpoint(Collector):
+class PrometheusEndpoint(Collector):
     """Every number that came last, as a gauge with the run's name on it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self.id = ""
         self._run = run.name
         self._newest: dict[str, float] = {}

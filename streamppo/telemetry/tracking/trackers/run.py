@@ -13,7 +13,7 @@ from streamppo.telemetry.tracking.points import Point
 Kind: TypeAlias = Library | Literal["prometheus"]
 
 
-class Run(msgspec.Struct, frozen=True):
+class TrackedRun(msgspec.Struct, frozen=True):
     """The run as a tracker is told of it.
 
     `id` is the tracker's name for a run that it knows from an earlier part, and "" for a new one. `config` has every
@@ -48,6 +48,6 @@ class Tracker(Protocol):
         ...
 
 
-def succeeded(outcome: str) -> bool:
+def is_successful(outcome: str) -> bool:
     """Tell if a run has made all its updates."""
     return outcome == FINISHED

@@ -1,0 +1,392 @@
+"""kill -9 at random instants of rollout actors, queue, learner ranks and driver; then an account of every trajectory.
+
+    python benchmarks/faults/chaos.py --trials 100 --json out.json
+
+Each trial is a real run of `--config`, shortened, with `--kills` kills at random instants; a driver that was killed is
+resumed. When the run has ended, every slot that the queue ever opened must be consumed once, still wait, or be given up
+with a reason (lost: those that are nowhere; twice: those that are in more than one place), and `streamppo replay` must
+arrive at the very weights. Seconds to recover are those from the kill to the next update that is new. With `--scale`
+another number of rollout actors is asked for before every kill. With `--watch` the page of the run is asked every 0.2 s
+(benchmarks/faults/poll.py). With `--draw` every trial has a configuration of its
+own, drawn from all that the configuration's types offer; it is written down with the trial.
+
+With `--json out.json` every trial is also a line of out.jsonl as soon as it has ended: the same command goes on after
+those that are there, and a larger `--trials` adds to them.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.faults.poll import polled
+from benchmarks.lib import draw
+from benchmarks.lib.runs import machine
+from streamppo.errors import StreamppoError
+from streamppo.queue.rules.records import GIVEN_UP
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
+from streamppo.telemetry import metrics_file as lines
+from streamppo.types import Identity
+
+MARK = "STREAMPPO_CHAOS"
+REPOSITORY = Path(__file__).parents[2]
+KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+SHARDS = {"shard": "ray::QueueShard"}
+"""A kind of process that a run has with `--set queue.shards=2`."""
+SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
+STUCK_S = 300.0
+MAX_ROLLOUTS = 3
+"""With `--scale` there are one to so many rollout actors."""
+Replays: TypeAlias = Callable[[Path], bool]
+"""Whether a replay makes every version of a run again bit for bit; None stands for `replay`."""
+
+
+def environment() -> dict[str, str]:
+    """This process's environment as it is now, with this repository's modules before those that are installed."""
+    return {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+class Kill(NamedTuple):
+    """One kill, and the seconds until the next new update; None where the run had made its last one."""
+
+    kind: str
+    recovery_s: float | None
+
+
+class Trial(NamedTuple):
+    """What a run looked like after its kills."""
+
+    kills: list[Kill]
+    opened: int
+    consumed: int
+    lost: int
+    twice: int
+    replayed: bool
+    restarts: dict[str, int]
+    page_replies: int
+    page_errors: dict[str, int]
+
+
+class Victim:
+    """A run in a process of its own whose parts can be killed. A mark in their environment finds its processes."""
+
+    def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.run = folder / "chaos"
+        self.log = folder / "log"
+        self._environment = {**environment(), MARK: str(folder)}
+        self._begin("run", str(config), "--runs", str(folder), *overrides)
+
+    def _begin(self, *arguments: str) -> None:
+        with self.log.open("a") as log:
+            command = [sys.executable, "-m", "streamppo", *arguments]
+            self.driver = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def kill(self, kind: str) -> bool:
+        """kill -9 a process of `kind`, and resume a driver when nothing is left of it. False if there is none."""
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                if (KINDS | SHARDS)[kind] in " ".join(process.cmdline()):
+                    process.kill()
+                    break
+        else:
+            return False
+        if kind == "driver":
+            self.driver.wait()
+            self.end()
+            self.resume()
+        return True
+
+    def resume(self, *options: str) -> None:
+        """Start a driver that goes on with the run."""
+        self._begin("resume", str(self.run), *options)
+
+    def scale(self, rollouts: int) -> bool:
+        """Ask for so many rollout actors. False if the run has ended meanwhile."""
+        command = [sys.executable, "-m", "streamppo", "scale", str(self.run), "--rollouts", str(rollouts)]
+        with self.log.open("a") as log:
+            return subprocess.run(command, check=False, env=environment(), stdout=log, stderr=log).returncode == 0
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process of the run."""
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def updates(self) -> int:
+        """The last update that is written down."""
+        return max((line["update"] for line in lines.updates(self.run)), default=0)
+
+    def wait_for(self, update: int) -> bool:
+        """Until `update` is made. False if the run ended; raises `RuntimeError` if it does neither."""
+        deadline = time.monotonic() + STUCK_S
+        while self.updates() < update:
+            if self.driver.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no update {update} within {STUCK_S:g} s:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        return True
+
+    def finish(self, kills: list[Kill], replays: Replays | None = None) -> Trial:
+        """Wait for the end of the run, and make its account. Raises `RuntimeError` if it failed."""
+        if self.driver.wait(STUCK_S * 3):
+            raise RuntimeError(f"the run ended with {self.driver.returncode}:\n{self.log.read_text()[-3000:]}")
+        return account(self.run, kills, replays)
+
+    def end(self) -> None:
+        """Until no process is left; whoever will not go by himself is killed."""
+        deadline = time.monotonic() + 10
+        while left := self.family():
+            if time.monotonic() > deadline:
+                for process in left:
+                    process.kill()
+            time.sleep(0.1)
+
+
+def trial(
+    config: Path,
+    folder: Path,
+    overrides: tuple[str, ...],
+    kinds: list[str],
+    seed: int,
+    *,
+    scale: bool = False,
+    watch: bool = False,
+    replays: Replays | None = None,
+) -> Trial:
+    """One run with one kill of each of `kinds`, in that order; at its end `replays` says if it is made again.
+
+    With `scale`, of a changing number of rollout actors; with `watch`, its page is asked from its first update to its
+    end.
+    """
+    victim = Victim(config, folder, (*SHORT, *overrides))
+    try:
+        victim.wait_for(1)
+        if not watch:
+            return killed(victim, kinds, seed, scale=scale, replays=replays)
+        with polled(victim.run, environment()) as page:
+            made = killed(victim, kinds, seed, scale=scale, replays=replays)
+        return made._replace(page_replies=page.replies, page_errors=dict(page.errors))
+    finally:
+        if victim.driver.poll() is None:
+            victim.driver.send_signal(signal.SIGKILL)
+        victim.end()
+
+
+def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool, replays: Replays | None = None) -> Trial:
+    """Kill one of each of `kinds` at random instants, and wait for the end of the run."""
+    generator, kills = random.Random(seed), list[Kill]()
+    for kind in kinds:
+        time.sleep(generator.expovariate(1.0))
+        if scale and victim.driver.poll() is None:
+            victim.scale(generator.randint(1, MAX_ROLLOUTS))
+            time.sleep(generator.expovariate(1.0))
+        before, start = victim.updates(), time.monotonic()
+        if victim.driver.poll() is None and victim.kill(kind):
+            recovered = victim.wait_for(before + 1)
+            kills.append(Kill(kind, time.monotonic() - start if recovered else None))
+    return victim.finish(kills, replays)
+
+
+def replay(run: Path) -> bool:
+    """Whether `streamppo replay` makes every version of a run again bit for bit."""
+    command = [sys.executable, "-m", "streamppo", "replay", str(run)]
+    return not subprocess.run(command, capture_output=True, text=True, check=False, env=environment()).returncode
+
+
+def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Trial:
+    """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
+    journal = Journal.open_run(run)
+    saved, ended = journal.read(), journal.ended_attempts()
+    journal.close()
+    assert saved is not None
+    samples = saved.counters.shape.samples_per_prompt
+    found = archive.open(run)
+    trained = [one for version in found.versions() for one in found.batch(version).trajectories]
+    waiting = [one for one in (slot.stored for slot in saved.slots) if one is not None]
+    # A slot has one end, or is on its way to one; each segment, if there are any, is one thing too.
+    ends = Counter(_number(one.identity, samples) for one in trained if one.finish != "cut")
+    ends += Counter(slot.number for slot in saved.slots if not slot.stored or slot.stored.finish != "cut")
+    ends += Counter({one.number for one in ended if one.state in GIVEN_UP})
+    segments = Counter(one.identity for one in (*trained, *waiting) if one.finish == "cut")
+    # Of segments that grew too old the rest is never sampled again.
+    old = {one.number for one in ended if one.state == "too_old" and any(segments)}
+    return Trial(
+        kills=kills,
+        opened=saved.counters.opened,
+        consumed=len(trained),
+        lost=len(set(range(saved.counters.opened)) - set(ends) - old),
+        twice=sum(count - 1 for count in (*ends.values(), *segments.values())),
+        replayed=(replays or replay)(run),
+        restarts=json.loads((run / "summary.json").read_text())["restarts"],
+        page_replies=0,
+        page_errors={},
+    )
+
+
+def _number(identity: Identity, samples: int) -> int:
+    return identity.prompt * samples + identity.sample
+
+
+def table(trials: list[Trial]) -> dict[str, Any]:
+    """The campaign in numbers."""
+    kills = [kill for one in trials for kill in one.kills]
+    rows: dict[str, Any] = {}
+    for kind in KINDS | SHARDS:
+        seconds = [kill.recovery_s for kill in kills if kill.kind == kind and kill.recovery_s is not None]
+        rows[kind] = {
+            "kills": sum(kill.kind == kind for kill in kills),
+            "recovery_s": {"median": statistics.median(seconds), "worst": max(seconds)} if seconds else None,
+        }
+    return {
+        "trials": len(trials),
+        "kills": len(kills),
+        "by_kind": rows,
+        "trajectories": sum(one.consumed for one in trials),
+        "lost": sum(one.lost for one in trials),
+        "twice": sum(one.twice for one in trials),
+        "page": {
+            "replies": sum(one.page_replies for one in trials),
+            "errors": dict(sum((Counter(one.page_errors) for one in trials), Counter[str]())),
+        },
+        "replayed_bit_for_bit": sum(one.replayed for one in trials),
+    }
+
+
+class Job(NamedTuple):
+    """One trial to be made: the kinds of its kills, its seed, and its overrides."""
+
+    number: int
+    kinds: list[str]
+    seed: int
+    overrides: list[str]
+
+
+def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
+    """All trials of a campaign; the same options always make the same ones, and more `--trials` add to them."""
+    generator, made = random.Random(options.seed), list[Job]()
+    for number in range(options.trials):
+        victims = list(KINDS | SHARDS if any(one.startswith("queue.shards=") for one in options.set) else KINDS)
+        kinds, seed = [generator.choice(victims) for _ in range(options.kills)], generator.randrange(2**31)
+        # The drawn choices are those of the trial's own seed, however many the configuration offers.
+        fixed = [*SHORT, *options.set]
+        drawn = draw.draw(random.Random(seed), options.config, fixed, folder) if options.draw else []
+        made.append(Job(number, kinds, seed, [*options.set, *drawn]))
+    return made
+
+
+def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """Make one trial; its line of the log, with a trial or a failure in it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            how = {"scale": options.scale, "watch": options.watch}
+            made = trial(options.config, Path(folder), tuple(job.overrides), job.kinds, job.seed, **how)
+        except (RuntimeError, StreamppoError, OSError, subprocess.SubprocessError) as error:
+            return {**job._asdict(), "failure": f"{type(error).__name__}: {error}"}
+    return {**job._asdict(), "trial": {**made._asdict(), "kills": [kill._asdict() for kill in made.kills]}}
+
+
+def campaign(options: argparse.Namespace, folder: Path, log: Path | None) -> Iterator[list[dict[str, Any]]]:
+    """After every trial: the lines of all that were made, those of an earlier call included, which `log` keeps."""
+    wanted = jobs(options, folder)
+    lines_made = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
+    for line in lines_made:
+        if (
+            line["number"] < len(wanted)
+            and {name: line[name] for name in Job._fields} != wanted[line["number"]]._asdict()
+        ):
+            sys.exit(f"{log}: trial {line['number']} is of another campaign: take another --json, or the same options")
+    there = {line["number"] for line in lines_made}
+    if lines_made:
+        yield lines_made
+    pool = ThreadPoolExecutor(options.parallel)
+    try:
+        left = [pool.submit(attempt, options, job) for job in wanted if job.number not in there]
+        for ended in as_completed(left):
+            line = ended.result()
+            print(json.dumps(line), flush=True)
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            lines_made.append(line)
+            yield lines_made
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def result(lines_made: list[dict[str, Any]]) -> dict[str, Any]:
+    """The campaign in numbers, and each of its trials."""
+    made = [line["trial"] for line in lines_made if "trial" in line]
+    trials = [Trial(**{**one, "kills": [Kill(**kill) for kill in one["kills"]]}) for one in made]
+    failures = [line for line in lines_made if "failure" in line]
+    return {**table(trials), "failures": failures, "drawn": [line["overrides"] for line in lines_made]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=4, help="kills of one trial")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
+    parser.add_argument("--scale", action="store_true", help="change the number of rollout actors before every kill")
+    parser.add_argument("--watch", action="store_true", help="ask the run's page every 0.2 s")
+    parser.add_argument("--set", nargs="*", default=["updates=60"], metavar="section.field=value")
+    parser.add_argument("--json", type=Path, help="write the table here too, and each trial to the .jsonl beside it")
+    parser.add_argument(
+        "--draw", action="store_true", help="another configuration for every trial (benchmarks/lib/draw.py)"
+    )
+    options = parser.parse_args()
+    described = {
+        "machine": machine(),
+        "config": str(options.config),
+        "overrides": options.set,
+        "seed": options.seed,
+        "scale": options.scale,
+        "watch": options.watch,
+        "runs_at_a_time": options.parallel,
+    }
+    # Trials name their data and their teacher, so these have the same place in every call.
+    folder = Path(tempfile.gettempdir()) / "streamppo-chaos"
+    if options.draw:
+        draw.write(folder, options.config)
+    log = options.json.with_suffix(".jsonl") if options.json else None
+    found: dict[str, Any] = {}
+    for lines_made in campaign(options, folder, log):
+        found = described | result(lines_made)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+    if (
+        found["failures"]
+        or found["page"]["errors"]
+        or found["lost"]
+        or found["twice"]
+        or found["replayed_bit_for_bit"] < found["trials"]
+    ):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Completions of drawn lengths, for tails.py and beside_trl.py: the limits, a reward for them, and a model without end.
+
+The model answers as it always does, ends its answer with its end-of-sequence token, and goes on sampling until the
+drawn length: its folder names no token that ends a completion. All tokens are sampled and trained on; the reward reads
+the answer, up to the first end-of-sequence token.
+
+    python benchmarks/lib/lengths.py --plot lengths.png      the drawn lengths
+"""
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from statistics import NormalDist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.lib import plots
+from streamppo.tasks.tokenizer import END, SPECIALS
+from streamppo.types import Identity, Prompt, ScoredText
+
+MEDIAN = 8
+"""Tokens; half of the completions are longer."""
+LONGEST = 64 * MEDIAN
+"""Longer ones are cut."""
+SHORTEST = 4
+"""An answer of three digits and its end; evaluations have no more, and no drawn length is shorter."""
+CONTEXT = 640
+"""Tokens that the model without end reads at once: a prompt and the longest completion, and some."""
+SIGMA, TAIL = 1.0, 1.3
+"""Standard deviation of the logarithm; index of the Pareto distribution."""
+SEED = 1
+NORMAL = NormalDist()
+DRAWN = 20_000
+"""Completions of the plot."""
+
+
+def equal(prompt: Prompt, identity: Identity | None) -> int:
+    """Give every completion the median."""
+    return SHORTEST if identity is None else MEDIAN
+
+
+def lognormal(prompt: Prompt, identity: Identity | None) -> int:
+    """Draw from a lognormal distribution."""
+    return _drawn(identity, lambda share: MEDIAN * math.exp(SIGMA * NORMAL.inv_cdf(share)))
+
+
+def pareto(prompt: Prompt, identity: Identity | None) -> int:
+    """Draw from a Pareto distribution."""
+    return _drawn(identity, lambda share: MEDIAN * (2 * (1 - share)) ** (-1 / TAIL))
+
+
+SHAPES = {"equal": equal, "lognormal": lognormal, "pareto": pareto}
+
+
+def draw(shape: str, prompt: int, sample: int, attempt: int = 0) -> int:
+    """Return the length of one trajectory, as `rollout.limit = "benchmarks.lib.lengths:SHAPE"` gives it."""
+    identity = Identity(task="", prompt=prompt, sample=sample, attempt=attempt)
+    return SHAPES[shape](Prompt(text="", columns={}), identity)
+
+
+def overrides(shape: str) -> list[str]:
+    """Return the overrides of a run with drawn lengths, whose model is one without an end."""
+    return [
+        f"rollout.limit=benchmarks.lib.lengths:{shape}",
+        f"rollout.max_tokens={LONGEST}",
+        "reward.function=benchmarks.lib.lengths:score",
+        "reward.where=actor",
+    ]
+
+
+def _drawn(identity: Identity | None, quantile: Callable[[float], float]) -> int:
+    """Take the quantile at a share that is a function of the identity alone."""
+    if identity is None:
+        return SHORTEST
+    name = f"{SEED}/{identity.prompt}/{identity.sample}/{identity.attempt}"
+    number = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
+    return max(SHORTEST, min(LONGEST, round(quantile((number + 0.5) / 2**48))))
+
+
+def is_right(tokens: Sequence[int], text: str, answer: str) -> bool:
+    """Tell if a completion begins with the answer and its end. A token is a character, unless it is a special one."""
+    end = tokens.index(END) if END in tokens else -1
+    return end >= 0 and min(tokens[:end], default=0) >= SPECIALS and text[:end] == answer
+
+
+async def score(trajectory: ScoredText, answer: str) -> float:
+    """Score 1.0 for a completion that begins with the answer and its end, else 0.0."""
+    return float(is_right(trajectory.token_ids, trajectory.completion, answer))
+
+
+def make_models(config: Path, folder: Path) -> tuple[Path, Path]:
+    """Make the warm-started model of a configuration, and the same without an end; `folder` gets both."""
+    from streamppo.config import file as configfile
+    from streamppo.learner.model import tiny
+
+    model, endless = folder / "model", folder / "endless"
+    tiny.make(configfile.load(config), model)
+    without_end(model, endless)
+    return model, endless
+
+
+def without_end(model: Path, folder: Path) -> None:
+    """Copy a model, without the tokens that end a completion and with room for the longest."""
+    shutil.copytree(model, folder)
+    none: dict[str, dict[str, object]] = {
+        "generation_config.json": {"eos_token_id": None},
+        "tokenizer_config.json": {"eos_token": None},
+        "config.json": {"eos_token_id": None, "max_position_embeddings": CONTEXT},
+    }
+    for name, changed in none.items():
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, **changed}))
+
+
+def main() -> None:
+    """Draw the share of completions that are longer, by length."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path, required=True)
+    options = parser.parse_args()
+    with plots.axes(options.plot, 1) as (axis,):
+        for shape in SHAPES:
+            drawn = sorted(draw(shape, number, 0) for number in range(DRAWN))
+            axis.loglog(drawn, [1 - place / DRAWN for place in range(DRAWN)], label=shape)
+        axis.set(xlabel="tokens", ylabel="share that is as long or longer")
+        axis.legend()
+
+
+if __name__ == "__main__":
+    main()

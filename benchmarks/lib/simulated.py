@@ -1,0 +1,303 @@
+"""A run in one process whose time is simulated: what the code does is real, how long it takes is `Costs`.
+
+Queue, journal, archive, rollout actors, engines, rewards and updates are those of a real run, in one event loop. Its
+clock stands still while anything is computed, and moves when everybody waits; a decoding step or an update then ends
+after as many seconds as it is to cost. So a run is the same bit for bit every time, however busy the machine is, and
+says what a rule does to learning per second on hardware that is not there. What it leaves out: Ray, several learner
+ranks, deaths, and everything that `Costs` does not name.
+"""
+
+import asyncio
+import selectors
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
+from unittest import mock
+
+import msgspec
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.lib import world
+from benchmarks.lib.pace import Adaptive, Fixed, step
+from benchmarks.lib.world import World
+from streamppo.config.sections import Config
+from streamppo.learner.batch.fetch import lag_histogram
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import policy
+from streamppo.queue.actor import QueueActor
+from streamppo.queue.store import batch_parts
+from streamppo.rollout import worker
+from streamppo.rollout.embedded.rows import DecodingRows
+from streamppo.rollout.worker import Worker
+from streamppo.types import Batch, EngineReport, QueueReport, decode, encode
+from streamppo.weights import buckets
+
+R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
+
+
+CONTEXT = 192
+"""Tokens of the longest held-out prompt with its answer, at most."""
+
+
+class Costs(NamedTuple):
+    """Simulated seconds. All else takes no time.
+
+    A step costs the same for any number of rows, as it does on a GPU that is bound by its memory. An update costs
+    `update_s` and `token_s` for each token in its rows, prompts and context too. A token of a context without gradient
+    costs `context_s`, a third: a forward pass in the place of a forward and a backward pass (context_cost.py).
+    """
+
+    step_s: float = 0.1
+    prefill_s: float = 0.02
+    update_s: float = 0.1
+    token_s: float = 5e-4
+    context_s: float = 5e-4 / 3
+    push_s: float = 0.1
+    call_s: float = 0.002
+
+
+# --- the clock -------------------------------------------------------------------------------------------------
+
+
+class Clock(selectors.DefaultSelector):
+    """Simulated seconds since the beginning, `now`; it moves on where an event loop would wait for time to pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waited = self._owed = 0.0
+
+    @property
+    def now(self) -> float:
+        """What every clock of the process shows: within a call in a thread, with what it has cost so far."""
+        return self._waited + self._owed
+
+    def cost(self, seconds: float) -> None:
+        """Let the call that is being made take so much longer."""
+        self._owed += seconds
+
+    def settle(self) -> float:
+        """End a call; returns the seconds that it took."""
+        took, self._owed = self._owed, 0.0
+        return took
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Let `timeout` pass at once. Raises `RuntimeError` if nothing will ever happen."""
+        if timeout is None:
+            raise RuntimeError("everybody waits for somebody else")
+        self._waited += max(0.0, timeout)
+        return super().select(0)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop by a `Clock`. What goes to a thread is computed at once, and ends when its cost has passed."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        super().__init__(clock)
+
+    def time(self) -> float:
+        """The simulated time."""
+        return self._clock.now
+
+    def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, executor: Executor | None, func: Callable[[*Arguments], R], *args: *Arguments
+    ) -> asyncio.Future[R]:
+        """Call `func` now; its result or error is there later."""
+        done: asyncio.Future[R] = self.create_future()
+        try:
+            ending = _ended(done, done.set_result, func(*args))
+        except Exception as error:
+            ending = _ended(done, done.set_exception, error)
+        self.call_later(self._clock.settle(), ending)
+        return done
+
+
+def _ended(done: asyncio.Future[Any], end: Callable[[R], None], value: R) -> Callable[[], None]:
+    return lambda: None if done.done() else end(value)
+
+
+@contextmanager
+def simulated(costs: Costs) -> Generator[asyncio.Runner]:
+    """In the block, let every clock of the process be the runner's, and the engines' steps cost what they are to."""
+    clock = Clock()
+
+    def priced(call: Callable[..., R], seconds: float) -> Callable[..., R]:
+        def paid(*args: Any, **named: Any) -> R:
+            clock.cost(seconds)
+            return call(*args, **named)
+
+        return paid
+
+    with (
+        mock.patch.multiple(time, perf_counter=lambda: clock.now, monotonic=lambda: clock.now),
+        mock.patch.object(DecodingRows, "step", priced(DecodingRows.step, costs.step_s)),
+        mock.patch.object(DecodingRows, "admit", priced(DecodingRows.admit, costs.prefill_s)),
+        asyncio.Runner(loop_factory=lambda: Loop(clock)) as runner,
+    ):
+        yield runner
+
+
+# --- in the place of Ray ---------------------------------------------------------------------------------------
+
+
+class Ref:
+    """A thing in an object store, as code awaits it."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array
+
+    def __await__(self) -> Generator[Any, Any, NDArray[np.uint8]]:
+        return asyncio.sleep(0, self._array).__await__()
+
+
+class Handle:
+    """`handle.method.remote(...)` calls `actor.method(...)`, as soon as a call takes."""
+
+    def __init__(self, actor: object, costs: Costs) -> None:
+        self._actor, self._costs = actor, costs
+
+    def __getattr__(self, name: str) -> "_Method":
+        return _Method(getattr(self._actor, name), self._costs.call_s)
+
+
+class _Method(NamedTuple):
+    call: Callable[..., Awaitable[Any]]
+    call_s: float
+
+    async def remote(self, *args: Any, **named: Any) -> Any:
+        await asyncio.sleep(self.call_s)
+        return await self.call(*args, **named)
+
+
+# --- the run ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """What a run leaves: when each version was made, its metrics and lags, evaluations, and the last counters."""
+
+    seconds: list[float] = field(default_factory=list[float])
+    waits: list[float] = field(default_factory=list[float])
+    metrics: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    lags: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    accuracies: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    queue: QueueReport | None = None
+    engines: Sequence[EngineReport] = ()
+
+
+def run(config: Config, model: Path, folder: Path, costs: Costs) -> Found:
+    """Make all updates of `config`, whose journal and archive come to `folder`."""
+    folder.mkdir(parents=True)
+    with simulated(costs) as runner:
+        return runner.run(_run(config, model, folder, costs))
+
+
+async def _run(config: Config, model: Path, folder: Path, costs: Costs) -> Found:
+    made = await world.build(config, model, slots=config.evaluation.prompts, max_total_tokens=CONTEXT)
+    queue: Any = Handle(QueueActor(msgspec.msgpack.encode(config), str(folder), str(model), cast("Any", Ref)), costs)
+    await queue.begin.remote(0)
+    learner = _Learner(made, queue, costs)
+    await learner.push(0, learner.weights())
+    learner.evaluate(0)
+    names = [f"rollout-{number}" for number in range(config.rollout.actors)]
+    workers = [await worker.start(config, name, queue, {}, str(model)) for name in names]
+    sampling = [asyncio.create_task(one.run()) for one in workers]
+    learning = asyncio.create_task(learner.learn())
+    # Actors end by an error alone; then nothing is left to learn.
+    await asyncio.wait([learning, *sampling], return_when=asyncio.FIRST_COMPLETED)
+    for task in sampling:
+        if task.done():
+            task.result()
+    found = await learning
+    found.queue, found.engines = decode(await queue.report.remote(), QueueReport), [one.report() for one in workers]
+    await _end(sampling, workers, made)
+    return found
+
+
+async def _end(sampling: Sequence[asyncio.Task[None]], workers: Sequence[Worker], made: World) -> None:
+    for task in sampling:
+        task.cancel()
+    await asyncio.wait(sampling)
+    await made.engine.stop()
+
+
+class _Learner:
+    """Like a rank and its driver, but for their processes. `queue` is a `Handle`."""
+
+    def __init__(self, made: World, queue: Any, costs: Costs) -> None:
+        self._world, self._queue, self._costs = made, queue, costs
+        self._pace = Fixed(0) if made.config.queue.first_lag is None else Adaptive(made.config)
+        self._found = Found()
+        self._evaluation: asyncio.Task[None] | None = None
+
+    async def learn(self) -> Found:
+        """Make all updates. Pushes and evaluations go on beside the updates after them."""
+        config, found, loop = self._world.config, self._found, asyncio.get_running_loop()
+        pushed: asyncio.Task[None] | None = None
+        for version in range(config.updates):
+            begin = loop.time()
+            refs: list[Ref] | None = await self._queue.take.remote(version)
+            assert refs is not None, "nobody stops the queue"
+            batch = pad(batch_parts.merge([decode((await ref).data, Batch) for ref in refs]))
+            found.waits.append(loop.time() - begin)
+            learned = self._update(batch)
+            await asyncio.sleep(update_s(self._costs, batch, config.queue.prefix))
+            found.seconds.append(loop.time())
+            if pushed is not None:
+                await pushed
+            pushed = asyncio.create_task(self.push(version + 1, self.weights(), learned))
+            if (version + 1) % max(1, config.evaluation.every) == 0 or version + 1 == config.updates:
+                self.evaluate(version + 1)
+        assert self._evaluation is not None, "the last version is evaluated"
+        await self._evaluation
+        return found
+
+    def _update(self, batch: PaddedBatch) -> bytes:
+        """Train; returns the encoded `Learned` of the batch."""
+        updated, metrics, _ = step(self._world, self._pace, batch)
+        self._found.lags.append(lag_histogram(batch))
+        self._found.metrics.append(metrics)
+        return encode(self._world.updater.token_record(updated))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy the policy's weights as they are now."""
+        return policy.gather_weights(self._world.updater.policy, self._world.config.model.dtype)
+
+    async def push(self, version: int, weights: dict[str, Tensor], learned: bytes = b"") -> None:
+        """Let the engines pull a version."""
+        packed = buckets.pack_whole(version, weights, self._world.config.learner.bucket_bytes)
+        admitted = self._pace.admitted if isinstance(self._pace, Adaptive) else None
+        push = structs.replace(packed.push, admitted_lag=admitted)
+        await asyncio.sleep(self._costs.push_s)
+        refs = [Ref(array) for array in packed.arrays]
+        await self._queue.publish.remote(encode(push), refs, learned, 1)
+
+    def evaluate(self, version: int) -> None:
+        """Begin to answer the held-out prompts, with an engine that does nothing else."""
+        weights, before = self.weights(), self._evaluation
+
+        async def answer() -> None:
+            if before is not None:
+                await before
+            await self._world.engine.update_weights(version, weights)
+            self._found.accuracies.append((version, await world.accuracy(self._world)))
+
+        self._evaluation = asyncio.create_task(answer())
+
+
+def update_s(costs: Costs, batch: PaddedBatch, prefix: Literal["attached", "detached"]) -> float:
+    """Return the seconds of an update: the tokens in the rows of a batch, without padding, and what each costs."""
+    whole_B = batch.start_B + batch.length_B
+    if prefix == "attached":
+        return costs.update_s + costs.token_s * int(whole_B.sum())
+    # The last token of a context is computed with gradient: it predicts the first of the completion.
+    context = int((batch.start_B - 1).sum())
+    return costs.update_s + costs.token_s * (int(whole_B.sum()) - context) + costs.context_s * context

@@ -1,0 +1,260 @@
+"""TRL's GRPOTrainer on the task and with the settings of a configuration: the other side of beside_trl.py.
+
+    python benchmarks/lib/trl_run.py JOB.json      one JSON line on stdout for each update and each evaluation
+
+TRL gets its best settings for this task: float32, one optimizer step on the whole batch with no pass for old log-probs
+(or several `steps` on parts of it, which have one), no reference model, no gradient checkpointing, no checkpoint, no
+progress bar; its log is never written. The seconds of an evaluation are in none of the others. With drawn lengths its
+`rollout_func` calls the model's `generate`, as the trainer itself does, with a criterion that stops each row at its
+length.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.lib import lengths
+from benchmarks.lib.runs import PLAIN
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.tasks import task as tasks
+from streamppo.types import Prompt
+
+NEVER = 10**9
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One training. `begin` is the time at which the command was started, `shape` that of drawn lengths, if any.
+
+    An update makes so many optimizer `steps`, each computed in so many `parts`, micro-batches. The training ends at
+    `updates`, at the evaluation that reaches `target`, or after `limit_s` seconds, evaluations not counted. The
+    learning rate falls over `updates`, also where the training ends before, at `stop_after`.
+    """
+
+    config: str
+    model: str
+    threads: int
+    begin: float
+    parts: int = 1
+    steps: int = 1
+    shape: str = ""
+    reward_s: float = 0.0
+    updates: int = 1100
+    stop_after: int = NEVER
+    evaluate_every: int = 20
+    target: float = 1.0
+    limit_s: float = 1e9
+
+
+class Clock:
+    """Wall seconds since the command began, and CPU seconds of this process, without those of evaluations."""
+
+    def __init__(self, begin: float) -> None:
+        self._offset = begin - time.time()
+        self._start, self._paused = time.perf_counter(), (0.0, 0.0)
+
+    def read(self) -> tuple[float, float]:
+        """Return (wall, CPU)."""
+        wall_s, cpu_s = time.perf_counter() - self._start - self._offset, time.process_time()
+        return wall_s - self._paused[0], cpu_s - self._paused[1]
+
+    @contextlib.contextmanager
+    def paused(self) -> Any:
+        """Stop both for a while."""
+        (wall_s, cpu_s), (paused_wall_s, paused_cpu_s) = self.read(), self._paused
+        yield
+        until_wall_s, until_cpu_s = self.read()
+        self._paused = paused_wall_s + until_wall_s - wall_s, paused_cpu_s + until_cpu_s - cpu_s
+
+
+def main() -> None:
+    """Train one job."""
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    clock = Clock(job.begin)
+    import torch
+
+    torch.set_num_threads(job.threads)
+    _trainer(job, configfile.load(Path(job.config), PLAIN), clock).train()
+
+
+def _trainer(job: Job, config: Config, clock: Clock) -> Any:
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
+    task = tasks.build(config.task, config.seed)
+    count = config.queue.batch_size // config.queue.samples_per_prompt * min(job.updates, job.stop_after)
+    rows = [_row(task.prompt(number)) for number in range(count)]
+    held_out = [_row(prompt) for prompt in task.held_out(config.evaluation.prompts)]
+    trainer = GRPOTrainer(
+        model=model,
+        args=_settings(job, config),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows),
+        reward_funcs=_reward(job.reward_s),
+        rollout_func=_rollout(job.shape, config.queue.samples_per_prompt) if job.shape else None,
+    )
+    trainer.add_callback(_observer(job, clock, lambda: _accuracy(model, tokenizer, held_out)))
+    return trainer
+
+
+def _row(prompt: Prompt) -> dict[str, str]:
+    return {"prompt": prompt.text, "answer": str(prompt.columns["answer"])}
+
+
+def _settings(job: Job, config: Config) -> Any:
+    """Map the configuration to TRL's, name by name. "dapo" is the mean over all tokens of the batch."""
+    from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
+
+    learner, algorithm, queue = config.learner, config.algorithm, config.queue
+    return GRPOConfig(
+        output_dir=str(Path(job.model).parent / "trl"),
+        max_steps=job.updates * job.steps,
+        per_device_train_batch_size=queue.batch_size // (job.parts * job.steps),
+        gradient_accumulation_steps=job.parts,
+        steps_per_generation=job.parts * job.steps,
+        num_generations=queue.samples_per_prompt,
+        max_completion_length=lengths.LONGEST if job.shape else config.rollout.max_tokens,
+        temperature=config.rollout.temperature,
+        top_p=1.0,
+        top_k=0,
+        shuffle_dataset=False,
+        learning_rate=learner.lr,
+        adam_beta1=learner.betas[0],
+        adam_beta2=learner.betas[1],
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+        warmup_steps=learner.warmup_updates * job.steps,
+        lr_scheduler_type="polynomial",
+        lr_scheduler_kwargs={"lr_end": learner.lr * learner.final_lr_share, "power": 1.0},
+        loss_type="dapo",
+        scale_rewards="group",
+        entropy_coef=algorithm.entropy,
+        beta=0.0,
+        num_iterations=1,
+        seed=config.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+def _reward(seconds: float) -> Callable[..., Any]:
+    """Make the reward of the task; every call of it waits so many seconds, all of them side by side."""
+
+    async def right(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: object) -> Any:
+        async def one(ids: list[int], text: str, wanted: str) -> float:
+            await asyncio.sleep(seconds)
+            return float(lengths.is_right(ids, text, wanted))
+
+        if not seconds:
+            return [float(lengths.is_right(*each)) for each in zip(completion_ids, completions, answer, strict=True)]
+        return await asyncio.gather(*map(one, completion_ids, completions, answer))
+
+    return right
+
+
+def _rollout(shape: str, samples: int) -> Callable[..., Any]:
+    """Make the rollout function that samples the lengths of the same prompts and samples as streamppo's run."""
+    import torch
+    from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+    class Drawn(StoppingCriteria):
+        def __init__(self, limits: torch.Tensor, prompt_tokens: int) -> None:
+            self._ends = limits + prompt_tokens
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
+            return self._ends <= input_ids.shape[1]
+
+    done = 0
+
+    def roll(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        nonlocal done
+        limits = [lengths.draw(shape, *divmod(done + n, samples)) for n in range(len(prompts))]
+        done += len(prompts)
+        # The trainer has given the model the tokenizer's end-of-sequence token.
+        trainer.model.generation_config.eos_token_id = None
+        encoded = trainer.processing_class(prompts, return_tensors="pt", padding=True)
+        settings = GenerationConfig(
+            max_new_tokens=max(limits), do_sample=True, top_k=0, pad_token_id=trainer.processing_class.pad_token_id
+        )
+        width = encoded["input_ids"].shape[1]
+        with torch.no_grad():
+            made = trainer.model.generate(
+                **encoded,
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([Drawn(torch.tensor(limits), width)]),
+            )
+        rows = made[:, width:].tolist()
+        ids = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
+        return {"prompt_ids": trainer.processing_class(prompts)["input_ids"], "completion_ids": ids, "logprobs": None}
+
+    return roll
+
+
+def _accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]]) -> float:
+    """Answer held-out problems greedily; the share of right ones."""
+    import torch
+    from transformers import GenerationConfig
+
+    encoded = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    settings = GenerationConfig(max_new_tokens=lengths.SHORTEST, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    with torch.no_grad():
+        made = model.generate(**encoded, generation_config=settings)
+    ids = made[:, encoded["input_ids"].shape[1] :].tolist()
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    right = [lengths.is_right(one, text, row["answer"]) for one, text, row in zip(ids, texts, rows, strict=True)]
+    return sum(right) / len(right)
+
+
+def _observer(job: Job, clock: Clock, accuracy: Callable[[], float]) -> Any:
+    from transformers import TrainerCallback
+
+    class Observer(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._look(0, control)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            update, inside = divmod(state.global_step, job.steps)
+            if inside:
+                return
+            wall_s, cpu_s = clock.read()
+            _tell(update=update, wall_s=wall_s, cpu_s=cpu_s)
+            if update % job.evaluate_every == 0:
+                self._look(update, control)
+            if update >= job.stop_after or wall_s > job.limit_s:
+                control.should_training_stop = True
+
+        def _look(self, update: int, control: Any) -> None:
+            with clock.paused():
+                found = accuracy()
+            _tell(evaluation=update, wall_s=clock.read()[0], accuracy=found)
+            if found >= job.target:
+                control.should_training_stop = True
+
+    return Observer()
+
+
+def _tell(**line: float) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

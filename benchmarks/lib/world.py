@@ -1,0 +1,125 @@
+"""A whole run in one process, without Ray: the task, the embedded engine and the updater of a configuration.
+
+For studies of what data do to learning, where the age of the data is chosen and time has no say.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamppo.config.sections import Config
+from streamppo.learner.model import load_policy, optimizer, policy
+from streamppo.learner.objective import objective
+from streamppo.learner.update import Updater
+from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.engine import Completion, Sampling
+from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Identity, Ints, Prompt, ScoredText, Trajectory
+
+
+class World(NamedTuple):
+    """Everything that a run has in several processes."""
+
+    config: Config
+    task: tasks.Task
+    tokenizer: Tokenizer
+    engine: EmbeddedEngine
+    updater: Updater
+    rewards: Rewards
+
+    async def swap(self, version: int) -> None:
+        """Let the engine sample with the updater's weights."""
+        await self.engine.update_weights(version, policy.gather_weights(self.updater.policy, self.config.model.dtype))
+
+
+def alone(folder: Path, device: str = "cpu") -> None:
+    """Begin the group of this process, which all worlds in it need; on one thread."""
+    torch.set_num_threads(1)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
+async def build(config: Config, model: Path, *, slots: int, max_total_tokens: int, device: str = "cpu") -> World:
+    """Make the world of `config` around the model in a folder, on "cpu" or "cuda"."""
+    torch.manual_seed(config.seed)
+    mesh = init_device_mesh(device, (1,))
+    trained = load_policy.load(config.model, model, config.rollout.temperature, mesh)
+    trained.set_context(config.queue.prefix)
+    adamw = optimizer.adamw(trained, config)
+    updater = Updater(trained, adamw, objective.build(config), config, group=mesh.get_group())
+    tokenizer = Tokenizer(str(model))
+    engine = EmbeddedEngine(
+        trained.lm.config,
+        policy.gather_weights(trained, config.model.dtype),
+        version=0,
+        slots=slots,
+        max_total_tokens=max_total_tokens,
+        ends=EndTokens({tokenizer.eos_id or 0}),
+        seed=config.seed,
+        device=device,
+    )
+    task, rewards = tasks.build(config.task, config.seed, tokenizer), Rewards(config.reward)
+    await rewards.start(task.sources())
+    return World(config, task, tokenizer, engine, updater, rewards)
+
+
+async def sampled(world: World, numbers: Sequence[int], version: int) -> list[Trajectory]:
+    """Sample and score every prompt of `numbers` as often as it is there, with the engine's weights, of `version`."""
+    prompts = {number: world.task.prompt(number) for number in numbers}
+    tokens = {number: world.tokenizer.encode(prompt) for number, prompt in prompts.items()}
+    sampling = Sampling(world.config.rollout.max_tokens, world.config.rollout.temperature)
+    done = await asyncio.gather(*(world.engine.generate(tokens[number], sampling) for number in numbers))
+    made: list[Trajectory] = []
+    for place, (number, one) in enumerate(zip(numbers, done, strict=True)):
+        sample = place % world.config.queue.samples_per_prompt
+        made.append(
+            Trajectory(
+                identity=Identity(task=world.config.name, prompt=number, sample=sample),
+                actor="world",
+                prompt_tokens=tokens[number].tobytes(),
+                tokens=one.tokens.tobytes(),
+                logprobs=one.logprobs.tobytes(),
+                versions=np.full(len(one.tokens), version, np.int32).tobytes(),
+                mask=bytes([1]) * len(one.tokens),
+                finish=one.finish,
+                reward=await reward(world, prompts[number], one.tokens, finished=one.finish == "stop"),
+            )
+        )
+    return made
+
+
+async def next_batch(world: World, number: int, version: int) -> list[Trajectory]:
+    """Sample the trajectories of batch `number`, whose prompts no other batch has."""
+    queue = world.config.queue
+    count = queue.batch_size // queue.samples_per_prompt
+    prompts = range(number * count, (number + 1) * count)
+    return await sampled(world, [one for one in prompts for _ in range(queue.samples_per_prompt)], version)
+
+
+async def accuracy(world: World) -> float:
+    """Return the share of the held-out prompts, `evaluation.prompts` of them, whose greedy answer has reward 1."""
+    prompts = world.task.held_out(world.config.evaluation.prompts)
+    sampling = Sampling(world.config.rollout.max_tokens, 0.0)
+    answers = (world.engine.generate(world.tokenizer.encode(prompt), sampling) for prompt in prompts)
+    done: list[Completion] = await asyncio.gather(*answers)
+    rewards = [
+        await reward(world, prompt, one.tokens, finished=one.finish == "stop")
+        for prompt, one in zip(prompts, done, strict=True)
+    ]
+    return sum(one == 1.0 for one in rewards) / len(rewards)
+
+
+async def reward(world: World, prompt: Prompt, tokens: Ints, *, finished: bool) -> float:
+    """Return the score of one completion; one that has not finished was cut off."""
+    said, finish = world.tokenizer.decode(tokens), "stop" if finished else "length"
+    text = ScoredText(prompt=prompt.text, completion=said, finish=finish, num_tokens=len(tokens))
+    return (await world.rewards.score(prompt, text)).score

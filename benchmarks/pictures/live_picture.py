@@ -1,0 +1,59 @@
+"""docs/images/live.svg: the live view of a run that has ended, as it was after one of its updates.
+
+    python benchmarks/pictures/live_picture.py runs/math --update 640 --to docs/images/live.svg [--columns 120]
+        [--rows 30]
+
+The run's metrics.jsonl is all that the view is made of, but for the memory of the machine, which is this one's.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from rich.console import CONSOLE_SVG_FORMAT, Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from streamppo.config import file as configfile
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.live import memory
+from streamppo.telemetry.live.display import state_of
+from streamppo.telemetry.live.state import RunState
+from streamppo.telemetry.live.view import view
+
+WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+"""Rich's picture without fonts of the network."""
+
+
+def state_at(folder: Path, version: int) -> RunState:
+    """The state of the run in `folder` after the update that made `version`."""
+    found = state_of(configfile.load(folder / configfile.CONFIG), Path("runs") / folder.name)
+    for line in metrics_file.read(folder):
+        found.add(line)
+        if line.get("update") == version:
+            break
+    found.memory, found.doing = memory.memory_in_use(), f"update {version + 1}"
+    return found
+
+
+def main() -> None:
+    """Write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--update", type=int, required=True, help="the version that was the newest")
+    parser.add_argument("--to", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--columns", type=int, default=120)
+    parser.add_argument("--rows", type=int, default=30)
+    args = parser.parse_args()
+    rows = view(state_at(args.run, args.update), args.columns, args.rows)
+    console = Console(record=True, width=args.columns, file=sys.stdout, highlight=False, force_terminal=True)
+    console.print(Text("\n").join(rows))
+    args.to.parent.mkdir(parents=True, exist_ok=True)
+    console.save_svg(str(args.to), title="streamppo run configs/math.toml", theme=MONOKAI, code_format=WITHOUT_FONTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A correction of your own: truncated importance weights that fade with the age of a token.
+
+    streamppo run configs/math.toml \
+        algorithm.correction.kind=function algorithm.correction.function=examples/custom_correction.py:weights
+
+A run calls `weights` once for every batch, on every rank alike. It gets a `CorrectionInputs`: [B, T] tensors of the
+proximal and the behavior log-probs, their ratio, the age of each token and the masks. It returns [B, T] weights of at
+least 0, which multiply the policy's loss as constants; a token of weight 0 is out of the loss.
+"""
+
+from torch import Tensor
+
+from streamppo.algorithms.custom_correction import CorrectionInputs
+
+CAP = 2.0
+"""The largest weight."""
+FADE = 0.9
+"""A version's age costs this factor."""
+
+
+def weights(inputs: CorrectionInputs) -> Tensor:
+    """min(ratio, CAP) * FADE^lag, [B, T]."""
+    return inputs.ratio_BT.clamp(max=CAP) * FADE**inputs.lag_BT

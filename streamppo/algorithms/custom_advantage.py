@@ -1,0 +1,86 @@
+"""An advantage that users bring: its inputs, how it is called, and how it is tried before the first update.
+
+B trajectories of a whole batch, on every rank the same; T completion tokens (padded).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms.checks import check_finite
+from streamppo.algorithms.masked import fill, on_last_token, sequence_sum, spread
+
+TRIED_SCORES = ((1.0, 0.0, 0.5), (0.0, 0.0, 0.0))
+"""Scores of the made-up batch on which an advantage is tried, group by group; those of the second are all equal."""
+TRIED_TOKENS = 5
+"""Tokens of its responses, padding included."""
+
+
+class AdvantageInputs(NamedTuple):
+    """A batch, in tensors [B] and [B, T]. An update's own batch has whole groups if the advantage compares samples.
+
+    `mask_BT` is True for tokens that the policy sampled. `rewards_BT` is 0 at all others, and less the KL where that is
+    in the reward; `scores_B` are its sums. `group_ids_B` are equal within the trajectories of a prompt. `lag_BT` is the
+    age of a token in versions, and `truncated_B` says that a completion was cut off. There is no critic.
+    """
+
+    rewards_BT: Tensor
+    scores_B: Tensor
+    group_ids_B: Tensor
+    mask_BT: Tensor
+    lag_BT: Tensor
+    truncated_B: Tensor
+
+
+CustomAdvantage: TypeAlias = Callable[[AdvantageInputs], object]
+"""inputs -> [B], an advantage for each trajectory, or [B, T], one for each token: other people's code, so it is
+looked at."""
+
+
+def custom_advantage(
+    rewards_BT: Tensor,
+    group_ids_B: Tensor,
+    mask_BT: Tensor,
+    lag_BT: Tensor,
+    truncated_B: Tensor,
+    *,
+    function: CustomAdvantage,
+) -> Tensor:
+    """[B, T], constants: call `function`; masked tokens get 0 whatever it says of them.
+
+    With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for an answer that is not a
+    tensor of [B] or [B, T], and for advantages of unmasked tokens that are not finite.
+    """
+    rewards_BT = fill(rewards_BT, mask_BT)
+    scores_B = sequence_sum(rewards_BT, mask_BT)
+    found = function(AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B))
+    if not isinstance(found, Tensor):
+        raise ValueError(f"the advantage returned a {type(found).__name__}, not a tensor")
+    if found.shape not in (mask_BT.shape, scores_B.shape):
+        shapes = f"[B] = {tuple(scores_B.shape)} or [B, T] = {tuple(mask_BT.shape)}"
+        raise ValueError(f"the advantage has shape {tuple(found.shape)}; it must be {shapes}")
+    found_BT = spread(found, mask_BT) if found.dim() == 1 else found
+    check_finite(mask_BT, advantage=found_BT)
+    return fill(found_BT, mask_BT).detach()
+
+
+def try_custom_advantage(function: CustomAdvantage) -> None:
+    """Call an advantage on a small made-up batch, one group of which scored the same throughout.
+
+    Raises `ValueError` like `custom_advantage`: such a run would fail at its first update, or at the first equal group.
+    """
+    scores_B = torch.tensor(TRIED_SCORES).flatten()
+    group_ids_B = torch.arange(len(TRIED_SCORES)).repeat_interleave(len(TRIED_SCORES[0]))
+    mask_BT = torch.ones(len(scores_B), TRIED_TOKENS, dtype=torch.bool)
+    mask_BT[0, -2:] = False
+    mask_BT[1, 1] = False
+    custom_advantage(
+        on_last_token(scores_B, mask_BT),
+        group_ids_B,
+        mask_BT,
+        torch.ones(mask_BT.shape, dtype=torch.long),
+        torch.zeros(len(scores_B), dtype=torch.bool),
+        function=function,
+    )

@@ -1,0 +1,115 @@
+"""A correction that users bring: its inputs, how it is called, and how it is tried before the first update.
+
+B trajectories of a batch, T completion tokens (padded).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms.checks import check_finite, refuse
+from streamppo.algorithms.corrections import Correction, log_weights
+from streamppo.algorithms.masked import check_tokens, fill
+from streamppo.algorithms.ratios import bounded_exp
+
+TRIED_BT = (4, 6)
+"""Trajectories and tokens of the made-up batch on which a correction is tried."""
+
+
+class CorrectionInputs(NamedTuple):
+    """The columns of a whole batch, [B, T] each, all constants.
+
+    `mask_BT` is True for tokens that the policy sampled, `trained_BT` for those of them that are for the loss. `lag_BT`
+    is the age of a token in versions. At tokens that the mask leaves out, all other columns are 0.
+
+        ratio = exp(log_ratio) = exp(proximal_logprobs - behavior_logprobs)
+    """
+
+    proximal_logprobs_BT: Tensor
+    behavior_logprobs_BT: Tensor
+    log_ratio_BT: Tensor
+    ratio_BT: Tensor
+    lag_BT: Tensor
+    mask_BT: Tensor
+    trained_BT: Tensor
+
+
+CustomCorrection: TypeAlias = Callable[[CorrectionInputs], object]
+"""inputs -> one weight for each token, a [B, T] tensor: other people's code, so it is looked at."""
+
+
+def custom_correction(
+    proximal_logprobs_BT: Tensor,
+    behavior_logprobs_BT: Tensor,
+    lag_BT: Tensor,
+    mask_BT: Tensor,
+    trained_BT: Tensor,
+    *,
+    function: CustomCorrection,
+) -> Correction:
+    """Call `function`; weights are constants, and those of masked tokens 0 whatever it says of them.
+
+    With `function = ratio_BT.clamp(max=cap)` this is truncation (`corrections.importance_weights`). A sampled token of
+    weight 0 counts as dropped. Raises `ValueError` for an answer that is not a [B, T] tensor of finite weights of at
+    least 0.
+    """
+    check_tokens(mask_BT, lag_BT=lag_BT, trained_BT=trained_BT)
+    log_ratio_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
+    inputs = CorrectionInputs(
+        proximal_logprobs_BT=fill(proximal_logprobs_BT.detach(), mask_BT),
+        behavior_logprobs_BT=fill(behavior_logprobs_BT.detach(), mask_BT),
+        log_ratio_BT=log_ratio_BT,
+        ratio_BT=bounded_exp(log_ratio_BT).masked_fill(~mask_BT, 0.0),
+        lag_BT=lag_BT.masked_fill(~mask_BT, 0),
+        mask_BT=mask_BT,
+        trained_BT=trained_BT,
+    )
+    found_BT = function(inputs)
+    if not isinstance(found_BT, Tensor):
+        raise ValueError(f"the correction returned a {type(found_BT).__name__}, not a tensor")
+    if found_BT.shape != mask_BT.shape:
+        raise ValueError(
+            f"the weights have shape {tuple(found_BT.shape)}; they must be [B, T] = {tuple(mask_BT.shape)}"
+        )
+    check_finite(mask_BT, weights=found_BT)
+    refuse("weights", found_BT, mask_BT & (found_BT < 0), "below 0: it would teach the opposite")
+    weights_BT = fill(found_BT.detach(), mask_BT).to(log_ratio_BT.dtype)
+    keep_BT = mask_BT & (weights_BT > 0)
+    return Correction(weights_BT, keep_BT, {"function": mask_BT & ~keep_BT})
+
+
+def try_custom_correction(function: CustomCorrection) -> None:
+    """Call a correction on a small made-up batch, twice: the second time wider by padding, with its inputs watched.
+
+    Raises `ValueError` for weights that are no weights, that are 0 for every token, that differ between the two calls,
+    and for a function that changes its inputs: they are the learner's own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    behavior_BT = -torch.rand(TRIED_BT, generator=generator) - 0.1
+    proximal_BT = (behavior_BT + 0.3 * torch.randn(TRIED_BT, generator=generator)).clamp(max=0.0)
+    lag_BT = torch.arange(TRIED_BT[0])[:, None].expand(TRIED_BT).contiguous()
+    mask_BT = torch.ones(TRIED_BT, dtype=torch.bool)
+    mask_BT[0, -2:] = mask_BT[1, 1] = False
+    trained_BT = mask_BT & (lag_BT < TRIED_BT[0] - 1)
+    columns = proximal_BT, behavior_BT, lag_BT, mask_BT, trained_BT
+    weights_BT = custom_correction(*columns, function=_leaving_inputs(function)).weights
+    if not weights_BT.count_nonzero():
+        raise ValueError("every weight is 0: the policy would never move")
+    wider = [torch.nn.functional.pad(column, (0, 2)) for column in columns]
+    again_BT = custom_correction(*wider, function=function).weights[:, : TRIED_BT[1]]
+    if not torch.allclose(weights_BT, again_BT, rtol=1e-4, atol=1e-6):
+        raise ValueError("the weights change with padding, or from call to call: a resume could not repeat an update")
+
+
+def _leaving_inputs(function: CustomCorrection) -> CustomCorrection:
+    def watched(inputs: CorrectionInputs) -> object:
+        before = [column.clone() for column in inputs]
+        found = function(inputs)
+        for name, old, new in zip(inputs._fields, before, inputs, strict=True):
+            if not torch.equal(old, new):
+                raise ValueError(f"the correction changes its input {name}: work on a copy")
+        return found
+
+    return watched

@@ -1,0 +1,239 @@
+"""A reward as the configuration names it: by its module, or as a file that stands alone.
+
+imported from a module                      named, as `package.module:name` or `path/file.py:name`
+defined in the script or notebook           its source, behind all that it uses there:
+    modules, and what comes from modules        as imports
+    functions and classes                       their source, and all that they use
+    numbers, texts, tables, regular expressions their values at this moment
+
+Reward processes, resume and replay then find it without the script. Anything else is refused.
+"""
+
+import __future__
+
+import ast
+import builtins
+import inspect
+import linecache
+import re
+import symtable
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import dedent
+from types import CodeType, ModuleType
+from typing import Never
+
+from streamppo.api.messages import RewardSource
+from streamppo.errors import TaskError
+
+MAIN = "__main__"
+LAZY = "from __future__ import annotations\n"
+HEAD = '"""The reward of this run, as the script or notebook had it that started it."""\n'
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def write_out(reward: Callable[..., object]) -> RewardSource:
+    """Name `reward`, or write it out. Raises `TaskError`, in one sentence, if it cannot stand alone."""
+    name = _name(reward)
+    if name == "<lambda>":
+        raise TaskError("reward: a lambda has no source that can stand alone: write it as a `def`")
+    if not name.isidentifier():
+        raise TaskError(
+            f"reward: {type(reward).__name__} is neither a function nor a class: give the class, and its arguments as "
+            "reward.arguments"
+        )
+    module = sys.modules.get(getattr(reward, "__module__", ""))
+    if module is not None and module.__name__ != MAIN and getattr(module, name, None) is reward:
+        return RewardSource(function=f"{_place(module)}:{name}")
+    file = _File(name)
+    file.define(reward)
+    return RewardSource(function=name, source=file.text())
+
+
+def _place(module: ModuleType) -> str:
+    """A module of a package by its name; another one by its file, which is found from any folder."""
+    file = getattr(module, "__file__", None)
+    return module.__name__ if module.__package__ or not file or not file.endswith(".py") else str(Path(file).resolve())
+
+
+class _File:
+    """A file in the making: imports first, then each definition behind those that it uses."""
+
+    def __init__(self, reward: str) -> None:
+        self._reward = reward
+        self._is_lazy = False
+        self._imports: set[str] = set()
+        self._body: list[str] = []
+        self._known: dict[str, object] = {}
+
+    def text(self) -> str:
+        """The whole file."""
+        lazy = [LAZY] if self._is_lazy else []
+        imports = "".join(f"{one}\n" for one in sorted(self._imports))
+        return "\n".join([HEAD, *lazy, *([imports] if imports else []), *self._body])
+
+    def define(self, found: object) -> None:
+        """Add a function or class of the script, and before it all that it uses."""
+        self._known[_name(found)] = found
+        codes = list(_codes(found))
+        if closed := {name for one in codes for name in one.co_freevars} - {"__class__"}:
+            self._refuse(f"{_name(found)!r} is a closure over {min(closed)!r}")
+        # Under it annotations are never looked at, and may name what is not there.
+        is_lazy = any(one.co_flags & __future__.annotations.compiler_flag for one in codes)
+        self._is_lazy |= is_lazy
+        text = self._source(found, codes)
+        values = _values(found)
+        for name in sorted(_names(f"{LAZY}{text}" if is_lazy else text) - {_name(found)}):
+            self._use(name, values, text)
+        self._body.append(f"\n{text}")
+
+    def _use(self, name: str, values: Mapping[str, object], text: str) -> None:
+        """Make `name` mean in the file what it means in the script."""
+        if name not in values:
+            if not hasattr(builtins, name):
+                self._refuse(f"{name!r} is not defined")
+            return
+        value = values[name]
+        if name in self._known:
+            return
+        self._known[name] = value
+        module = getattr(value, "__module__", None)
+        if isinstance(value, ModuleType):
+            self._import(name, value, text)
+        elif module == MAIN and hasattr(value, "__qualname__"):
+            self._define_as(name, value)
+        elif isinstance(value, re.Pattern):
+            self._imports.add("import re")
+            self._body.append(f"{name} = re.compile({value.pattern!r}, {value.flags})\n")
+        elif (plain := _plain(value)) is not None:
+            self._body.append(f"{name} = {plain}\n")
+        elif own := _importable(value, name):
+            self._imports.add(own)
+        else:
+            kind = value.__name__ if isinstance(value, type) else f"{type(value).__name__}"
+            self._refuse(f"it uses {name!r}, a {kind} that only the script has")
+
+    def _import(self, name: str, module: ModuleType, text: str) -> None:
+        alias = "" if module.__name__ == name else f" as {name}"
+        self._imports.add(f"import {module.__name__}{alias}")
+        # `import a.b` leaves the name `a` alone: the parts of it that are used say the rest.
+        for part in sorted(_parts(name, module, text)):
+            self._imports.add(f"import {part}")
+
+    def _define_as(self, name: str, value: object) -> None:
+        own = getattr(value, "__name__", name)
+        if self._known.get(own, value) is not value:
+            self._refuse(f"two of its functions are called {own!r}")
+        if own == name or own not in self._known:
+            self.define(value)
+        if own != name:
+            self._body.append(f"{name} = {own}\n")
+
+    def _source(self, found: object, codes: Sequence[CodeType]) -> str:
+        """The text of a definition, its decorators included, as its file or its cell had it."""
+        name = _name(found)
+        file = codes[0].co_filename if codes else str(getattr(sys.modules[MAIN], "__file__", "the script"))
+        lines = linecache.getlines(file)
+        try:
+            tree = ast.parse("".join(lines))
+        except SyntaxError:
+            tree = ast.parse("")
+        for node in ast.walk(tree):
+            if isinstance(node, Definition) and node.name == name and _is_of(node, found, codes):
+                return dedent("".join(lines[_first(node) - 1 : node.end_lineno])).rstrip() + "\n"
+        self._refuse(f"the source of {_name(found)!r} is not in {file} (any more)")
+
+    def _refuse(self, why: str) -> Never:
+        raise TaskError(
+            f"reward {self._reward!r} cannot stand alone in a file: {why}; write it to a file, and name it: "
+            f'"reward.function=path/file.py:{self._reward}"'
+        )
+
+
+# --- definitions and their names -----------------------------------------------------------------------------
+
+
+def _codes(found: object) -> Iterator[CodeType]:
+    """The code of a function, behind its decorators, or that of the methods that a class has in the script."""
+    for member in vars(found).values() if isinstance(found, type) else [found]:
+        plain = getattr(member, "__func__", getattr(member, "fget", None) or member)
+        inner = inspect.unwrap(plain) if callable(plain) else None
+        code = getattr(inner, "__code__", None)
+        # A dataclass or a named tuple has methods that others wrote.
+        is_own = getattr(inner, "__module__", "") == MAIN and bool(code and linecache.getlines(code.co_filename))
+        if isinstance(code, CodeType) and (is_own or member is found):
+            yield code
+
+
+def _values(found: object) -> Mapping[str, object]:
+    """The global names of the place at which a function or class was defined."""
+    inner = inspect.unwrap(found) if callable(found) and not isinstance(found, type) else found
+    return getattr(inner, "__globals__", vars(sys.modules[MAIN]))
+
+
+def _first(node: Definition) -> int:
+    return min([node.lineno, *(one.lineno for one in node.decorator_list)])
+
+
+def _is_of(node: Definition, found: object, codes: Sequence[CodeType]) -> bool:
+    """True if `node` is the definition of `found`: several definitions may have its name."""
+    if isinstance(node, ast.ClassDef):
+        return isinstance(found, type) and all(
+            _first(node) <= code.co_firstlineno <= (node.end_lineno or 0) for code in codes
+        )
+    return not isinstance(found, type) and any(_first(node) == code.co_firstlineno for code in codes)
+
+
+def _names(text: str) -> set[str]:
+    """The global names that the text of a definition uses."""
+    top = symtable.symtable(text, "reward", "exec")
+    names = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
+    for table in _inside(top):
+        names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return names
+
+
+def _inside(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    for inner in table.get_children():
+        yield inner
+        yield from _inside(inner)
+
+
+def _parts(name: str, module: ModuleType, text: str) -> set[str]:
+    """Submodules that `text` reaches through the module called `name`: a.b of `a.b.c(x)`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        part = f"{module.__name__}{dotted.removeprefix(name)}"
+        if dotted.startswith(f"{name}.") and isinstance(sys.modules.get(part), ModuleType):
+            found.add(part)
+    return found
+
+
+# --- values --------------------------------------------------------------------------------------------------
+
+
+def _plain(value: object) -> str | None:
+    """A value as it is written in Python: numbers, texts, and tables of them."""
+    try:
+        text = repr(value)
+        same = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError):
+        return None
+    return text if type(same) is type(value) and same == value else None
+
+
+def _importable(value: object, name: str) -> str | None:
+    """The import that gives something of another module the name that it has here."""
+    own = getattr(value, "__name__", name)
+    for home in (getattr(value, "__module__", None), getattr(type(value), "__module__", None)):
+        module = sys.modules.get(home) if isinstance(home, str) and home != MAIN else None
+        for known in (own, name):
+            if module is not None and getattr(module, known, None) is value:
+                return f"from {module.__name__} import {known}" + ("" if known == name else f" as {name}")
+    return None
+
+
+def _name(found: object) -> str:
+    return getattr(found, "__name__", "")

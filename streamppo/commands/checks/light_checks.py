@@ -1,0 +1,59 @@
+"""Checks that need neither torch nor transformers: `check` begins with them, `run` makes them before it starts."""
+
+import logging
+
+from streamppo.commands.checks import context, folder, libraries, machine, ranges, sampling, task
+from streamppo.commands.checks.answers import answers
+from streamppo.commands.checks.finding import Findings
+from streamppo.commands.checks.notes import notes
+from streamppo.config.sections import LOCAL, Config
+from streamppo.errors import ConfigError
+from streamppo.tasks import plugins
+
+LARGEST_MIB = 64
+"""Data beyond this take longer to read than a run should wait; `check` reads all of them."""
+
+log = logging.getLogger(__name__)
+
+
+def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
+    """Look at everything that can be known at once. Of data beyond `largest_mib` only the first rows are read."""
+    plugins.export_path()
+    yield from folder.model(config)
+    yield from sampling.name_ignored(config)
+    yield from folder.critic(config.algorithm.critic)
+    yield from folder.teacher(config.algorithm.teacher)
+    limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
+    prompts, found = task.load(config, None, limit=limit)
+    # A run's actors say how rows repeat and which columns are left out.
+    yield from (one for one in found if largest_mib is None or (one.subject, one.state) != ("task", "note"))
+    if prompts is not None:
+        yield from answers(config, prompts, None)
+        yield from context.findings(config, prompts)
+    yield from task.rewards(config, prompts)
+    yield from task.environment(config)
+    yield from task.limit(config)
+    yield machine.engine(config)
+    yield from machine.places(config)
+    yield from folder.copies(config)
+    yield from libraries.trackers(config)
+    yield from libraries.adapters(config)
+    yield from libraries.transports(config)
+    yield from ranges.notes(config)
+    yield from notes(config, prompts if limit is None else None)
+
+
+def refuse(config: Config) -> None:
+    """Raise `ConfigError` with a line for each reason that a run of `config` cannot start here; log notes.
+
+    A cluster may have elsewhere what this machine has not.
+    """
+    fatal = ("error", "not here") if config.cluster.address == LOCAL else ("error",)
+    wrong: list[str] = []
+    for one in findings(config, largest_mib=LARGEST_MIB):
+        if one.state in fatal:
+            wrong.append(f"{one.subject}: {one.text}")
+        elif one.state == "note":
+            log.info(f"note: {one.text}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))

@@ -1,0 +1,101 @@
+"""How a command prints its result: rich on a terminal, plain text into a file or a pipe. Log lines go to stderr."""
+
+import logging
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+from rich.console import Console, RenderableType
+from rich.style import StyleType
+from rich.table import Table
+
+from streamppo.terminal import harmless, lines
+
+PLAIN_WIDTH = 10_000
+"""Columns where there is no terminal: nothing is wrapped, so that every row is one line for grep."""
+
+
+class _PlainConsole(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Write the message so that none of it is obeyed."""
+        return lines(super().format(record))
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let `cli.main` end the command: its reader has seen enough."""
+        raise BrokenPipeError
+
+
+def echo(*rows: str) -> None:
+    """Print lines of a command's result, one of them empty if there is none. Each of them stays one line."""
+    console().print("\n".join(map(harmless, rows)), soft_wrap=True)
+
+
+def console() -> Console:
+    """Make a console on the present standard output. Text is printed as it is: no markup, no highlighting."""
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return _Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+class _Rows(Table):
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        """Add a row; a cell that is a text stays one line."""
+        shown = (harmless(cell) if isinstance(cell, str) else cell for cell in cells)
+        super().add_row(*shown, style=style, end_section=end_section)
+
+
+def table(*columns: str) -> Table:
+    """Make a table with these columns; it has no line of headings where all of them are empty."""
+    return _Rows(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def complain(text: str) -> None:
+    """Write one message to standard error. A terminal that was closed changes no exit code."""
+    with suppress(OSError):
+        sys.stderr.write(f"streamppo: {lines(text)}\n")
+
+
+def flush() -> None:
+    """Write the rest of standard output. A reader that went away (`| head`) is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def log_to_stderr() -> Generator[None]:
+    """Write log lines and whatever rewards print to standard error during the block: standard output has the result."""
+    ours = logging.getLogger("streamppo")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PlainConsole("%(message)s"))
+    before = ours.level, ours.propagate
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    try:
+        with _stdout_to_stderr():
+            yield
+    finally:
+        ours.removeHandler(handler)
+        ours.level, ours.propagate = before
+
+
+@contextmanager
+def _stdout_to_stderr() -> Generator[None]:
+    """Let this process's descriptor of standard output, which its children inherit, be that of standard error."""
+    flush()
+    kept = -1
+    # One of them may be closed.
+    with suppress(OSError):
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if kept >= 0:
+            flush()
+            os.dup2(kept, 1)
+            os.close(kept)

@@ -1,0 +1,191 @@
+"""Show people the batch of an update, the trajectories that could not be trained on, and the end of each attempt at a
+prompt."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from streamppo.commands.console import echo
+from streamppo.commands.look.rows import DataRow, RunRows
+from streamppo.config.sections import Config, model_path
+from streamppo.errors import JournalError
+from streamppo.queue.rules.records import PublishedVersion, SavedSlot
+from streamppo.queue.rules.slot import SlotState
+from streamppo.queue.store import archive
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.terminal import bounded
+from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
+
+MOST_TEXT, MOST_SAID, MOST_NAME = 20_000, 2_000, 100
+"""Characters that are shown of a prompt or a completion, of an explanation or a reason, and of a name."""
+LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
+"""The learner's numbers of each token, and their names here: its log-probs stand below those of sampling."""
+
+
+def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
+    """Print `count` trajectories of the batch that made version `update`, by default the newest."""
+    found = archive.open(run)
+    versions = found.versions()
+    if not versions:
+        raise JournalError(f"{run}: no update was archived yet")
+    version = versions[-1] if update is None else update - 1
+    batch, learned = found.batch_and_record(version)
+    tokenizer, rows = Tokenizer(model_path(config, run)), RunRows(config, run)
+    rewards = [trajectory.reward for trajectory in batch.trajectories]
+    echo(
+        f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
+        f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
+    )
+    for row, trajectory in enumerate(batch.trajectories[:count]):
+        numbers = {name: column[row] for name, column in learned.items()}
+        echo(*_lines(batch, trajectory, numbers, tokenizer), *_row(rows.row_of(trajectory)))
+    return 0
+
+
+def inspect_dead_letters(run: Path, count: int) -> int:
+    """Print the newest `count` trajectories that arrived and could not be trained on."""
+    journal = Journal.open_run(run)
+    letters = journal.dead_letters()
+    journal.close()
+    echo(f"{len(letters)} dead letters")
+    for letter in reversed(letters[-count:] if count else []):
+        trajectory = letter.trajectory
+        # Their columns may not even be whole numbers of entries.
+        tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
+        echo(
+            "",
+            f"{_title(trajectory)}: {bounded(letter.reason, MOST_SAID)}",
+            f"  tokens      {' '.join(map(str, tokens))}",
+        )
+    return 0
+
+
+def inspect_prompt(run: Path, prompt: int) -> int:
+    """Print the end or the present place of every attempt at a prompt.
+
+    Raises `JournalError` for a prompt that was never issued, or whose traces were not kept.
+    """
+    journal = Journal.open_run(run)
+    attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
+    versions = journal.versions().values()
+    journal.close()
+    attempts |= _attempts_in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
+    if not attempts and counters is not None and counters.shape.slots_of(prompt).start < counters.opened:
+        raise JournalError(f"{run}: prompt {prompt} was issued, and its batch was not kept (archive.keep)")
+    if not attempts:
+        raise JournalError(f"{run}: prompt {prompt} was never issued")
+    echo(f"{min(attempts).task} prompt {prompt}")
+    has_segments = any(identity.segment for identity in attempts)
+    for identity, text in sorted(attempts.items()):
+        segment = _segment(identity) if has_segments else ""
+        echo(f"  sample {identity.sample} attempt {identity.attempt}{segment}: {text}")
+    return 0
+
+
+def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
+    """The attempts at a prompt that wait, or that came to nothing."""
+    counters = journal.counters()
+    if counters is None:
+        return {}
+    numbers = counters.shape.slots_of(prompt)
+    attempts = {
+        one.identity: f"{one.state.replace('_', ' ')}: {bounded(one.reason, MOST_SAID)}"
+        for one in journal.ended_attempts(numbers)
+    }
+    leases = {place: lease.version for lease in journal.leases() for place in lease.slots}
+    held = journal.slots(numbers)
+    return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
+
+
+def _attempts_in_archive(found: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:
+    """The attempts at a prompt that were trained on. Only files whose range of prompts has it are opened."""
+    return {
+        trajectory.identity: (
+            f"trained on by update {made.version}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens"
+        )
+        for made in versions
+        if made.archived and made.archived.first_prompt <= prompt <= made.archived.last_prompt
+        for trajectory in found.batch(made.version - 1).trajectories
+        if trajectory.identity.prompt == prompt
+    }
+
+
+def _waits(slot: SavedSlot, leased: int | None) -> str:
+    if leased is not None:
+        return f"leased to update {leased + 1}"
+    match slot.state:
+        case SlotState.OPEN:
+            return "to be sampled"
+        case SlotState.ISSUED:
+            return f"issued to {bounded(str(slot.actor), MOST_NAME)}"
+        case state:
+            return state
+
+
+def _title(trajectory: Trajectory) -> str:
+    identity = trajectory.identity
+    name = f"{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}"
+    goes_on = identity.segment or trajectory.finish == "cut"
+    return f"{name}{_segment(identity) if goes_on else ''}, by {bounded(trajectory.actor, MOST_NAME)}"
+
+
+def _segment(identity: Identity) -> str:
+    return f" segment {identity.segment}"
+
+
+def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], tokenizer: Tokenizer) -> Iterator[str]:
+    versions = ints(trajectory.versions)
+    components = "".join(f", {bounded(name, MOST_NAME)} {value:g}" for name, value in trajectory.components.items())
+    end = f"{trajectory.finish}, {trajectory.num_tokens} tokens"
+    yield ""
+    yield f"{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
+    if trajectory.explanation:
+        yield f"  explained   {bounded(trajectory.explanation, MOST_SAID)!r}"
+    yield f"  prompt      {bounded(tokenizer.decode(ints(trajectory.prompt_tokens)), MOST_TEXT)!r}"
+    yield from _texts(trajectory, tokenizer)
+    yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
+    yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
+    for name, column in learned.items():
+        yield f"  {LEARNED[name]:<12}{_numbers(column)}"
+    if trajectory.token_rewards:
+        yield f"  rewards     {_numbers(floats(trajectory.token_rewards))}"
+    if trajectory.teacher_logprobs:
+        yield f"  teacher     {_numbers(floats(trajectory.teacher_logprobs))}"
+    yield f"  versions    {_runs(versions)}; oldest token {batch.version - trajectory.oldest_version} versions old"
+    if not flags(trajectory.mask).all():
+        yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum())} tokens"
+
+
+def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
+    """The completion, or each branch of it with the token of the row that it follows."""
+    if not trajectory.branches:
+        yield f"  completion  {bounded(tokenizer.decode(ints(trajectory.tokens)), MOST_TEXT)!r}"
+        return
+    prompt, row = len(trajectory.prompt_tokens) // 4, ints(trajectory.prompt_tokens + trajectory.tokens)
+    for start, end, parent in branches.pieces(trajectory.branches, len(row)):
+        text = repr(bounded(tokenizer.decode(row[max(start, prompt) : end]), MOST_TEXT))
+        if start == 0 and end > prompt:
+            yield f"  completion  tokens {prompt} to {end - 1}: {text}"
+        elif start:
+            behind = "nothing" if parent < 0 else f"token {parent}"
+            yield f"  branch      tokens {start} to {end - 1}, after {behind}: {text}"
+
+
+def _row(row: DataRow) -> Iterator[str]:
+    """The columns of the row, the answer behind its own name."""
+    for name, value in row.columns:
+        shown = bounded(name, MOST_NAME)
+        yield f"  {shown:<12}{value}" if name == "answer" else f"  row         {shown} = {value}"
+    if row.missing:
+        yield f"  row         {row.missing}"
+
+
+def _numbers(column: Floats) -> str:
+    return " ".join(f"{value:.3f}" for value in column.tolist())
+
+
+def _runs(versions: Ints) -> str:
+    """[3, 3, 4] -> "2 x 3, 1 x 4"."""
+    return ", ".join(f"{len(list(same))} x {version}" for version, same in groupby(versions.tolist()))

@@ -1,0 +1,68 @@
+"""The row of data behind a trajectory: the columns that rewards get, the answer first.
+
+A trajectory keeps the number of its prompt, and not the row: the task is built again, from data that may have changed.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.config import consent
+from streamppo.config.sections import Config, model_path
+from streamppo.config.task import VerifiersTask
+from streamppo.errors import StreamppoError
+from streamppo.tasks import task as tasks
+from streamppo.tasks.task import Task
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Trajectory, ints
+
+SHOWN = 400
+"""Characters of a column that are shown."""
+
+
+class DataRow(NamedTuple):
+    """(name, value as Python writes it) of every column; or `missing`, the reason that there are none to show."""
+
+    columns: list[tuple[str, str]]
+    missing: str = ""
+
+
+class RunRows:
+    """The rows of the run in `folder`. Its data are read when the first row is asked for."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config, self._folder = config, folder
+
+    def row_of(self, trajectory: Trajectory) -> DataRow:
+        """Return the row behind a trajectory."""
+        task, tokenizer, missing = self._task
+        if task is None or tokenizer is None:
+            return DataRow([], missing)
+        prompt = task.prompt(trajectory.identity.prompt)
+        # An environment writes the beginning of a trajectory itself.
+        if self._config.environment is None:
+            try:
+                same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))
+            except StreamppoError as error:
+                return DataRow([], f"its row cannot be read: {error}")
+            if not same:
+                return DataRow([], "its row is not known: the task's data are others than those of the run")
+        names = sorted(prompt.columns, key=lambda name: name != "answer")
+        return DataRow([(name, _short(prompt.columns[name])) for name in names])
+
+    @cached_property
+    def _task(self) -> tuple[Task | None, Tokenizer | None, str]:
+        try:
+            if isinstance(self._config.task, VerifiersTask):
+                consent.ask(self._folder, [self._config])
+            tokenizer = Tokenizer(model_path(self._config, self._folder))
+            return tasks.build(self._config.task, self._config.seed, tokenizer), tokenizer, ""
+        except StreamppoError as error:
+            return None, None, f"rows cannot be read: {error}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"

@@ -1,0 +1,49 @@
+"""Views of a run beside the terminal's: a page that opens offline, a trace for Perfetto, the time of every phase."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamppo import durable
+from streamppo.commands.console import echo
+from streamppo.driver import report as reports
+from streamppo.errors import RunError
+from streamppo.process import WHOLE
+from streamppo.telemetry import metrics_file, phase_times
+from streamppo.telemetry import trace as traces
+from streamppo.telemetry.catalogue import PHASES
+
+
+def report(found: Sequence[Path], to: Path | None) -> int:
+    """Write the report of runs and replays to `to`: by default into the folder of a single run, else here."""
+    single = len(found) == 1 and found[0].is_dir()
+    echo(f"report: {reports.write(found, to or (found[0] / reports.REPORT if single else Path(reports.REPORT)))}")
+    return 0
+
+
+def trace(run: Path, to: Path) -> int:
+    """Write the events of `run` to the file `to`. Raises `RunError` if nothing is there, or no file can be written."""
+    if not (lines := metrics_file.read(run)):
+        raise RunError(f"{run}: nothing has happened yet: {metrics_file.METRICS} has no line")
+    found = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
+    with durable.naming(to, RunError):
+        to.write_text(json.dumps(found))
+    echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; nothing of it leaves the browser")
+    return 0
+
+
+def time_table(run: Path) -> int:
+    """Print milliseconds for one update, by process, the largest part first. Raises `RunError` where none is known."""
+    found = phase_times.per_update(metrics_file.read(run))
+    if not found:
+        raise RunError(f"{run}: no process has told of its phases yet; the first does after about ten seconds")
+    for process, phases in sorted(found.items()):
+        whole = phases[WHOLE].cpu_ms
+        echo(f"{process}: {whole:.1f} ms of CPU for one update")
+        echo(f"  {'phase':10} {'calls':>7} {'wall ms':>9} {'CPU ms':>9} {'share':>6}")
+        rows = sorted(((name, one) for name, one in phases.items() if name != WHOLE), key=lambda row: -row[1].cpu_ms)
+        for name, one in rows:
+            meaning = PHASES[name].partition(": ")[2] if name in PHASES else "overhead, other threads, and Ray"
+            numbers = f"{one.calls:7.1f} {one.wall_ms:9.2f} {one.cpu_ms:9.2f} {one.cpu_ms / max(whole, 1e-9):6.0%}"
+            echo(f"  {name:10} {numbers}  {meaning}")
+    return 0

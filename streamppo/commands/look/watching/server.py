@@ -1,0 +1,168 @@
+"""The page's server: starlette, answering one run and those that it is compared with.
+
+On loopback it answers requests that name it by a loopback name, so that no page of elsewhere reaches it through a name
+of its own (DNS rebinding). Bound elsewhere it wants the token: in the address first, then as a cookie.
+"""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from threading import Lock
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from streamppo.commands.look.watching.run_tail import CurveSource, WatchedReplay, WatchedRun
+from streamppo.commands.look.watching.trajectories import Trajectories
+from streamppo.config import file as configfile
+from streamppo.errors import StreamppoError
+from streamppo.telemetry.report import page
+from streamppo.telemetry.watch import sections
+from streamppo.telemetry.watch.sections import HERE
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+SHORTEST_S, LONGEST_S = 2.0, 60.0
+"""Seconds between two looks of the page."""
+SHARE = 0.03
+"""The share of a core that making the sections may take."""
+POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
+REPORT = Path(page.__file__).parent
+ASSETS = {
+    "/watch.css": ("text/css", [REPORT / "page.css", HERE / "watch.css"]),
+    "/watch.js": ("text/javascript", [REPORT / "page.js", HERE / "watch.js", HERE / "trajectories.js"]),
+}
+
+
+class Page:
+    """The page about the run in `folder`; `others` are runs and replays that are compared from the beginning."""
+
+    def __init__(self, folder: Path, others: list[Path]) -> None:
+        self._run = WatchedRun(folder, folder.name)
+        config = self._run.config
+        self._trajectories = Trajectories(folder, config) if config else None
+        self._paths: dict[str, Path] = {}
+        for path in others:
+            self._paths[_name(path, {folder.name, *self._paths})] = path
+        self._chosen = list(self._paths)
+        for path in _siblings(folder):
+            if path not in others:
+                self._paths[_name(path, set(self._paths))] = path
+        self._watched: dict[str, CurveSource] = {}
+        self._lock = Lock()
+        self._name = folder.name
+
+    def shell(self, _: Request) -> Response:
+        """The page without its content."""
+        template = sections.environment().get_template("shell.html")
+        text = template.render(name=self._name, others=list(self._paths), chosen=self._chosen)
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+    def asset(self, request: Request) -> Response:
+        """A style or a script."""
+        kind, parts = ASSETS[request.url.path]
+        return Response("\n".join(part.read_text() for part in parts), media_type=kind)
+
+    def sections(self, request: Request) -> Response:
+        """The sections that are another text than before, if anything happened; and when to look again."""
+        # Several pages may ask at a time, each in a thread.
+        with self._lock:
+            names = request.query_params.getlist("with")
+            chosen = [self._run, *map(self._comparison, names)]
+            tag = " ".join([*names, *(one.tag() for one in chosen)])
+            answer: dict[str, object] = {"tag": tag, "again_s": SHORTEST_S}
+            if tag != request.query_params.get("tag"):
+                begun = time.thread_time()
+                shown = [one.run_view() for one in chosen]
+                answer |= {"version": shown[0].state.version, "sections": sections.sections(shown)}
+                answer["again_s"] = min(LONGEST_S, max(SHORTEST_S, (time.thread_time() - begun) / SHARE))
+        return JSONResponse(answer)
+
+    def batch(self, request: Request) -> Response:
+        """The batch of an update, or the newest."""
+        update = request.path_params.get("update")
+        return JSONResponse(self._archive().batch(update))
+
+    def trajectory(self, request: Request) -> Response:
+        """One trajectory of a batch."""
+        return JSONResponse(self._archive().open(request.path_params["update"], request.path_params["row"]))
+
+    def _archive(self) -> Trajectories:
+        if self._trajectories is None:
+            raise StreamppoError("the run's configuration cannot be read, and so neither can its archive")
+        return self._trajectories
+
+    def _comparison(self, name: str) -> CurveSource:
+        """A run or a replay by the name that the page has for it."""
+        if name not in self._paths:
+            raise StreamppoError(f"{name}: no such run is beside this one")
+        if name not in self._watched:
+            path = self._paths[name]
+            self._watched[name] = WatchedRun(path, name) if path.is_dir() else WatchedReplay(path)
+        return self._watched[name]
+
+
+def application(folder: Path, others: list[Path], token: str | None) -> Starlette:
+    """The application. With a `token` nothing is answered without it; without one, only under a loopback name."""
+    page = Page(folder, others)
+    routes = [
+        Route("/", page.shell),
+        *(Route(path, page.asset) for path in ASSETS),
+        Route("/sections", page.sections),
+        Route("/batch", page.batch),
+        Route("/batch/{update:int}", page.batch),
+        Route("/batch/{update:int}/{row:int}", page.trajectory),
+    ]
+    guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK), www_redirect=False)
+    if token is not None:
+        guard = Middleware(BaseHTTPMiddleware, dispatch=_asking_for(token))
+    handlers = {StreamppoError: _refusal, Exception: _fault}
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+
+
+def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
+    """Let a request pass that has the token as a cookie; one with the token in its address is given the cookie."""
+
+    async def dispatch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        # Cookies know no ports: pages about two runs have two names.
+        name = f"streamppo-{request.url.port}"
+        if _is(token, request.cookies.get(name)):
+            return await answer(request)
+        if request.url.path == "/" and _is(token, request.query_params.get("token")):
+            entered = RedirectResponse("/", status_code=303)
+            entered.set_cookie(name, token, httponly=True, samesite="strict")
+            return entered
+        return PlainTextResponse("the address that `streamppo watch` has printed has a token in it\n", status_code=403)
+
+    return dispatch
+
+
+def _is(token: str, given: str | None) -> bool:
+    return secrets.compare_digest(token.encode(), (given or "").encode(errors="replace"))
+
+
+def _refusal(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=404)
+
+
+def _fault(_: Request, error: Exception) -> Response:
+    """A fault of ours: the page has its sentence, and the terminal its traceback."""
+    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+
+
+def _name(path: Path, taken: set[str]) -> str:
+    """The name of a run or a replay on the page, with more of its path if another has the short one."""
+    short = path.name if path.is_dir() else f"{path.parent.parent.name} {path.stem}"
+    longer = f"{path.parent.name}/{short}"
+    return next(name for name in (short, longer, f"{path}") if name not in taken or name == f"{path}")
+
+
+def _siblings(folder: Path) -> list[Path]:
+    """The other runs in the folder that the run is in."""
+    found = (path.parent for path in sorted(folder.parent.glob(f"*/{configfile.CONFIG}")))
+    return [path for path in found if path != folder]

@@ -1,0 +1,263 @@
+"""The batches in a run's archive for the page: trajectories in short, and one with a row of numbers for each token.
+
+Only numbers that the archive keeps are shown, and differences and ratios of two of them; a column that a run has not is
+left out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from streamppo.commands.look.rows import RunRows
+from streamppo.config.sections import Config, model_path
+from streamppo.driver import report
+from streamppo.driver.report import Decode
+from streamppo.errors import JournalError
+from streamppo.queue.store import archive
+from streamppo.telemetry.report import plot
+from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints
+
+KEPT = 4
+"""Batches that are kept in memory."""
+SHOWN_TOKENS = 4000
+"""Tokens of one completion that are shown."""
+BEGINNING = 160
+"""Characters of a completion in the list of a batch."""
+MISSING = "Advantages, ratios and the learner's log-probs of single tokens were not kept: archive.numbers was off."
+LEARNED = {
+    "values": ("value", "the critic's expectation before it, as the update began", "both"),
+    "proximal_logprobs": ("learner's log-prob", "nats, under the learner's policy as the update began", "less"),
+    "advantages": ("advantage", "the weight of its gradient: above 0 it is made more likely", "both"),
+}
+"""The learner's numbers, with their name, meaning and colour."""
+
+
+class TokenColumn(TypedDict):
+    """A number for each token of a completion; None where the policy did not sample it, or where there is none.
+
+    `kind` says how it is coloured: "more" from pale to deep, "less" the other way, "both" by its sign, around 0.
+    """
+
+    name: str
+    help: str
+    kind: str
+    values: list[float | None]
+
+
+class ListedTrajectory(TypedDict):
+    """A trajectory in the list of its batch; `lag` is that of its oldest token."""
+
+    row: int
+    title: str
+    reward: float
+    components: dict[str, float]
+    tokens: int
+    lag: int
+    finish: str
+    begins: str
+
+
+class RewardPart(TypedDict):
+    """The reward, or one of its components, over the trajectories of a batch that have it."""
+
+    name: str
+    mean: float
+    lowest: float
+    highest: float
+
+
+class BatchContent(TypedDict):
+    """The batch that made version `update`; `updates` are the first and the last that are kept.
+
+    `rewards` is a drawing of them, `parts` are the reward and its components.
+    """
+
+    update: int
+    updates: list[int]
+    rewards: str
+    parts: list[RewardPart]
+    rows: list[ListedTrajectory]
+
+
+class OpenedTrajectory(TypedDict):
+    """One trajectory, token by token; `left_out` are tokens at its end that are not shown.
+
+    `row_columns` are (name, value) of the columns that rewards get, or `row_missing` the reason that there are none.
+    """
+
+    update: int
+    row: int
+    title: str
+    prompt: str
+    reward: float
+    components: dict[str, float]
+    explanation: str
+    row_columns: list[tuple[str, str]]
+    row_missing: str
+    texts: list[str]
+    ids: list[int]
+    sampled: list[bool]
+    columns: list[TokenColumn]
+    left_out: int
+    missing: str
+
+
+class Trajectories:
+    """The archive of the run in `folder`."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self._folder = folder
+        self._model = Path(model_path(config, folder))
+        self._rows = RunRows(config, folder)
+        self._batch = lru_cache(maxsize=KEPT)(self._read)
+
+    @cached_property
+    def _decode(self) -> Decode:
+        return report.decoder(self._model)
+
+    def batch(self, update: int | None) -> BatchContent:
+        """The batch that made version `update`, by default the newest. Raises `JournalError` if it is not kept."""
+        versions = archive.open(self._folder).versions()
+        if not versions:
+            raise JournalError(f"{self._folder}: no batch is kept in its archive yet")
+        version = versions[-1] if update is None else update - 1
+        found, _ = self._batch(version)
+        return {
+            "update": version + 1,
+            "updates": [versions[0] + 1, versions[-1] + 1],
+            "rewards": str(plot.histogram([one.reward for one in found.trajectories], "reward", "trajectories")),
+            "parts": _parts(found.trajectories),
+            "rows": [_row(found, number, self._decode) for number in range(len(found.trajectories))],
+        }
+
+    def open(self, update: int, row: int) -> OpenedTrajectory:
+        """Trajectory number `row` of a batch. Raises `JournalError` if it is not kept, or the batch has no such row."""
+        found, learned = self._batch(update - 1)
+        if not 0 <= row < len(found.trajectories):
+            raise JournalError(f"update {update} has no trajectory {row}: there are {len(found.trajectories)}")
+        one = found.trajectories[row]
+        tokens = ints(one.tokens)[:SHOWN_TOKENS]
+        behind = self._rows.row_of(one)
+        columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
+        return {
+            "update": update,
+            "row": row,
+            "title": _title(one),
+            "prompt": self._decode(ints(one.prompt_tokens)),
+            "reward": one.reward,
+            "components": one.components,
+            "explanation": one.explanation,
+            "row_columns": behind.columns,
+            "row_missing": behind.missing,
+            "texts": _texts(self._model, self._decode, tokens),
+            "ids": tokens.tolist(),
+            "sampled": flags(one.mask)[:SHOWN_TOKENS].tolist(),
+            "columns": [{**column, "values": column["values"][:SHOWN_TOKENS]} for column in columns],
+            "left_out": one.num_tokens - len(tokens),
+            "missing": "" if "advantages" in learned else MISSING,
+        }
+
+    def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
+        """A batch, and what is kept of the learner's numbers for each of its completions, by their names."""
+        return archive.open(self._folder).batch_and_record(version)
+
+
+def _title(one: Trajectory) -> str:
+    identity = one.identity
+    return f"prompt {identity.prompt}, sample {identity.sample}, attempt {identity.attempt}, by {one.actor}"
+
+
+def _row(batch: Batch, number: int, decode: Decode) -> ListedTrajectory:
+    one = batch.trajectories[number]
+    return {
+        "row": number,
+        "title": f"{one.identity.prompt}.{one.identity.sample}",
+        "reward": one.reward,
+        "components": one.components,
+        "tokens": one.num_tokens,
+        "lag": batch.version - one.oldest_version,
+        "finish": one.finish,
+        "begins": decode(ints(one.tokens)[:BEGINNING])[:BEGINNING],
+    }
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
+    columns: dict[str, list[float]] = {"reward": [one.reward for one in trajectories]}
+    for one in trajectories:
+        for name, value in one.components.items():
+            columns.setdefault(f"reward: {name}", []).append(value)
+    return [
+        {"name": name, "mean": sum(column) / len(column), "lowest": min(column), "highest": max(column)}
+        for name, column in columns.items()
+    ]
+
+
+# --- columns -------------------------------------------------------------------------------------------------
+
+
+def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> list[TokenColumn]:
+    """The numbers of each token that are known of this trajectory."""
+    mask, versions, logprobs = flags(one.mask), ints(one.versions), floats(one.logprobs)
+    found = [
+        _column("lag", "versions between sampling and training", "more", batch.version - versions, mask),
+        _column("version", "weights that sampled it", "more", versions, mask),
+        _column("young enough", "1 if max_lag lets it into the loss", "more", versions >= batch.min_version, mask),
+        _column(
+            "log-prob", "nats, under the policy that sampled it; deep where it was a surprise", "less", logprobs, mask
+        ),
+    ]
+    for name, (title, text, kind) in LEARNED.items():
+        if name in learned:
+            found.append(_column(title, text, kind, learned[name], mask))
+    if "proximal_logprobs" in learned:
+        difference = learned["proximal_logprobs"] - logprobs
+        found.append(_column("log-ratio", "nats, learner's log-prob - log-prob", "both", difference, mask))
+        found.append(
+            _column("ratio", "learner's probability over that of sampling it", "more", np.exp(difference), mask)
+        )
+    if one.token_rewards:
+        found.append(
+            _column("reward", "the part of the reward that stands on it", "both", floats(one.token_rewards), mask)
+        )
+    if one.branches:
+        prompt, width = len(one.prompt_tokens) // 4, len(one.prompt_tokens) // 4 + one.num_tokens
+        piece, _ = branches.seen(one.branches, width)
+        text = "the branch that it is of, in the order of time; 0: the prompt's own"
+        found.append(_column("branch", text, "more", piece[prompt:], mask))
+    if one.candidate_counts:
+        counts = ints(one.candidate_counts)
+        text = "tokens that top-p and top-k left to draw from; 0: the whole vocabulary"
+        found.append(_column("candidates", text, "more", counts, mask))
+    if one.teacher_logprobs:
+        teacher = floats(one.teacher_logprobs)
+        found.append(_column("teacher's log-prob", "nats, under the teacher", "less", teacher, mask))
+        found.append(_column("difference", "nats, teacher's log-prob - log-prob", "both", teacher - logprobs, mask))
+    return found
+
+
+def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: NDArray[np.bool_]) -> TokenColumn:
+    numbers = np.asarray(values, dtype=np.float64).tolist()
+    known = [
+        value if is_sampled and math.isfinite(value) else None for value, is_sampled in zip(numbers, mask, strict=True)
+    ]
+    return {"name": name, "help": text, "kind": kind, "values": known}
+
+
+def _texts(model: Path, decode: Decode, tokens: Ints) -> list[str]:
+    """The text that each token adds; that of a character in several tokens stands at the last of them."""
+    if not (model / report.TOKENIZER).is_file():
+        return [decode(tokens[place : place + 1]) for place in range(len(tokens))]
+    tokenizer, stream = _tokenizer(model), DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or "" for token in tokens.tolist()]
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model / report.TOKENIZER))

@@ -1,0 +1,265 @@
+"""`streamppo eval`: held-out accuracy and pass@k of a checkpoint of a run, or of a model, by an engine in this process.
+
+accuracy    share of the prompts whose greedy answer is right, as in a run's own evaluations
+pass@k      chance that one of k samples is right: the mean over prompts of 1 - C(n - c, k) / C(n, k), of n samples of
+            which c are right (Chen et al. 2021, https://arxiv.org/abs/2107.03374)
+
+Right is an answer whose reward reaches `reward.correct_at`. Samples are drawn as in training, by `[rollout]`.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import transformers
+from msgspec import structs
+from torch import Tensor
+
+from streamppo.commands import standalone
+from streamppo.commands.checks import folder as folders
+from streamppo.commands.console import console, echo, log_to_stderr, table
+from streamppo.commands.models import weights
+from streamppo.config.sections import BUILTIN, Config, model_path
+from streamppo.errors import ConfigError, TaskError
+from streamppo.learner.model import tiny
+from streamppo.rollout import build
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import FAILURES, Player
+from streamppo.tasks import length_limit, plugins
+from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Prompt
+
+PROGRESS_S = 10.0
+"""Seconds between two log lines."""
+REASONS = 3
+"""Kinds of failures that are shown."""
+
+log = logging.getLogger(__name__)
+
+
+class Subject(NamedTuple):
+    """A policy: the name of its run or model, its version, the folder of its settings and tokenizer, its weights."""
+
+    name: str
+    version: int
+    path: str
+    tensors: Mapping[str, Tensor]
+
+
+class ScoredAnswer(NamedTuple):
+    """A scored answer; a failed one has no reward, and a reason."""
+
+    reward: float | None
+    tokens: int = 0
+    truncated: bool = False
+    reason: str = ""
+
+
+class MeanEstimate(TypedDict):
+    """A mean over prompts, and its standard error; None without a prompt that has a score."""
+
+    mean: float | None
+    error: float | None
+
+
+class EvalResult(TypedDict):
+    """The content of `--json`. `reward`, `tokens` and `truncated` are means over the greedy answers.
+
+    `failed` are greedy answers and samples without a score; `reasons` counts them.
+    """
+
+    model: str
+    version: int
+    prompts: int
+    accuracy: MeanEstimate
+    samples: int
+    temperature: float
+    pass_at: dict[int, MeanEstimate]
+    reward: float | None
+    tokens: float | None
+    truncated: float | None
+    failed: int
+    reasons: dict[str, int]
+
+
+def evaluate(
+    name: str, own: Config | None, config: Config | None, *, version: int | None, samples: int, as_json: bool
+) -> int:
+    """Evaluate the run or the model called `name`, and print a table or JSON. The exit code is 1 without any score.
+
+    A run has its `own` configuration, of which `config` replaces all but the model; a model has `config` alone. Without
+    `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
+    """
+    plugins.export_path()
+    transformers.utils.logging.disable_progress_bar()
+    with log_to_stderr(), tempfile.TemporaryDirectory() as aside:
+        if own is not None:
+            chosen, subject = _load_run(Path(name).resolve(), own, config or own, version)
+        else:
+            assert config is not None
+            chosen, subject = _load_model(name, config, Path(aside))
+        with standalone.reward_models(chosen) as models:
+            rewards = Rewards(chosen.reward, models)
+            answers = asyncio.run(_answers(chosen, subject, rewards, samples))
+    found = _result(chosen, subject, samples, answers)
+    echo(*json.dumps(found, indent=2).split("\n")) if as_json else _print(found)
+    return 0 if found["accuracy"]["mean"] is not None else 1
+
+
+# --- the policy ----------------------------------------------------------------------------------------------
+
+
+def _load_run(run: Path, own: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
+    """Load the policy of a run; the configuration is that of the evaluation with the run's own `[model]`."""
+    path = model_path(own, run)
+    config = structs.replace(config, model=own.model)
+    if version == 0:
+        return config, Subject(run.name, 0, path, weights.model_weights(path, own.model.dtype))
+    found = weights.checkpoint_weights(own, run, version)
+    return config, Subject(run.name, found.version, path, found.tensors)
+
+
+def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
+    """Load a model, or make builtin:tiny in the folder `aside`; the configuration gets it as its `model.path`."""
+    config = structs.replace(config, model=structs.replace(config.model, path=name))
+    if wrong := [one.text for one in folders.model(config) if one.state in ("error", "not here")]:
+        raise ConfigError("\n".join(wrong))
+    path = model_path(config, aside)
+    if name == BUILTIN:
+        tiny.make(config, Path(path))
+    return config, Subject(name, 0, path, weights.model_weights(path, config.model.dtype))
+
+
+# --- answers -------------------------------------------------------------------------------------------------
+
+
+async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[ScoredAnswer]]:
+    """For each held-out prompt its greedy answer, and behind it its samples."""
+    tokenizer = Tokenizer(subject.path, config.model.clock)
+    task = tasks.build(config.task, config.seed, tokenizer)
+    prompts = task.held_out(config.evaluation.prompts)
+    if not prompts:
+        raise TaskError("the task holds no prompt out")
+    await rewards.start(task.sources())
+    try:
+        async with standalone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
+            stop = build.stop(config, subject.path, tokenizer)
+            player = Player(engine, tokenizer, config.environment, stop, scored=bool(config.reward.scorers))
+            asked = _AnswersUnderWay(config, player, rewards, len(prompts) * (1 + samples))
+            greedy = build.sampling(config)._replace(temperature=0.0, top_p=1.0, top_k=0)
+            kinds = [greedy, *[build.sampling(config)] * samples]
+            flat = await asyncio.gather(*(asked.answer(prompt, kind) for prompt in prompts for kind in kinds))
+            if player.agents is not None:
+                await player.agents.close()
+    finally:
+        await rewards.close()
+    return [list(flat[begin : begin + len(kinds)]) for begin in range(0, len(flat), len(kinds))]
+
+
+class _AnswersUnderWay:
+    """Answers under way, at most `rollout.in_flight` at once."""
+
+    def __init__(self, config: Config, player: Player, rewards: Rewards, total: int) -> None:
+        self._player, self._rewards = player, rewards
+        self._limit = length_limit.load(config.rollout.limit, config.rollout.max_tokens)
+        self._places = asyncio.Semaphore(config.rollout.in_flight)
+        self._total, self._done, self._told_at = total, 0, time.monotonic()
+
+    async def answer(self, prompt: Prompt, sampling: Sampling) -> ScoredAnswer:
+        """Play and score one answer; a failure is an answer without a reward."""
+        async with self._places:
+            try:
+                limited = sampling._replace(max_tokens=self._limit(prompt, None))
+                episode = await self._player.play(prompt, limited)
+                scored = await self._rewards.score(
+                    prompt, episode.text(prompt, self._player.tokenizer, self._player.stop)
+                )
+            except FAILURES as error:
+                return ScoredAnswer(None, reason=str(error))
+            finally:
+                self._tell()
+        return ScoredAnswer(episode.reward(scored).total, episode.num_sampled, episode.finish == "length")
+
+    def _tell(self) -> None:
+        self._done += 1
+        if time.monotonic() - self._told_at > PROGRESS_S:
+            self._told_at = time.monotonic()
+            log.info("%d of %d answers", self._done, self._total)
+
+
+# --- numbers -------------------------------------------------------------------------------------------------
+
+
+def pass_at(samples: int, correct: int, k: int) -> float:
+    """1 - C(samples - correct, k) / C(samples, k), for k <= samples: the chance that one of k of them is right."""
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def _result(config: Config, subject: Subject, samples: int, answers: Sequence[Sequence[ScoredAnswer]]) -> EvalResult:
+    correct_at = config.reward.correct_at
+    greedy = [row[0] for row in answers if row[0].reward is not None]
+    rewards = [one.reward for one in greedy if one.reward is not None]
+    failed = [one.reason for row in answers for one in row if one.reward is None]
+    scored = [[one.reward >= correct_at for one in row[1:] if one.reward is not None] for row in answers]
+    return {
+        "model": subject.name,
+        "version": subject.version,
+        "prompts": len(answers),
+        "accuracy": _estimate([float(reward >= correct_at) for reward in rewards]),
+        "samples": samples,
+        "temperature": config.rollout.temperature,
+        "pass_at": {
+            k: _estimate([pass_at(len(row), sum(row), k) for row in scored if len(row) >= k]) for k in _ks(samples)
+        },
+        "reward": _mean(rewards),
+        "tokens": _mean([one.tokens for one in greedy]),
+        "truncated": _mean([one.truncated for one in greedy]),
+        "failed": len(failed),
+        "reasons": dict(Counter(failed).most_common(REASONS)),
+    }
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, ... below the number of samples, and that number."""
+    return [2**power for power in range(max(samples - 1, 0).bit_length())] + ([samples] if samples else [])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _estimate(values: Sequence[float]) -> MeanEstimate:
+    """The mean, and its standard error by the unbiased variance; a single value has no error."""
+    if (mean := _mean(values)) is None:
+        return {"mean": None, "error": None}
+    squares = sum((value - mean) ** 2 for value in values)
+    return {"mean": mean, "error": math.sqrt(squares / (len(values) - 1) / len(values)) if len(values) > 1 else None}
+
+
+def _print(found: EvalResult) -> None:
+    rows = table("", "", "", "")
+    rows.add_row(found["model"], "", "", f"version {found['version']}, {found['prompts']} held-out prompts")
+    rows.add_row("accuracy", *_numbers(found["accuracy"]), "greedy")
+    drawn = f"{found['samples']} samples each, temperature {found['temperature']:g}"
+    for k, estimate in found["pass_at"].items():
+        rows.add_row(f"pass@{k}", *_numbers(estimate), drawn)
+    for name, remark in (("reward", "mean, greedy"), ("tokens", "mean, greedy"), ("truncated", "share, greedy")):
+        value = found[name]
+        rows.add_row(name, "-" if value is None else f"{value:.3f}", "", remark)
+    console().print(rows)
+    for reason, count in found["reasons"].items():
+        echo(f"{count} of {found['failed']} answers without a score: {reason}")
+
+
+def _numbers(estimate: MeanEstimate) -> tuple[str, str]:
+    mean, error = estimate["mean"], estimate["error"]
+    return "-" if mean is None else f"{mean:.3f}", "" if error is None else f"± {error:.3f}"

@@ -1,0 +1,31 @@
+"""Get the weights of a checkpoint out, as a folder that transformers loads; without Ray, engines or the journal."""
+
+from pathlib import Path
+
+from streamppo.commands.console import echo
+from streamppo.commands.models import weights
+from streamppo.config.sections import Config, model_path
+from streamppo.errors import CheckpointError, ConfigError
+from streamppo.learner.model import adapters, hf_files
+
+
+def export(config: Config, run: Path, version: int | None, folder: Path, *, adapter: bool) -> int:
+    """Write the policy of `version`, by default the newest checkpoint, and its tokenizer at `folder`.
+
+    With `adapter` its adapters alone, as peft loads them. Raises `ConfigError` if it has none, `CheckpointError` if
+    `folder` exists, and as `weights.checkpoint_weights` does.
+    """
+    lora, start = config.model.lora, model_path(config, run)
+    if adapter and lora is None:
+        raise ConfigError(f"{run} has no adapters: it was trained without model.lora")
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists; name a folder that does not")
+    found = weights.checkpoint_weights(config, run, version)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if adapter and lora is not None:
+        adapters.write(found.adapters, lora, start, folder)
+    else:
+        for note in hf_files.export(found.tensors, start, folder, config.model.dtype):
+            echo(f"{folder}: {note}")
+    echo(f"{folder}: version {found.version}, weights {found.digest[:16]}")
+    return 0

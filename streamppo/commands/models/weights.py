@@ -1,0 +1,110 @@
+"""The policy's weights in a checkpoint of a run, also of one that died; without Ray, engines or the journal."""
+
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from streamppo.commands.console import echo
+from streamppo.config.sections import Config, Model, model_path
+from streamppo.errors import CheckpointError, JournalError
+from streamppo.learner.checkpoint import distcp, history, manifest, remote
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.model import adapters, hf_files
+from streamppo.weights import buckets
+from streamppo.weights.adapters import merge_adapters
+from streamppo.weights.buckets import Shard
+
+
+class Weights(NamedTuple):
+    """A version: its digest, its tensors by their Hugging Face names, and the `adapters` that are merged in them."""
+
+    version: int
+    digest: str
+    tensors: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+
+
+def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
+    """Read the policy of `version`, by default of the newest checkpoint.
+
+    Raises `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its weights are
+    not those that were pushed, as the journal has them too; `ModelError` if the run's first model, whose settings say
+    the shapes, is not there.
+    """
+    past = _run_history(config, run)
+    path = _checkpoint(run, version, past)
+    state = manifest.verify_whole(path, past)
+    start, model = model_path(config, run), config.model
+    tensors = _read(path, start, model)
+    still = {} if model.lora is None else model_weights(start, model.dtype)
+    push, _ = buckets.pack_whole(state.version, tensors, config.learner.bucket_bytes)
+    push = structs.replace(
+        push, frozen=tuple(buckets.describe_tensor(name, Shard.whole(one), one) for name, one in still.items())
+    )
+    if push.digest != state.digest:
+        raise CheckpointError(f"{path}: its weights are not those of version {state.version} that the engines had")
+    if model.lora is None:
+        return Weights(state.version, push.digest, tensors, {})
+    return Weights(state.version, push.digest, merge_adapters(still, tensors, model.lora.scale), tensors)
+
+
+def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
+    """Read the weights of a Hugging Face model, in `dtype`, by their names. Raises `ModelError`."""
+    lm = hf_files.read(path, "eager")
+    return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in lm.named_parameters()}
+
+
+def _run_history(config: Config, run: Path) -> History | None:
+    """The versions as the journal has them; None, with a note, if it cannot be read: weights get out all the same."""
+    try:
+        return history.read_history(run, config)
+    except JournalError as error:
+        echo(f"{error}: the weights are compared with their checkpoint alone")
+        return None
+
+
+def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
+    """The checkpoint of `version`, else the newest one of this run; of several that are not, the newest is refused."""
+    folder, address = run / "checkpoints", remote.known_address(run)
+    found = {int(path.name): path for path in manifest.complete(folder)}
+    whole = [one for one in found if version is None and manifest.is_of(found[one], past)]
+    wanted = max(whole or found, default=None) if version is None else version
+    if address and wanted not in found:
+        copies = remote.CheckpointStore(address).versions(past)
+        wanted = max(copies, default=None) if wanted is None else wanted
+        found |= {one: folder / f"{one:08d}" for one in copies if one not in found}
+        if wanted in found:
+            remote.CheckpointStore(address).fetch_checkpoint(found[wanted])
+    if wanted not in found:
+        there = ", ".join(map(str, found)) or "none"
+        asked = "" if version is None else f" of version {version}"
+        raise CheckpointError(f"{run}: no checkpoint{asked}; there are {there}")
+    return found[wanted]
+
+
+def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
+    """The trained parameters of a policy in a checkpoint, by the names of versions and in the model's `dtype`.
+
+    Their order is that of a version. It does not matter how many ranks wrote the checkpoint. Tied weights appear once,
+    under the name that `named_parameters` gives them.
+    """
+    with torch.device("meta"):
+        lm = hf_files.read(start, "eager", weights=False)
+        if model.lora is not None:
+            adapters.add(lm, model.lora, model.dtype)
+    names = [(name, tuple(one.shape)) for name, one in lm.named_parameters() if one.requires_grad]
+    # The optimizer's state and the critic's weights, which nobody asked for, are not read.
+    state: dict[str, dict[str, Tensor]] = {"policy": {f"lm.{name}": torch.empty(shape) for name, shape in names}}
+    try:
+        with warnings.catch_warnings():
+            # It warns of what is asked for here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            distcp.load(state, path, alone=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: does not hold the weights of {start}: {error}") from error
+    dtype = getattr(torch, model.dtype)
+    return {adapters.published_name(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}

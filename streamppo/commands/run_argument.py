@@ -1,0 +1,58 @@
+"""The words of commands that say what they are about: runs and replays, a model, one more configuration."""
+
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+
+from streamppo.config import consent, diff
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.errors import ConfigError, JournalError
+
+
+def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
+    """Return the run's own configuration, if `model` is a run, and that of the file among `words`, if there is one.
+
+    Overrides belong to the file, or else to the run. Raises `ConfigError` for a model without a file or with a version.
+    """
+    files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    if len(files) > 1:
+        raise ConfigError(f"`streamppo eval` takes one CONFIG, not {' and '.join(files)}")
+    is_run = (model / configfile.CONFIG).is_file()
+    if not (is_run or files) or (version is not None and not is_run):
+        why = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
+        raise ConfigError(f"{model}: no run is there, and {why}")
+    own = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
+    return own, configfile.load(Path(files[0]), overrides) if files else None
+
+
+def runs_and_replays(command: str, found: Sequence[Path]) -> list[Path]:
+    """Return the folders of runs and the files of replays in full. Raises for none, and for one that is not there."""
+    if not found:
+        raise ConfigError(f"`streamppo {command}` wants at least one folder of a run")
+    return [path.resolve() if path.is_file() else configfile.existing(path) for path in found]
+
+
+def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
+    """Refuse the run in `run` if it names code, or its updates did, that nobody agreed to. Raises `ConfigError`.
+
+    It goes on with `present`, by default with its own configuration: files of earlier ones may have moved with the run.
+    """
+    from streamppo.queue.store.journal import Journal
+
+    own = configfile.load(run / configfile.CONFIG)
+    configs = [own]
+    # A run that was never begun has no journal; one that cannot be read is told where it is needed.
+    with suppress(JournalError, msgspec.MsgspecError, RecursionError), closing(Journal.open_run(run)) as journal:
+        recorded = [msgspec.msgpack.decode(one, type=Config) for one in journal.configs().values()]
+        configs += [diff.as_present(one, present or own) for one in recorded]
+    consent.ask(run, configs, trust=trust)
+
+
+def refuse(config: Config) -> None:
+    """Say what a run of `config` lacks, before it has a folder or a process. Raises what is wrong."""
+    from streamppo.commands.checks import light_checks
+
+    light_checks.refuse(config)

@@ -1,0 +1,57 @@
+"""Parts of a run that a command needs without one: an engine in this process, and reward models."""
+
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from streamppo.config.sections import LOCAL, Config
+from streamppo.rollout import build
+from streamppo.rollout.engine import Engine
+from streamppo.tasks.rewards import reward_model as model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from ray.actor import ActorProxy
+
+    from streamppo.tasks.rewards.reward_model import RewardModel
+
+
+@asynccontextmanager
+async def engine(
+    config: Config, name: str, path: str, version: int, tensors: Mapping[str, Tensor]
+) -> "AsyncGenerator[Engine]":
+    """Run an engine that holds `tensors` as `version`; `path` has the model's settings and its tokenizer."""
+    built = await build.engine(config, name, path, version, tensors)
+    try:
+        yield built
+    finally:
+        await built.stop()
+
+
+@contextmanager
+def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardModel]]]":
+    """Run the reward models of a configuration, with a Ray for them alone; without any there is no Ray."""
+    wanted = config.reward.models()
+    if not wanted:
+        yield {}
+        return
+    import ray
+
+    from streamppo.driver.ray import cluster, environment, orphans
+
+    with orphans.ends() as mark:
+        with environment.of_own_ray(mark, cluster.tell_origins()):
+            ray.init(
+                address=LOCAL,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=environment.LOOPBACK,
+            )
+        try:
+            yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})
+        finally:
+            ray.shutdown()

@@ -1,0 +1,155 @@
+"""`streamppo bench`: the quick benchmarks of the repository in one table, and beside the result of another day.
+
+Every part is a script of benchmarks/ in a process of its own. All parts follow one another, `rounds` times, so that
+each number has a median and a range. Numbers are costs: less is better. A fixed piece of work before each part tells
+how fast the machine is; an earlier result is compared as if the machine had been as fast then as it is now.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamppo.commands.console import console, echo, table
+from streamppo.errors import RunError
+
+SCRIPTS = Path(__file__).parents[3] / "benchmarks"
+Part = tuple[str, ...]
+"""A script of benchmarks/ and its arguments."""
+PARTS: tuple[Part, ...] = (
+    ("cost/engine.py", "--no-peer", "--rounds", "1"),
+    ("cost/queue_load.py", "--engines", "16", "1024", "--tokens", "100", "--seconds", "2"),
+    ("cost/push.py", "--no-store", "--gigabytes", "0.1", "--lr"),
+    ("cost/cost.py", "--updates", "30", "--repeat", "1"),
+)
+MARGIN = 1.1
+"""Medians that are less than this many times apart count as equal."""
+REFERENCE = 1_000_000
+"""Additions of the fixed piece of work."""
+QUOTED = 2000
+"""Characters of a failed part's output in the error, at most."""
+
+
+class BenchFile(msgspec.Struct):
+    """The part of a script's JSON that is read: costs by name, and the machine with versions and commit."""
+
+    machine: dict[str, object]
+    costs: dict[str, float]
+
+
+class BenchResult(msgspec.Struct):
+    """Costs by name, and milliseconds of the fixed piece of work, each with a value for every time it was measured."""
+
+    machine: dict[str, object]
+    reference_ms: list[float]
+    costs: dict[str, list[float]]
+
+
+def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | None) -> int:
+    """Measure `parts`, print a table and write the result to `to`; the exit code is 1 if a cost is above `earlier`'s.
+
+    Raises `RunError` without the repository, for a part that fails, and for an `earlier` that is no such file.
+    """
+    if not SCRIPTS.is_dir():
+        raise RunError(
+            "streamppo bench needs the repository, whose folder benchmarks/ is in no installed package: "
+            "clone it, `pip install -e .` there, and try again"
+        )
+    then = read(earlier) if earlier else None
+    begin = time.perf_counter()
+    now = measure(parts, rounds)
+    _print_table(now, then)
+    echo("", f"{', '.join(f'{name} {value}' for name, value in _flat(now.machine).items())}")
+    echo(f"median and range of {rounds} rounds; {time.perf_counter() - begin:.0f} s")
+    if to:
+        to.write_bytes(msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+    return 1 if then and "slower" in changes(now, then).values() else 0
+
+
+def measure(parts: Sequence[Part], rounds: int) -> BenchResult:
+    """Run every part `rounds` times, in turns. Raises `RunError` with the output of a part that fails."""
+    made = BenchResult({}, [], {})
+    for _ in range(rounds):
+        for part in parts:
+            made.reference_ms.append(_reference_ms())
+            written = _run(part)
+            made.machine = written.machine
+            for name, cost in written.costs.items():
+                made.costs.setdefault(name, []).append(cost)
+    return made
+
+
+def read(path: Path) -> BenchResult:
+    """Read the result of another day. Raises `RunError` if `path` has none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=BenchResult)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunError(f"{path}: no result of streamppo bench --json: {error}") from None
+
+
+def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
+    """Say of each cost that both have if it is "slower", "faster" or "equal".
+
+    Slower is a median beyond the margin, and not one value within the earlier range at the machine's present speed.
+    """
+    found: dict[str, str] = {}
+    for name in now.costs.keys() & then.costs.keys():
+        new, old = now.costs[name], [cost * pace(now, then) for cost in then.costs[name]]
+        ratio = statistics.median(new) / statistics.median(old)
+        slower = ratio > MARGIN and min(new) > max(old)
+        faster = ratio < 1 / MARGIN and max(new) < min(old)
+        found[name] = "slower" if slower else "faster" if faster else "equal"
+    return found
+
+
+def pace(now: BenchResult, then: BenchResult) -> float:
+    """Return the time of the fixed piece of work over the earlier one: 2 on a machine that is half as fast by now."""
+    return statistics.median(now.reference_ms) / statistics.median(then.reference_ms)
+
+
+def _run(part: Part) -> BenchFile:
+    script, *arguments = part
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, str(SCRIPTS / script), *arguments, "--json", str(out)]
+        done = subprocess.run(
+            command, cwd=SCRIPTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if done.returncode:
+            raise RunError(f"{' '.join(part)} ended with {done.returncode}:\n{done.stdout[-QUOTED:]}")
+        return msgspec.json.decode(out.read_bytes(), type=BenchFile)
+
+
+def _reference_ms() -> float:
+    begin = time.process_time()
+    sum(number * number % 7 for number in range(REFERENCE))
+    return 1e3 * (time.process_time() - begin)
+
+
+def _print_table(now: BenchResult, then: BenchResult | None) -> None:
+    columns = ["cost", "median", "smallest", "largest"]
+    shown = table(*columns, *(["earlier median", "ratio", ""] if then else []))
+    words, speed = (changes(now, then), pace(now, then)) if then else ({}, 1.0)
+    for name, values in now.costs.items():
+        cells = [name, *(f"{cost:.4g}" for cost in (statistics.median(values), min(values), max(values)))]
+        if then and name in words:
+            old = speed * statistics.median(then.costs[name])
+            cells += [f"{old:.4g}", f"{statistics.median(values) / old:.2f}", words[name]]
+        shown.add_row(*cells)
+    console().print(shown)
+    if then:
+        echo("", f"earlier medians are times {speed:.2f}, as the fixed piece of work takes so much longer now")
+        if missing := sorted(then.costs.keys() - now.costs.keys()):
+            echo(f"not measured now: {', '.join(missing)}")
+
+
+def _flat(machine: dict[str, object]) -> dict[str, object]:
+    versions = machine.get("versions")
+    return {name: value for name, value in machine.items() if name != "versions"} | (
+        {str(name): version for name, version in versions.items()} if isinstance(versions, dict) else {}
+    )

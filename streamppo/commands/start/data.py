@@ -1,0 +1,122 @@
+"""`streamppo data`: well-known data sets, from their original files to one parquet file.
+
+name           original files                                   columns written, besides data_source
+gsm8k          train.jsonl, test.jsonl                          prompt, answer, solution
+math           train/SUBJECT/*.json, test/SUBJECT/*.json        prompt, answer, solution, level, subject
+hellaswag      hellaswag_train.jsonl, hellaswag_val.jsonl       prompt, answer (a letter), endings
+full_hh_rlhf   train-*.parquet, test-*.parquet, or jsonl        prompt (messages), chosen, rejected
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from streamppo import durable
+from streamppo.commands.console import echo
+from streamppo.errors import TaskError
+from streamppo.tasks import dataset_files
+from streamppo.tasks.scorers.answers import extract_boxed, extract_marked
+
+LETTERS = "ABCDEFGH"
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+Name = Literal["gsm8k", "math", "hellaswag", "full_hh_rlhf"]
+Rows = Iterator[dict[str, object]]
+
+
+def data(name: Name, folder: Path, to: Path, split: str) -> int:
+    """Write one split of a data set to a parquet file and print the number of rows; the exit code is 0.
+
+    Raises `TaskError` for files of another layout, and for a place where no file can be written.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    if not folder.is_dir():
+        raise TaskError(f"{folder}: no such folder")
+    try:
+        rows = [{"data_source": name, **row} for row in LAYOUTS[name](folder, split)]
+    except KeyError as error:
+        raise TaskError(f"{folder}: the rows of {name} have a column {error}, these have not") from error
+    with durable.naming(to, TaskError):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), to)
+    echo(f"{to}: {len(rows)} rows")
+    return 0
+
+
+def _gsm8k(folder: Path, split: str) -> Rows:
+    """openai/grade-school-math: the answer follows ####."""
+    for where, row in dataset_files.rows(str(_file(folder, f"{split}.jsonl")), split):
+        answer = extract_marked(row["answer"])
+        if answer is None:
+            raise TaskError(f"{where}: no #### in the solution")
+        yield {"prompt": row["question"], "answer": answer.replace(",", ""), "solution": row["answer"]}
+
+
+def _math(folder: Path, split: str) -> Rows:
+    r"""hendrycks/math: one file for each problem; the answer is the solution's last \boxed{}."""
+    files = sorted((folder / split).rglob("*.json"))
+    if not files:
+        raise TaskError(f"{folder / split}: no SUBJECT/*.json files of MATH")
+    for path in files:
+        row = dataset_files.parse(path.read_bytes(), str(path))
+        answer = extract_boxed(row["solution"])
+        if answer is None:
+            raise TaskError(f"{path}: no \\boxed in the solution")
+        yield {
+            "prompt": row["problem"],
+            "answer": answer,
+            "solution": row["solution"],
+            "level": row["level"],
+            "subject": row["type"],
+        }
+
+
+def _hellaswag(folder: Path, split: str) -> Rows:
+    """rowanz/hellaswag: the endings become choices with letters."""
+    name = {"train": "train", "test": "val", "validation": "val"}.get(split, split)
+    for _, row in dataset_files.rows(str(_file(folder, f"hellaswag_{name}.jsonl")), split):
+        choices = "\n".join(f"{letter}. {ending}" for letter, ending in zip(LETTERS, row["endings"], strict=False))
+        yield {
+            "prompt": f"{row['activity_label']}: {row['ctx']}\n\n{choices}\n\nWhich ending fits? Give its letter.",
+            "answer": LETTERS[int(row["label"])],
+            "endings": row["endings"],
+        }
+
+
+def _full_hh_rlhf(folder: Path, split: str) -> Rows:
+    """Dahoas/full-hh-rlhf: the dialogue up to the last answer as messages, and the two answers."""
+    for where, row in dataset_files.rows(str(folder), split):
+        yield {
+            "prompt": _messages(row["prompt"], where),
+            "chosen": row["chosen"].strip(),
+            "rejected": row["rejected"].strip(),
+        }
+
+
+LAYOUTS: dict[Name, Callable[[Path, str], Rows]] = {
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "hellaswag": _hellaswag,
+    "full_hh_rlhf": _full_hh_rlhf,
+}
+
+
+def _file(folder: Path, name: str) -> Path:
+    """The file of that name, at any depth."""
+    found = sorted(folder.rglob(name))
+    if not found:
+        raise TaskError(f"{folder}: there is no {name} in it")
+    return found[0]
+
+
+def _messages(transcript: str, where: str) -> list[dict[str, str]]:
+    """A transcript that ends with "Assistant:", whose answer is to be written."""
+    _, *pieces = TURN.split(transcript.rstrip())
+    turns = list(zip(pieces[::2], pieces[1::2], strict=True))
+    if len(turns) < 2 or turns[-1][0] != "Assistant" or turns[-1][1].strip():
+        raise TaskError(f"{where}: the prompt does not end with 'Assistant:'")
+    return [{"role": SPEAKERS[speaker], "content": said.strip()} for speaker, said in turns[:-1]]

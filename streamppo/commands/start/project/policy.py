@@ -1,0 +1,152 @@
+"""A model that people bring: its size, context and tokenizer, by its folder, or by its name where it is not here."""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from streamppo.commands.checks import folder as folders
+from streamppo.commands.start.project.rows import Measure
+from streamppo.config.sections import BUILTIN
+from streamppo.errors import ConfigError, TaskError
+from streamppo.tasks import warmup_data
+
+UNKNOWN_CONTEXT = 4096
+"""Positions that a model is taken to have if it is not here."""
+UNKNOWN_PARAMETERS = 1_000_000_000
+CHARACTERS = 3
+"""Characters of a token, rather too few, where there is no tokenizer to ask."""
+TINY_PARAMETERS = 90_000
+"""Parameters of builtin:tiny, about."""
+FLOAT32 = 4
+
+
+class PolicyModel(NamedTuple):
+    """The model at `path`. `cache` are bytes of one token in an engine's cache; None if it is not known.
+
+    `chat` tells if its tokenizer has a template. `folder` is None if the model is not here: the rest is then guessed.
+    """
+
+    path: str
+    folder: str | None
+    family: str
+    parameters: int
+    context: int
+    cache: int | None
+    chat: bool
+
+    @property
+    def is_known(self) -> bool:
+        """True if its numbers are its own."""
+        return self.folder is not None or self.path == BUILTIN
+
+    def measure(self) -> Measure:
+        """Return the function that counts the tokens of a prompt. Raises `ConfigError` without a tokenizer."""
+        if self.path == BUILTIN:
+            return lambda prompt: len(warmup_data.Characters().ids(prompt))
+        if self.folder is None:
+            return lambda prompt: -(-len(prompt.text) // CHARACTERS)
+        # Slow to import, and no use to somebody whose model is not here.
+        from streamppo.tasks.tokenizer import Tokenizer
+
+        try:
+            tokenizer = Tokenizer(self.folder)
+        except TaskError as error:
+            raise ConfigError(str(error)) from error
+        return lambda prompt: len(tokenizer.ids(prompt))
+
+
+def look(path: str) -> PolicyModel:
+    """Look at the model at `path`. Raises `ConfigError` for a path at which there is none."""
+    if path == BUILTIN:
+        return PolicyModel(path, None, "qwen2", TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
+    folder, found = folders.find(path, "model")
+    if folder is None and folders.looks_like_path(path):
+        raise ConfigError(f"--model: {found.text}")
+    if folder is None:
+        return PolicyModel(path, None, "", _by_name(path), UNKNOWN_CONTEXT, None, chat=_is_chat_by_name(path))
+    settings = _settings(Path(folder))
+    return PolicyModel(
+        path,
+        folder,
+        str(settings.get("model_type", "")),
+        _parameters(Path(folder)),
+        int(cast(int, settings.get("max_position_embeddings") or UNKNOWN_CONTEXT)),
+        _cache(settings),
+        chat=_has_template(Path(folder)),
+    )
+
+
+def _settings(folder: Path) -> Mapping[str, object]:
+    """The model's own settings: of one that is more than its language model, that one's."""
+    try:
+        settings: object = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model")
+    own = cast("dict[str, object]", settings)
+    text = own.get("text_config")
+    return own | cast("dict[str, object]", text) if isinstance(text, dict) else own
+
+
+def _parameters(folder: Path) -> int:
+    """Count the numbers in the model's files, by their headers."""
+    found = sum(map(_in_file, folder.glob("*.safetensors")))
+    halves = sum(path.stat().st_size // 2 for path in folder.glob("pytorch_model*.bin"))
+    return found or halves or UNKNOWN_PARAMETERS
+
+
+def _in_file(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+    except (
+        OSError,
+        ValueError,
+        struct.error,
+        KeyError,
+        TypeError,
+        AttributeError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
+    ):
+        # `check` says what is wrong with it.
+        return 0
+
+
+def _cache(settings: Mapping[str, object]) -> int | None:
+    """Bytes of one token's keys and values in float32, in a model that is built like llama."""
+    try:
+        heads = int(cast(int, settings["num_attention_heads"]))
+        width = settings.get("head_dim") or int(cast(int, settings["hidden_size"])) // heads
+        pairs = 2 * int(cast(int, settings.get("num_key_value_heads") or heads)) * int(cast(int, width))
+        return FLOAT32 * pairs * int(cast(int, settings["num_hidden_layers"]))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def _by_name(path: str) -> int:
+    """The size that a name tells: Qwen2.5-0.5B has half a billion parameters."""
+    units = {"b": 10**9, "m": 10**6}
+    found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", path.lower())
+    return int(float(found[-1][0]) * units[found[-1][1]]) if found else UNKNOWN_PARAMETERS
+
+
+def _is_chat_by_name(path: str) -> bool:
+    return bool(re.search(r"instruct|chat|(?<![a-z])it(?![a-z])", path.lower()))

@@ -1,0 +1,133 @@
+"""Rows that people bring: the columns of prompt and answer, their number, and their lengths in tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple, cast
+
+from streamppo.config.reward import FunctionScorer
+from streamppo.config.task import Source
+from streamppo.errors import ConfigError, TaskError
+from streamppo.tasks import data as data_sets
+from streamppo.tasks import dataset_files
+from streamppo.tasks.dataset_files import Row
+from streamppo.tasks.rewards.scoring import detect
+from streamppo.types import Prompt
+
+PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input", "conversation", "text")
+"""Names of a prompt's column, the surest first."""
+ANSWERS = (
+    *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
+    *("reference", "gold", "label", "response", "completion", "output", "chosen"),
+)
+"""Names of an answer's column, the surest first."""
+LOOKED_AT = 64
+"""Rows by which columns are told."""
+MEASURED = 10_000
+"""Rows that are measured; all are counted."""
+Measure = Callable[[Prompt], int]
+"""Tokens of a prompt, as the model reads it."""
+
+
+class DataRows(NamedTuple):
+    """`total` rows of the data set `data`, whose prompts are texts or `messages`.
+
+    Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows.
+    """
+
+    data: str
+    total: int
+    prompt: str
+    answer: str
+    messages: bool
+    prompts: Sequence[int]
+    answers: Sequence[int]
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(self.prompts)
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer that is a text; 0 if there is none."""
+        return max(self.answers, default=0)
+
+
+def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: Measure, *, chat: bool) -> DataRows:
+    """Look at the rows of `data`, whose prompt and answer are in `columns`; empty names are found out.
+
+    Raises `ConfigError` if the prompt cannot be told, or if `reward` asks for a column that no row has.
+    """
+    try:
+        rows = [row for _, row in islice(dataset_files.rows(data, "train"), MEASURED)]
+        total = len(rows) + sum(1 for _ in islice(dataset_files.rows(data, "train"), len(rows), None))
+        needs = detect(reward)[0]
+    except TaskError as error:
+        raise ConfigError(str(error)) from error
+    if not rows:
+        raise ConfigError(f"{data}: no rows")
+    prompt = _prompt_column(data, rows[:LOOKED_AT], columns[0])
+    answer = _answer_column(data, rows[:LOOKED_AT], columns[1], prompt)
+    has = {*rows[0], *(["answer"] if answer else [])}
+    if missing := needs.needs - has:
+        raise ConfigError(
+            f"{reward.function} asks for the column {min(missing)!r}, and rows of {data} have {', '.join(rows[0])}"
+            + ("; name the column of the answer with --answer" if "answer" in missing else "")
+        )
+    source = Source(data=data, prompt=prompt, answer=answer, chat=chat)
+    try:
+        prompts = [data_sets.prompt(row, f"{data}, row {place}", "data", source) for place, row in enumerate(rows, 1)]
+        lengths = [measure(one) for one in prompts]
+        texts = [text for one in prompts if isinstance(text := one.columns.get("answer"), str) and text]
+        answers = [measure(Prompt(text=text, columns={})) for text in texts]
+    except TaskError as error:
+        raise ConfigError(str(error)) from error
+    return DataRows(data, total, prompt, answer, isinstance(_at(rows[0], prompt), list), lengths, answers)
+
+
+def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
+    if named:
+        if not all(_is_prompt(_at(row, named)) for row in rows):
+            raise ConfigError(
+                f"--prompt {named}: a prompt is a text or a list of messages, and not every row of {data} has one "
+                f"there; columns are {', '.join(rows[0])}"
+            )
+        return named
+    fitting = [name for name in rows[0] if all(_is_prompt(row.get(name)) for row in rows)]
+    known = [name for name in PROMPTS if name in fitting]
+    rest = [name for name in fitting if name not in ANSWERS]
+    if known or len(rest) == 1:
+        return (known or rest)[0]
+    raise ConfigError(
+        f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}); columns are {', '.join(rows[0])}: name "
+        "the one of the prompt with --prompt"
+    )
+
+
+def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> str:
+    if named:
+        if any(_at(row, named) is None for row in rows):
+            raise ConfigError(
+                f"--answer {named}: not every row of {data} has such a column; columns are {', '.join(rows[0])}"
+            )
+        return named
+    fitting = (name for name in ANSWERS if name != prompt and all(_at(row, name) is not None for row in rows))
+    return next(fitting, "")
+
+
+def _is_prompt(value: object) -> bool:
+    """True for a text, and for messages that leave the last word to the policy."""
+    if not isinstance(value, list):
+        return isinstance(value, str) and bool(value)
+    messages = cast("list[object]", value)
+    if not messages or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
+        return False
+    return cast("Mapping[str, object]", messages[-1])["role"] != "assistant"
+
+
+def _at(row: Row, name: str) -> object:
+    """The value at a dotted name; None if there is none."""
+    value: object = row
+    for part in [name] if name in row else name.split("."):
+        value = cast("Mapping[str, object]", value).get(part) if isinstance(value, Mapping) else None
+    return value

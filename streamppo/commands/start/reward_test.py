@@ -1,0 +1,186 @@
+"""`streamppo reward-test`: a few completions, scored as a run would score them, in a table. No training."""
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+from msgspec import structs
+
+from streamppo.commands import standalone
+from streamppo.commands.console import console, echo, log_to_stderr, table
+from streamppo.commands.models import weights
+from streamppo.config.sections import BUILTIN, Config, model_path
+from streamppo.config.task import DataTask, Source
+from streamppo.errors import TaskError
+from streamppo.learner.model import tiny
+from streamppo.rollout import build
+from streamppo.rollout.episode import FAILURES, Player
+from streamppo.tasks import data, dataset_files, length_limit, plugins
+from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.task import Task
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
+
+WIDTH = 40
+"""Characters of a completion, and of an explanation, in the table."""
+
+
+class TriedCompletion(NamedTuple):
+    """One completion, its reward or the reason why there is none, and how long that took."""
+
+    completion: str
+    reward: Reward | None
+    reason: str
+    seconds: float
+
+
+def reward_test(config: Config, count: int, completions: Path | None) -> int:
+    """Print the table; the exit code is 0 only if every completion has a reward."""
+    plugins.export_path()
+    transformers.utils.logging.disable_progress_bar()
+    with log_to_stderr(), tempfile.TemporaryDirectory() as folder, standalone.reward_models(config) as models:
+        path = model_path(config, Path(folder))
+        if config.model.path == BUILTIN:
+            tiny.make(config, Path(path))
+        tokenizer = Tokenizer(path, config.model.clock)
+        task = tasks.build(config.task, config.seed, tokenizer)
+        tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
+    _print_table(tried)
+    echo(*_summary(tried, reports))
+    return 0 if all(one.reward is not None for one in tried) else 1
+
+
+async def _try(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    path: str,
+    count: int,
+    completions: Path | None,
+    *,
+    models: Mapping[str, Any],
+) -> tuple[list[TriedCompletion], Sequence[ScorerReport]]:
+    rewards = Rewards(config.reward, models)
+    await rewards.start(task.sources())
+    try:
+        if completions is not None:
+            given = list(_read_completions(completions, task, _written_as(config), tokenizer))
+            return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
+        async with standalone.engine(
+            config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
+        ) as engine:
+            stop, scored = build.stop(config, path, tokenizer), bool(config.reward.scorers)
+            player = Player(engine, tokenizer, config.environment, stop, scored=scored)
+            sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
+            if player.agents is not None:
+                await player.agents.close()
+        return list(sampled), rewards.report()
+    finally:
+        await rewards.close()
+
+
+async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> TriedCompletion:
+    try:
+        sampling = build.sampling(config)
+        limit = length_limit.load(config.rollout.limit, sampling.max_tokens)
+        episode = await player.play(prompt, sampling._replace(max_tokens=limit(prompt, None)))
+    except FAILURES as error:
+        return TriedCompletion("", None, str(error), 0.0)
+    text = episode.text(prompt, player.tokenizer, player.stop)
+    tried = await _score(rewards, prompt, text)
+    return tried._replace(reward=tried.reward and episode.reward(tried.reward))
+
+
+async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> TriedCompletion:
+    begin = time.perf_counter()
+    try:
+        reward, reason = await rewards.score(prompt, text), ""
+    except TaskError as error:
+        reward, reason = None, str(error)
+    return TriedCompletion(text.completion, reward, reason, time.perf_counter() - begin)
+
+
+def _written_as(config: Config) -> Source:
+    """The only source of the task, if there is one; else the usual names of columns."""
+    sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
+    return sources[0] if len(sources) == 1 else Source(data="")
+
+
+def _read_completions(
+    file: Path, task: Task, source: Source, tokenizer: Tokenizer
+) -> Iterator[tuple[Prompt, ScoredText]]:
+    """Rows of a jsonl file: `completion`; `prompt` and columns, where they are not those of the task's next prompt.
+
+    A `prompt` is written as `source` writes those of its rows.
+    """
+    for number, (where, row) in enumerate(dataset_files.rows(str(file), "train")):
+        completion, finish = row.get("completion"), row.get("finish", "stop")
+        if not isinstance(completion, str):
+            raise TaskError(f"{where}: no text `completion`")
+        if finish not in ("stop", "length"):
+            raise TaskError(f'{where}: `finish` is "stop" or "length", not {finish!r}')
+        prompt = _prompt_of(row, where, task.prompt(number), source)
+        tokens = tokenizer.encode_turn(completion, finish)
+        text = ScoredText(
+            prompt=prompt.text,
+            completion=completion,
+            finish=finish,
+            num_tokens=len(tokens),
+            tokens=tokens.tobytes(),
+            messages=prompt.messages,
+            source=prompt.source,
+        )
+        yield prompt, text
+
+
+def _prompt_of(row: dataset_files.Row, where: str, next_one: Prompt, source: Source) -> Prompt:
+    columns = {name: value for name, value in row.items() if name not in ("completion", "prompt", "finish")}
+    if "prompt" not in row:
+        return structs.replace(next_one, columns=next_one.columns | columns)
+    text, messages = data.content(row["prompt"], where, source)
+    return structs.replace(next_one, text=text, messages=messages, columns=columns)
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+
+def _print_table(tried: Sequence[TriedCompletion]) -> None:
+    rows = table("#", "reward", "ms", "completion", "components, explanation or error")
+    for column in rows.columns[:3]:
+        column.justify, column.no_wrap = "right", True
+    for number, one in enumerate(tried):
+        reward = "failed" if one.reward is None else f"{one.reward.total:.4g}"
+        style = "red" if one.reward is None else None
+        rows.add_row(f"{number}", reward, f"{one.seconds * 1e3:.1f}", _shorten(one.completion), _note(one), style=style)
+    console().print(rows)
+
+
+def _note(one: TriedCompletion) -> str:
+    if one.reward is None:
+        return one.reason
+    components = " ".join(f"{name}={value:.4g}" for name, value in one.reward.components.items())
+    return " ".join(filter(None, (components, _shorten(one.reward.explanation) if one.reward.explanation else "")))
+
+
+def _shorten(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return quoted if len(quoted) <= WIDTH else f"{quoted[: WIDTH - 1]}…"
+
+
+def _summary(tried: Sequence[TriedCompletion], reports: Sequence[ScorerReport]) -> list[str]:
+    totals = [one.reward.total for one in tried if one.reward is not None]
+    mean = f"mean reward {sum(totals) / len(totals):.4g}, " if totals else ""
+    lines = [f"{len(tried)} completions: {mean}{len(tried) - len(totals)} failed"]
+    for report in reports:
+        lines.append(
+            f"{report.name}: {report.calls} calls, {report.failed} failed, {report.retries} tried again, "
+            f"{report.respawns} processes killed, {report.mean_s * 1e3:.1f} ms mean, "
+            f"{report.max_s * 1e3:.1f} ms longest"
+        )
+    return lines

@@ -1,0 +1,132 @@
+"""Compare the configuration of a run with the one that it is resumed with, field by field."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import msgspec
+from msgspec import structs
+
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.config.teacher import OF_SERVER
+
+KEPT = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "queue.shards")
+"""Fields and sections that a run keeps from its beginning to its end."""
+FREE = ("model.clock", "model.float32_head", "model.float32_router", "model.gradient_checkpointing", "model.compile")
+"""Fields of these sections that may change all the same."""
+NOT_LEARNING = (
+    "name",
+    "reward",
+    "environment",
+    "rollout",
+    "queue",
+    "evaluation",
+    "checkpoint",
+    "archive",
+    "cluster",
+    "watchdog",
+    "telemetry",
+    "model.clock",
+    "learner.bucket_bytes",
+    "learner.deltas",
+    "learner.transport",
+    "algorithm.teacher.url",
+    *(f"algorithm.teacher.{name}" for name in OF_SERVER),
+)
+"""Fields and sections that the result of an update on a given batch does not depend on."""
+LEARNING = (
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "rollout.engine.routes",
+    "queue.batch_size",
+    "queue.max_lag",
+    "queue.too_old",
+)
+"""Fields of these sections that it depends on all the same."""
+
+
+def fixed_values(config: Config) -> dict[str, object]:
+    """Values that a run keeps, by dotted name: no update on its way can begin to use another one."""
+    values = {name: value for name, value in _placeless(config).items() if _in(name, KEPT) and not _in(name, FREE)}
+    # Trajectories that wait have a teacher's log-probs, or have none.
+    asks = bool(config.algorithm.teacher.url)
+    return values | {"learner.gpus > 0": config.learner.gpus > 0, "teacher at a url": asks}
+
+
+def learning(config: Config) -> dict[str, object]:
+    """Values that the result of an update on a given batch depends on, by dotted name."""
+    values = {
+        name: value for name, value in _placeless(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
+    }
+    # A part of a GPU computes what a whole one does.
+    return values | {"learner.gpus": config.learner.gpus > 0, "queue.segments.prefix": config.queue.prefix}
+
+
+def fields(config: Config) -> dict[str, object]:
+    """Every value of `config` by its dotted name; the kind of a choice is a value too."""
+    return dict(_leaves("", msgspec.to_builtins(config)))
+
+
+def describe_changes(before: Config, after: Config) -> list[str]:
+    """A line for every value that differs: "learner.lr: 0.001 -> 0.0003"."""
+    was, becomes = fields(before), fields(after)
+    names = [name for name in dict.fromkeys((*was, *becomes)) if was.get(name) != becomes.get(name)]
+    return [f"{name}: {_shown(was, name)} -> {_shown(becomes, name)}" for name in names]
+
+
+def moved_paths(before: Config, after: Config) -> dict[str, str]:
+    """Paths of `before` that `after` has at another place under the same name, by dotted name; their values there."""
+    was, becomes = fields(before), fields(after)
+    return {
+        name: value
+        for name, value in becomes.items()
+        if isinstance(value, str) and was.get(name) != value and _name(was.get(name)) == _name(value)
+    }
+
+
+def as_present(recorded: Config, present: Config) -> Config:
+    """A recorded configuration with what no weights depend on as it is at `present`: places, addresses, transport.
+
+    It is `present` where they learn in the same way.
+    """
+    if learning(recorded) == learning(present):
+        return present
+    places = [f"{name}={msgspec.json.encode(place).decode()}" for name, place in moved_paths(recorded, present).items()]
+    config = configfile.change(recorded, places)
+    learner = structs.replace(
+        config.learner,
+        bucket_bytes=present.learner.bucket_bytes,
+        deltas=present.learner.deltas,
+        transport=present.learner.transport,
+    )
+    return structs.replace(config, learner=learner, checkpoint=present.checkpoint, cluster=present.cluster)
+
+
+def _shown(values: dict[str, object], name: str) -> str:
+    return json.dumps(values[name]) if values.get(name) is not None else "none"
+
+
+def _placeless(config: Config) -> dict[str, object]:
+    """Every value by its dotted name, files and folders by their own names alone: a run and they may be moved.
+
+    The content of models and data is compared apart (driver/inputs.py).
+    """
+    return {name: _name(value) for name, value in fields(config).items()}
+
+
+def _name(value: object) -> object:
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _leaves(prefix: str, tree: dict[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(f"{prefix}{name}.", cast("dict[str, object]", value))
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _in(name: str, places: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"{place}.") for place in places)

@@ -1,0 +1,173 @@
+"""Write out the short forms of a configuration file, so that the tree behind it has one shape.
+
+[reward]                              [reward.scorers.reward]
+function = "a:b"              ->      kind = "function"
+                                      function = "a:b"
+
+[task]                                [task]
+data = "rows.jsonl"           ->      kind = "data"
+                                      [task.sources.data]
+                                      data = "rows.jsonl"
+
+[algorithm]                           [algorithm]
+advantage = "grpo"            ->      advantage = { kind = "grpo" }
+filters = ["truncated"]       ->      filters = [{ kind = "truncated" }]
+"""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import NamedTuple, cast, get_args
+
+import msgspec
+from msgspec import inspect
+
+from streamppo.config.convert import Mistake
+from streamppo.config.overrides import Override, Tree
+from streamppo.config.reward import Reward, Scorer
+from streamppo.config.sections import Config
+from streamppo.config.task import DataTask, Source
+
+
+class ShortForm(NamedTuple):
+    """A table whose fields may be those of its only entry: `table` with the entries `entries`, of which one is `name`.
+
+    `own` are the table's own fields, `inner` those of an entry, `kind` the kind of an entry that names none.
+    """
+
+    table: str
+    entries: str
+    name: str
+    own: Sequence[str]
+    inner: Sequence[str]
+    kind: str | None
+
+    @property
+    def path(self) -> str:
+        """The dotted name of the entry."""
+        return f"{self.table}.{self.entries}.{self.name}"
+
+
+def _names(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.encode_name for field in msgspec.structs.fields(kind)]
+
+
+SCORER = ShortForm(
+    "reward",
+    "scorers",
+    "reward",
+    _names(Reward),
+    ["kind", *sorted({name for kind in get_args(Scorer) for name in _names(kind)})],
+    "function",
+)
+SOURCE = ShortForm("task", "sources", "data", ["kind", *_names(DataTask)], _names(Source), None)
+
+
+class ExpandedTree(NamedTuple):
+    """The mistakes that were found, and {dotted name of an entry: the name under which the file has its fields}."""
+
+    mistakes: list[Mistake]
+    short: dict[str, str]
+
+
+def expand(tree: Tree) -> ExpandedTree:
+    """Change `tree` in place. A mistaken field is taken out of it."""
+    shorts, task = [SCORER], _table(tree, "task")
+    if "kind" not in task and task.keys() & {"data", "sources"}:
+        task["kind"] = "data"
+    if task.get("kind") == "data":
+        shorts.append(SOURCE)
+    environment = _table(tree, "environment")
+    if environment and "kind" not in environment:
+        environment["kind"] = "agent" if environment.keys() & {"agent", "command"} else "class"
+    mistakes = [mistake for short in shorts for mistake in _expand(tree, short)]
+    return ExpandedTree(mistakes, {short.path: short.table for short in shorts})
+
+
+def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
+    table = _table(tree, short.table)
+    loose = {name: table.pop(name) for name in list(table) if name not in short.own and _belongs_inside(name, short)}
+    entries = _table(table, short.entries)
+    if loose and entries.keys() - {short.name}:
+        text = f"belongs into the [{short.table}.{short.entries}.NAME] tables, beside which it stands"
+        return [Mistake(f"{short.table}.{name}", text, f"{short.table}.{name}") for name in loose]
+    if loose:
+        kind = {} if short.kind is None else {"kind": short.kind}
+        table[short.entries] = {short.name: kind | _table(entries, short.name) | loose}
+    return []
+
+
+def _belongs_inside(name: str, short: ShortForm) -> bool:
+    """A name that is nearest to one of the table's own is a mistake in that one."""
+    near = get_close_matches(name, [*short.inner, *short.own], n=1, cutoff=0.5)
+    return not near or near[0] in short.inner
+
+
+def _table(tree: Tree, name: str) -> Tree:
+    found = tree.get(name)
+    return cast(Tree, found) if isinstance(found, dict) else {}
+
+
+# --- bare kinds ----------------------------------------------------------------------------------------------
+
+
+def with_kinds(tree: Tree) -> Tree:
+    """`tree` with a table for each choice that is written as the bare name of its kind."""
+    return cast(Tree, _with_kinds((_root(),), tree))
+
+
+def as_kinds(overrides: Sequence[Override]) -> list[Override]:
+    """Overrides that name a bare kind, as those of the field `kind`: the rest of its table stays if it had that kind.
+
+    Example: algorithm.advantage=grpo -> algorithm.advantage.kind=grpo
+    """
+    return [_as_kind(override) for override in overrides]
+
+
+def _as_kind(override: Override) -> Override:
+    nodes: tuple[inspect.Type, ...] = (_root(),)
+    for part in override.name.split("."):
+        nodes = tuple(_inside(nodes, part))
+    if isinstance(override.value, str) and _is_choice(nodes, override.value):
+        return Override(f"{override.name}.kind", override.value)
+    return override._replace(value=_with_kinds(nodes, override.value))
+
+
+@cache
+def _root() -> inspect.Type:
+    return inspect.type_info(Config)
+
+
+def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
+    """`value`, which is of one of the types `nodes`."""
+    if isinstance(value, str) and _is_choice(nodes, value):
+        return {"kind": value}
+    if isinstance(value, list):
+        items = [node.item_type for node in _options(nodes) if isinstance(node, inspect.VarTupleType)]
+        return [_with_kinds(items, item) for item in cast("list[object]", value)]
+    if isinstance(value, dict):
+        table = cast(Tree, value)
+        return {name: _with_kinds(tuple(_inside(nodes, name)), part) for name, part in table.items()}
+    return value
+
+
+def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
+    """True if a table with a kind is meant: of kinds alone any word, beside other values only the name of a kind."""
+    options = list(_options(nodes))
+    tags = [option.tag for option in options if isinstance(option, inspect.StructType) and option.tag_field == "kind"]
+    others = (inspect.StructType, inspect.NoneType)
+    return bool(tags) and (value in tags or all(isinstance(option, others) for option in options))
+
+
+def _inside(nodes: Sequence[inspect.Type], name: str) -> Iterator[inspect.Type]:
+    """The types that `name` may have in a table of one of the types `nodes`."""
+    for node in _options(nodes):
+        if isinstance(node, inspect.StructType):
+            yield from (field.type for field in node.fields if field.encode_name == name)
+        elif isinstance(node, inspect.DictType):
+            yield node.value_type
+
+
+def _options(nodes: Sequence[inspect.Type]) -> Iterator[inspect.Type]:
+    for node in nodes:
+        yield from node.types if isinstance(node, inspect.UnionType) else (node,)

@@ -1,0 +1,130 @@
+"""A run's driver, as other commands see it: is it there, and how is it asked for another number of rollout actors?
+
+RUN                the folder is locked (flock) as long as its driver lives, whatever is deleted in it; the kernel
+                   releases it however the driver ends
+RUN/scale.json     the number of rollout actors that a command asks for
+RUN/scale.taken    the same, while the driver sees to it; gone when it has, and config.toml has the number
+"""
+
+import fcntl
+import os
+import shlex
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from streamppo import durable
+from streamppo.config.base import Positive, Section
+from streamppo.errors import RunError
+
+LOCK_S = 1.0
+"""How long a driver tries to lock: longer than `is_running` has the lock, which it shares."""
+SCALE = "scale.json"
+ACCEPTED = "scale.taken"
+WAIT_S = 60.0
+"""How long `scale` waits for the driver, which looks every half second once its learner has been loaded."""
+POLL_S = 0.1
+
+
+class Scale(Section, frozen=True):
+    """A request to a run."""
+
+    rollouts: Positive
+
+
+@contextmanager
+def driver_lock(folder: Path) -> Generator[None]:
+    """Lock the run in `folder` for its only driver. Raises `RunError` if it has one, or the folder takes no lock.
+
+    Requests to the driver before are forgotten: a run begins with the configuration that it is given.
+    """
+    with _open_folder(folder) as opened:
+        deadline = time.monotonic() + LOCK_S
+        while not _try_lock(folder, opened, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise RunError(f"{folder}: this run is already running, in another process")
+            time.sleep(POLL_S)
+        for request in (folder / SCALE, folder / ACCEPTED):
+            _forget(request)
+        yield
+
+
+def _forget(request: Path) -> None:
+    # A disk that is read-only refuses to delete what is not there.
+    if request.exists():
+        with durable.naming(request, RunError):
+            request.unlink(missing_ok=True)
+
+
+def is_running(folder: Path) -> bool:
+    """Tell if the run has a driver that lives; writes nothing. Raises `RunError` where the file system has no locks."""
+    with _open_folder(folder) as opened:
+        return not _try_lock(folder, opened, fcntl.LOCK_SH)
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Generator[int]:
+    """The folder, opened to be locked: its lock is released when it is closed."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise RunError(f"{folder}: {error.strerror}") from error
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _try_lock(folder: Path, opened: int, kind: int) -> bool:
+    try:
+        fcntl.flock(opened, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise RunError(
+            f"{folder}: {error.strerror}: a run's folder must be on a file system with locks (flock)"
+        ) from error
+    return True
+
+
+def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
+    """Ask the run in `folder` for so many rollout actors, and wait until its driver has answered.
+
+    Raises `RunError` if it has no driver, or none that answers `within_s`.
+    """
+    if not is_running(folder):
+        resume = f"streamppo resume {shlex.quote(str(folder))} rollout.actors={rollouts}"
+        raise RunError(f"{folder}: this run is not running: `{resume}`")
+    with durable.naming(folder / SCALE, RunError):
+        durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
+    deadline = time.monotonic() + within_s
+    while (folder / SCALE).exists() or (folder / ACCEPTED).exists():
+        if not is_running(folder):
+            (folder / SCALE).unlink(missing_ok=True)
+            raise RunError(f"{folder}: the run has ended before it took the number over")
+        if time.monotonic() > deadline:
+            raise RunError(f"{folder}: no answer within {within_s:g} s; the run takes the number over when it can")
+        time.sleep(POLL_S)
+
+
+def accept(folder: Path) -> int | None:
+    """Return the number of rollout actors that a command asks for, None without a request; `answer` comes next.
+
+    Raises `RunError` for a file that `scale` has not written.
+    """
+    try:
+        os.replace(folder / SCALE, folder / ACCEPTED)
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode((folder / ACCEPTED).read_bytes(), type=Scale).rollouts
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RunError(f"{folder / SCALE}: {error}") from error
+
+
+def answer(folder: Path) -> None:
+    """Let the command that asked return: the driver has done what it accepted, or refused it."""
+    (folder / ACCEPTED).unlink(missing_ok=True)

@@ -1,0 +1,56 @@
+"""SIGINT, SIGTERM and SIGHUP: noted whenever they come, raised where the driver looks for them.
+
+An exception out of a signal handler surfaces anywhere: inside an import that swallows it, or inside Ray, which makes
+another exception of it. SIGHUP, of a terminal that is closed, is ignored where the run was started so (`nohup`).
+"""
+
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from streamppo.errors import Interrupted
+from streamppo.telemetry.live.display import PlainLines
+from streamppo.terminal import harmless
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """The first signal is noted; the next one ends the process at once, and local Ray processes die with it.
+
+    `run` is the folder of the run, once there is one; `say` writes a line at once, out of a handler.
+    """
+
+    def __init__(self) -> None:
+        self.run: Path | None = None
+        self.say: Callable[[str], None] = PlainLines().say
+        self._noted: int | None = None
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._signals = SIGNALS[:2] if ignored else SIGNALS
+        self.catch()
+
+    def catch(self) -> None:
+        """Install the handlers: at the start, and again after a library has installed its own."""
+        if self._noted is None:
+            for number in self._signals:
+                signal.signal(number, self._note)
+
+    def check(self) -> None:
+        """Raise `Interrupted` if there was a signal."""
+        if self._noted is not None:
+            raise Interrupted(self._noted)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = number
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A terminal that is closed sends it more than once.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._announce(signal.Signals(number).name)
+
+    def _announce(self, name: str) -> None:
+        """Say at once that the run stops: the driver may look for signals seconds later."""
+        resume = f"; go on with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
+        self.say(f"{name}: stopping, a second signal stops at once{resume}\n")

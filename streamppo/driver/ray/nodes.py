@@ -1,0 +1,112 @@
+"""Proof that every node of a cluster sees the same run: its folder, its model, its data and its plug-ins.
+
+The driver leaves a random text in the run's folder; each rank and rollout actor, before it loads anything, must read
+the same text at the same path. Another disk with a folder of that name would have no checkpoint of the others.
+"""
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+from streamppo import durable
+from streamppo.config.algorithm import CRITICS
+from streamppo.config.reward import FunctionScorer, ModelScorer
+from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.task import DataTask
+from streamppo.config.transport import Folder
+from streamppo.driver.ray import environment
+from streamppo.errors import RunError
+
+TOKEN = "driver.token"
+
+
+class Needs(NamedTuple):
+    """Everything that a process needs of its node: paths, names of plug-ins, and environment variables."""
+
+    folder: str
+    token: str
+    paths: tuple[str, ...]
+    plugins: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+
+
+def needs_of_rank(config: Config, folder: Path) -> Needs:
+    """Leave a text in `folder`, and say what a learner rank needs. Raises `RunError` if the folder takes no file.
+
+    Nodes with disks of their own need not see the folder.
+    """
+    if config.cluster.own_disks:
+        return Needs("", "", _given(config), tuple(config.algorithm.own_functions.values()))
+    token = uuid4().hex
+    with durable.naming(folder / TOKEN, RunError):
+        durable.write(folder / TOKEN, token.encode())
+    return Needs(str(folder), token, _given(config), tuple(config.algorithm.own_functions.values()))
+
+
+def needs_of_rollout(config: Config, rank: Needs) -> Needs:
+    """Say what a rollout actor needs: all that a `rank` does, and prompts and rewards."""
+    scorers, task = config.reward.scorers.values(), config.task
+    sources = task.sources.values() if isinstance(task, DataTask) else ()
+    data = [path for source in sources for path in (source.data, source.evaluation) if path]
+    models = [scorer.path for scorer in scorers if isinstance(scorer, ModelScorer)]
+    plugins = [scorer.function for scorer in scorers if isinstance(scorer, FunctionScorer)]
+    plugins += [name for name in [config.environment.module] if name] if config.environment else []
+    plugins += [config.rollout.limit] if config.rollout.limit else []
+    variables = tuple(sorted(environment.key_variables(config)))
+    paths = rank.paths + _local([*data, *models])
+    return rank._replace(paths=paths, plugins=(*rank.plugins, *plugins), variables=variables)
+
+
+def check_visible(actor: object, needs: Needs) -> None:
+    """Raise `RunError`, with the node's name, if the node of this process lacks anything; run inside an actor."""
+    if missing := lacking(needs):
+        raise RunError(
+            f"node {platform.node()} lacks {'; '.join(missing)}: every node needs the same folders under the same "
+            "paths, and the same installation"
+        )
+
+
+def lacking(needs: Needs) -> list[str]:
+    """Name everything that this process does not find."""
+    missing: list[str] = []
+    token = Path(needs.folder) / TOKEN
+    if not needs.folder:
+        pass
+    elif not token.is_file():
+        missing.append(f"the run's folder {needs.folder}")
+    elif token.read_text() != needs.token:
+        missing.append(f"the run's folder {needs.folder}: another one of that name is there")
+    missing += [path for path in needs.paths if not Path(path).exists()]
+    missing += [f"the plug-in {name}" for name in needs.plugins if not _is_there(name.rpartition(":")[0])]
+    missing += [f"the environment variable {name}" for name in needs.variables if name not in os.environ]
+    return missing
+
+
+def _given(config: Config) -> tuple[str, ...]:
+    """The folders of models and runs that ranks read, and that the run does not make; and that of new weights."""
+    algorithm, way = config.algorithm, config.learner.transport
+    folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
+    folders += [way.path] if isinstance(way, Folder) else []
+    return _local([name for name in folders if name not in ("", BUILTIN, *CRITICS)])
+
+
+def _local(names: Sequence[str]) -> tuple[str, ...]:
+    """Choose the names that are paths on the driver's node; others are names on a hub."""
+    return tuple(
+        str(Path(name).resolve()) if not os.path.isabs(name) else name for name in names if Path(name).exists()
+    )
+
+
+def _is_there(module: str) -> bool:
+    """Tell if a module, or a file on the Python path, is there, without importing it."""
+    if module.endswith(".py"):
+        return any((Path(folder) / module).is_file() for folder in ("", *sys.path))
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

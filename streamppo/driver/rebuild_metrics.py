@@ -1,0 +1,68 @@
+"""Lines of metrics.jsonl that were lost, made again of the archived batches, as far as those tell.
+
+A batch tells its rewards, lengths, tokens and lags. Losses, gradients and times are gone with the line: `streamppo
+replay` computes the first two. Nothing here holds a run back: it is told what cannot be made again.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamppo.config.sections import Config
+from streamppo.errors import JournalError
+from streamppo.queue import resume_checks
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.record import RunRecord
+
+log = logging.getLogger(__name__)
+
+
+def lost_lines(record: RunRecord, folder: Path) -> None:
+    """Write a line for each update up to `record.version` that has none, and say which were lost."""
+    there = metrics_file.recorded_versions(metrics_file.read(folder))
+    lost = [version for version in range(1, int(record.version) + 1) if version not in there]
+    if not lost:
+        return
+    try:
+        journal = Journal.open_run(folder)
+        archive = Archive(folder / "archive", checksums(journal.versions().values()))
+        configs = resume_checks.configs(journal)
+        journal.close()
+    except JournalError as error:
+        log.info("%s: the lines of updates %s are lost: %s", metrics_file.METRICS, _ranges(lost), error)
+        return
+    remade = [version for version in lost if _remake(record, archive, configs, version)]
+    if remade:
+        log.info(
+            "%s: the lines of updates %s were lost, and are made again of their batches, without losses and times",
+            metrics_file.METRICS,
+            _ranges(remade),
+        )
+
+
+def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
+    """Write the line of an update again. False, with a log line, if its batch cannot be read."""
+    # Lines are seldom lost, and these import torch.
+    from streamppo.learner.batch.fetch import lag_histogram
+    from streamppo.learner.batch.padded import pad
+    from streamppo.learner.objective.metrics import describe
+    from streamppo.learner.objective.objective import trained_tokens
+
+    try:
+        batch = pad(archive.batch(version - 1))
+    except JournalError as error:
+        log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
+        return False
+    config = configs[max(one for one in configs if one < version)]
+    record.remade(version, describe(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
+    return True
+
+
+def _ranges(versions: list[int]) -> str:
+    """[1, 3, 4, 5] -> "1, 3 to 5"."""
+    ends = [version for version in versions if version + 1 not in versions]
+    begins = [version for version in versions if version - 1 not in versions]
+    pairs = zip(begins, ends, strict=True)
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in pairs)

@@ -1,0 +1,139 @@
+"""Calls of actors: some are waited for, all others are watched meanwhile.
+
+    under way -> answered             `done` gets the value, inside a later `wait` or `drain`
+              -> its actor has died   `on_death` replaces the actor or raises; `again` asks another actor
+              -> failed               RunError
+              -> forgotten            its actor was given up
+
+`on_tick` is called at least every `TICK_S` while the driver waits.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayActorError, RayError
+
+from streamppo.driver.ray.cluster import death, describe
+from streamppo.errors import RunError
+
+TICK_S = 0.5
+"""How long the driver waits before it looks at everything else."""
+T = TypeVar("T")
+
+
+class RunStage(StrEnum):
+    """The part of a run that a call, or a restart, belongs to."""
+
+    QUEUE = "queue"
+    ROLLOUT = "rollout"
+    LEARNER = "learner"
+    EVALUATION = "evaluation"
+    REPORT = "report"
+    CHECKPOINT = "checkpoint"
+
+
+class WatchedCall(NamedTuple):
+    """A watched call. `name` is its actor or its stage, for messages; `again` asks another actor for the same."""
+
+    stage: RunStage
+    name: str
+    done: Callable[[Any], None]
+    again: Callable[[], ObjectRef[Any]] | None
+
+
+class WatchedCalls:
+    """The calls that are under way.
+
+    `on_death` gets the name of a call whose actor has died, and the error; `on_tick` gets the driver's reason to wait.
+    Either may raise, and so ends the run or the learner.
+    """
+
+    def __init__(self, on_death: Callable[[str, RayActorError], None], on_tick: Callable[[str], None]) -> None:
+        self._on_death = on_death
+        self._on_tick = on_tick
+        self._watched: dict[ObjectRef[Any], WatchedCall] = {}
+        self._progress = time.monotonic()
+
+    def wait(self, refs: Sequence[ObjectRef[T]], doing: str) -> list[T]:
+        """Return the values of `refs`, calls to queue or learner; every watched call goes on being watched.
+
+        Raises `RunError` when a call fails, and everything that `on_death` and `on_tick` raise. `doing` is the reason
+        to wait, for messages.
+        """
+        pending = list(refs)
+        while pending:
+            ready = self._look(doing, pending)
+            pending = [ref for ref in pending if ref not in ready]
+        self.reset_stall()
+        return ray.get(list(refs))
+
+    def watch(
+        self,
+        ref: ObjectRef[T],
+        stage: RunStage,
+        done: Callable[[T], None],
+        *,
+        name: str = "",
+        again: Callable[[], ObjectRef[T]] | None = None,
+    ) -> None:
+        """Call `done` with the value of `ref` during a later `wait`; an error in it ends the run."""
+        self._watched[ref] = WatchedCall(stage, name or stage, done, again)
+
+    def watch_all(self, refs: Sequence[ObjectRef[T]], stage: RunStage) -> None:
+        """Watch calls for their errors alone."""
+        for ref in refs:
+            self.watch(ref, stage, _ignore)
+
+    def drain(self, stage: RunStage) -> None:
+        """Wait until no call of `stage` is watched any more."""
+        while any(watched.stage == stage for watched in self._watched.values()):
+            self._look(stage, [])
+        self.reset_stall()
+
+    def forget(self, stage: RunStage, name: str = "") -> None:
+        """Watch no call of `stage` any more, or only those of the actor `name`."""
+        gone = (stage, name or stage)
+        self._watched = {ref: one for ref, one in self._watched.items() if (one.stage, one.name) != gone}
+
+    def reset_stall(self) -> None:
+        """Count the time of a stall from here."""
+        self._progress = time.monotonic()
+
+    def check_stall(self, limit_s: float, doing: str, explain: Callable[[], str]) -> None:
+        """Raise `RunError`, with what `explain` returns, if nothing has progressed for `limit_s`."""
+        if time.monotonic() - self._progress >= limit_s:
+            raise RunError(f"nothing has progressed for {limit_s:g} s: the driver waits for {doing}; {explain()}")
+
+    def _look(self, doing: str, pending: Sequence[ObjectRef[Any]]) -> list[ObjectRef[Any]]:
+        """Handle every answer that is there, of `pending` and of watched calls; return after `TICK_S` at the latest."""
+        # A watched call may be the very one that is waited for; Ray wants each of them once.
+        ready, _ = ray.wait(list({*pending, *self._watched}), num_returns=1, timeout=TICK_S)
+        for ref in ready:
+            self._handle(ref, doing, pending)
+        self._on_tick(doing)
+        return ready
+
+    def _handle(self, ref: ObjectRef[Any], doing: str, together: Sequence[ObjectRef[Any]]) -> None:
+        watched = self._watched.pop(ref, None)
+        name = watched.name if watched else doing
+        try:
+            value = ray.get(ref)
+        except RayActorError as error:
+            self._on_death(name, error)
+            if watched and watched.again:
+                self._watched[watched.again()] = watched
+            return
+        except RayError as error:
+            if died := death(together):
+                self._on_death(name, died)
+            raise RunError(f"{name}: {describe(error)}") from error
+        if watched:
+            watched.done(value)
+
+
+def _ignore(value: object) -> None:
+    pass

@@ -1,0 +1,213 @@
+"""The learner's attention: the choice of an implementation, and its layout of rows.
+
+B trajectories, L prompt + completion tokens (padded), N tokens of all rows without padding.
+
+padded    [B, L], for sdpa and eager: causal attention keeps padding on the right from every real token
+joined    [1, N], for flash-attn: rows end to end, separated by their bounds; no padding is computed
+shared    [G, W], for sdpa if it is less work than `padded`: the samples of a prompt as one row (prefix_sharing.py)
+
+tree      [G, W] or [1, N], for rows whose tokens are a tree: one line for each root or for each leaf (tree.py)
+
+A context without gradient has a pass of its own before the completions (prefix_kv.py).
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamppo.config.engine import FAMILIES
+from streamppo.config.sections import FLASH, Model
+from streamppo.errors import ModelError
+from streamppo.learner.device import to_device
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
+RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
+"""Newest first; the major compute capabilities on which each has a deterministic backward pass."""
+PROBED = (5, 7)
+"""Lengths of the two rows that `leak` passes together and alone: longer than a convolution's window."""
+LEAK = 1e-3
+"""The largest difference of the two passes that counts as rounding, as a share of the largest entry, in float32."""
+CAP = "attn_logit_softcapping"
+"""transformers' field for a bound on attention scores: flash-attn and eager attention apply it, SDPA does not."""
+
+
+class ContextPass(NamedTuple):
+    """A transformer's arguments for contexts, and `join`: (context keys, completion keys) -> the keys of a row."""
+
+    arguments: dict[str, Tensor | int]
+    join: Callable[[Tensor, Tensor], Tensor]
+
+
+class Reading(NamedTuple):
+    """The layout of rows for a transformer: its arguments, and each token's index in its flattened output.
+
+    `arguments` are on the transformer's device, `place_BL` in the host's memory.
+
+    Indices beyond the end of a row are undefined; -1 is a token of another rank (context_parallel.py).
+    With a `context`, whose pass comes first and without gradient, only the tokens after it have an index. Where a row
+    has branches (tree.py), `source_N` are the indices in the flattened rows of the tokens of the input, -1 for padding;
+    some tokens are there several times.
+    """
+
+    arguments: dict[str, Any]
+    place_BL: Tensor
+    context: ContextPass | None = None
+    source_N: Tensor | None = None
+
+
+Layout = Callable[[Tensor, Tensor, torch.device], Reading]
+"""(inputs_BL, tokens of each row [B], the transformer's device) -> `Reading`; both tensors are in the host's memory."""
+CPU = torch.device("cpu")
+
+
+def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
+    """One row per trajectory, padded to the longest."""
+    place_BL = torch.arange(inputs_BL.numel()).view(inputs_BL.shape)
+    return Reading({"input_ids": to_device(inputs_BL, device)}, place_BL)
+
+
+def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
+    """One sequence without padding; positions restart at every row.
+
+    flash-attn gets the rows' bounds. Every other implementation finds them in the positions and makes a mask of N * N
+    entries: correct but wasteful.
+    """
+    place_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
+    inside_BL = place_BL < width_B[:, None]
+    longest, bounds_32 = int(width_B.max()), to_device(bounds(width_B), device)
+    arguments: dict[str, Tensor | int] = {
+        "input_ids": to_device(inputs_BL[inside_BL][None], device),
+        "position_ids": to_device(place_BL[inside_BL][None], device),
+        "cu_seq_lens_q": bounds_32,
+        "cu_seq_lens_k": bounds_32,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return Reading(arguments, (width_B.cumsum(0) - width_B)[:, None] + place_BL)
+
+
+def bounds(width_B: Tensor) -> Tensor:
+    """[B + 1] in int32: the begin of each row, laid end to end, and the end of the last one."""
+    return torch.nn.functional.pad(width_B.cumsum(0), (1, 0)).int()
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    """A context without transformers' search for packed rows, which would synchronise with the device."""
+    from transformers import masking_utils
+
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looks
+
+
+def layout(implementation: str) -> Layout:
+    """The layout of rows for `implementation`."""
+    return joined if implementation in FLASH else padded
+
+
+def choose(config: Model, device: str) -> str:
+    """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
+
+    SDPA in float32 and on the CPU, and, with a warning, where no flash-attn runs.
+    """
+    if config.attention != "auto":
+        return config.attention
+    if device != "cuda" or config.dtype == "float32":
+        return "sdpa"
+    major, _ = torch.cuda.get_device_capability()
+    for name, capabilities in RUNS_ON.items():
+        if major in capabilities and is_flash_installed(name):
+            return name
+    _warn("no flash-attn that runs on this GPU is installed: the learner uses SDPA, which computes padding too")
+    return "sdpa"
+
+
+def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]") -> str:
+    """`chosen`, or SDPA if `chosen` joins rows and one of `transformers` leaks state between them. A collective.
+
+    `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks. Raises
+    `ModelError` in place of SDPA if the configuration names its attention.
+    """
+    if layout(chosen) is padded:
+        return chosen
+    found = [max((leak(transformer) for transformer in transformers), default=0.0)]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] <= LEAK:
+        return chosen
+    why = (
+        f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {chosen} reads them: "
+        f"its hidden states change by up to {found[0]:.0%}"
+    )
+    if config.attention != "auto":
+        raise ModelError(f'{why}; model.attention = "sdpa" reads every row alone')
+    _warn(f"{why}; the learner uses SDPA, which computes padding too")
+    return "sdpa"
+
+
+def fall_back_to_eager(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
+    """`chosen`, or eager attention if `chosen` is SDPA and a model of `configs` caps its scores, as Gemma 2 does.
+
+    Raises `ModelError` if the configuration names SDPA, which ignores the cap without a warning.
+    """
+    if chosen != "sdpa" or not any(getattr(one.get_text_config(), CAP, None) for one in configs):
+        return chosen
+    why = f"the model caps the scores of its attention ({CAP}), which SDPA leaves out"
+    if config.attention != "auto":
+        raise ModelError(f'{why}: choose model.attention = "auto" or "eager"')
+    _warn(f"{why}: the learner uses eager attention")
+    return "eager"
+
+
+@torch.no_grad()
+def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
+    """Pass two rows `together` and alone; return the largest difference, as a share of the largest hidden state.
+
+    The rows begin with the same token. Attention respects the bounds of rows. Convolutions and recurrent states of
+    hybrid models may not: their state can carry over from one row to the next.
+    """
+    width_B = torch.tensor(PROBED)
+    inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
+    inputs_BL[:, 0] = inputs_BL[0, 0]
+    reading = together(inputs_BL, width_B, CPU)
+    together_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
+    rows = [inputs_BL[row : row + 1, :width] for row, width in enumerate(PROBED)]
+    alone_ND = torch.cat([transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
+    place_N = torch.cat([reading.place_BL[row, :width] for row, width in enumerate(PROBED)])
+    return ((together_ND[place_N] - alone_ND).abs().max() / alone_ND.abs().max()).item()
+
+
+def looks_at_all(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
+    """True for a model of `families` without a sliding window: its state is keys and values, and only masks hide them.
+
+    A sliding window would count tokens of other rows.
+    """
+    return config.model_type in families and not getattr(config, "use_sliding_window", False)
+
+
+def is_flash_installed(name: str) -> bool:
+    """True if the flash-attn `name` can be imported and a GPU is available."""
+    from transformers import utils
+
+    # The oldest supported transformers has no check for the newest flash-attn.
+    return getattr(utils, f"is_flash_attn_{name[-1]}_available", lambda: False)()
+
+
+@cache
+def _warn(text: str) -> None:
+    """Warn once, on rank 0: policy, critic and reference make the same choice on every rank."""
+    if dist.get_rank() == 0:
+        log.warning("%s", text)

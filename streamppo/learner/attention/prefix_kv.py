@@ -1,0 +1,150 @@
+"""The context of completions without gradient: its keys and values are computed first, then the completions.
+
+B trajectories, L prompt + completion tokens (padded), C tokens of a context (padded), G different contexts, S tokens
+with gradient (padded), N tokens of all rows end to end.
+
+A row's context is all tokens before its completion except the last one. That one predicts the completion's first token
+and is computed with the completion, with gradient. For the log-prob or value f of a completion's token, with k_c and
+v_c the keys and values of context token c in a layer,
+
+    attached    df/dw along all paths: the true gradient
+    detached    df/dw with all k_c and v_c constant: without the paths through the hidden states of the context
+
+Both give the same f. A detached context token costs only a forward pass, about a third of forward and backward, and
+keeps only its keys and values for the backward pass.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from streamppo.config.engine import FAMILIES
+from streamppo.errors import ModelError
+from streamppo.learner.attention import attention, layers
+from streamppo.learner.attention.attention import CPU, ContextPass, Reading
+from streamppo.learner.device import to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "context"
+"""The argument of a transformer, and so of its attention modules, with the keys and values."""
+
+
+class PrefixCache:
+    """Keeps every layer's keys and values; takes the place of a transformer's cache."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Keep `keys` and `values`, and return them: the context attends only to itself."""
+        self.layers[layer] = keys, values
+        return keys, values
+
+
+class ContextJoin:
+    """Joins a context's kept keys and values with those of its completions."""
+
+    def __init__(self, kept: PrefixCache, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._kept = kept
+        self._join = join
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values for a layer's attention. A recomputation may call it again."""
+        kept_keys, kept_values = self._kept.layers[layer]
+        return self._join(kept_keys, keys), self._join(kept_values, values)
+
+
+def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
+    """Let `transformers` accept the keys and values of a context. Idempotent.
+
+    Attention modules get them as their cache by a hook inside each layer, because a checkpointed layer does not accept
+    a cache as its argument. Raises `ModelError` for a model with more context state than keys and values.
+    """
+    for transformer in transformers:
+        if not attention.looks_at_all(transformer.config):
+            raise ModelError(
+                f"queue.segments.prefix = 'detached' knows models of {', '.join(FAMILIES)} without a sliding window, "
+                f"and {transformer.name_or_path!r} ({transformer.config.model_type}) is another: choose 'attached'"
+            )
+        for layer in layers.layers_of(transformer):
+            module: Any = layer.self_attn
+            if _hand_over not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_hand_over, with_kwargs=True)
+
+
+def _hand_over(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if NAME in named:
+        named["past_key_values"] = named.pop(NAME)
+    return arguments, named
+
+
+def keys_and_values(transformer: Any, context: ContextPass) -> dict[str, ContextJoin]:
+    """Compute a context without gradient; return the argument with its keys and values for the completions' pass."""
+    kept = PrefixCache()
+    with torch.no_grad():
+        transformer(**context.arguments, use_cache=False, **{NAME: kept})
+    return {NAME: ContextJoin(kept, context.join)}
+
+
+def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool) -> Reading:
+    """Rows of [C] and [S] tokens, with a mask of S * (C + S) entries; with `share`, equal contexts are one row.
+
+    The mask hides a context's padding. At least one context token is computed, even if hidden: the pass is a collective
+    of all ranks.
+    """
+    first_B = start_B - 1
+    B, L = inputs_BL.shape
+    C, S = max(1, int(first_B.max())), int((width_B - first_B).max())
+    contexts, row_B = inputs_BL[:, :C], torch.arange(B)
+    is_seen_BC = torch.arange(C) < first_B[:, None]
+    if share:
+        contexts, row_B = contexts.masked_fill(~is_seen_BC, 0).unique(dim=0, return_inverse=True)
+    place_BS = first_B[:, None] + torch.arange(S)
+    inputs_BS = inputs_BL.gather(1, place_BS.clamp(max=L - 1))
+    place_BL = torch.arange(B)[:, None] * S - first_B[:, None] + torch.arange(L)
+    is_seen_BC, row_B = to_device(is_seen_BC, device), to_device(row_B, device)
+    own_BSS = torch.ones(S, S, dtype=torch.bool, device=device).tril_().expand(B, S, S)
+    arguments: dict[str, Tensor | int] = {
+        "input_ids": to_device(inputs_BS, device),
+        "position_ids": to_device(place_BS, device),
+        "attention_mask": torch.cat([is_seen_BC[:, None].expand(B, S, C), own_BSS], 2)[:, None],
+    }
+
+    def join(kept: Tensor, own: Tensor) -> Tensor:
+        return torch.cat([kept[row_B] if share else kept, own], 2)
+
+    return Reading(arguments, place_BL, ContextPass({"input_ids": to_device(contexts, device)}, join))
+
+
+def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
+    """Contexts end to end, then completions end to end; flash-attn gets the bounds of queries and of keys.
+
+    Its causal mask is aligned at the end: a row's last query sees all of the row's keys. An empty context is one hidden
+    token, because flash-attn takes no empty rows.
+    """
+    first_B = start_B - 1
+    contexts = attention.joined(inputs_BL, first_B.clamp(min=1), device)
+    own_B, place_L = width_B - first_B, torch.arange(inputs_BL.shape[1])
+    is_context_BL, inside_BL = place_L < first_B[:, None], place_L < width_B[:, None]
+    is_own_BL = inside_BL & ~is_context_BL
+    begin_B = own_B.cumsum(0) - own_B
+    place_BL = begin_B[:, None] + place_L - first_B[:, None]
+    num_context = int(first_B.clamp(min=1).sum())
+    order_N = to_device(torch.where(is_context_BL, contexts.place_BL, num_context + place_BL)[inside_BL], device)
+    arguments: dict[str, Tensor | int] = {
+        "input_ids": to_device(inputs_BL[is_own_BL][None], device),
+        "position_ids": to_device(place_L.expand(inputs_BL.shape)[is_own_BL][None], device),
+        "cu_seq_lens_q": to_device(attention.bounds(own_B), device),
+        "cu_seq_lens_k": to_device(attention.bounds(width_B), device),
+        "max_length_q": int(own_B.max()),
+        "max_length_k": int(width_B.max()),
+    }
+
+    def join(kept: Tensor, own: Tensor) -> Tensor:
+        return torch.cat([kept, own], 2).index_select(2, order_N)
+
+    return Reading(arguments, place_BL, ContextPass(contexts.arguments, join))

@@ -1,0 +1,139 @@
+"""The samples of a prompt as one row: the prompt and its positions are computed once, forward and backward.
+
+B trajectories, L prompt + completion tokens (padded), G different prompts, W tokens of a prompt and all its completions
+(padded).
+
+    prompt p0 p1 p2, samples a0 a1 and b0 b1 b2:
+
+    row         p0 p1 p2 a0 a1 b0 b1 b2
+    position     0  1  2  3  4  3  4  5
+    b1 sees      x  x  x        x  x          the prompt, and its own completion so far
+
+It pays if prompts are long relative to completions and have many samples. With P prompt tokens and n samples of T
+tokens, it computes P + n T tokens in place of n (P + T), and W * W pairs of tokens in place of n (P + T) * (P + T).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamppo.learner.attention.attention import CPU, LEAK, Reading, leak, looks_at_all, padded
+from streamppo.learner.device import to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WORTH = 0.9
+"""Prompts are shared if that costs at most this share of the padded layout."""
+
+
+class SharingPlan(NamedTuple):
+    """Each trajectory's row [B] and the index of its completion in that row [B]; the tokens of every row [G]."""
+
+    row_B: Tensor
+    begin_B: Tensor
+    width_G: Tensor
+
+
+def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
+    """True if all `transformers` compute samples in one row as they compute them alone. A collective.
+
+    `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
+    """
+    found = [all(_can_share(transformer) for transformer in transformers)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _can_share(transformer: "PreTrainedModel") -> bool:
+    return looks_at_all(transformer.config) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
+
+
+def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> Reading:
+    """Lay out rows, shared or padded by the work of a model of width `hidden`; completions begin at `start_B`."""
+    made = plan(inputs_BL, start_B, width_B)
+    rows, width = len(made.width_G), int(made.width_G.max())
+    if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
+        return padded(inputs_BL, width_B, device)
+    return shared(inputs_BL, start_B, width_B, made, device)
+
+
+def work(rows: int, width: int, hidden: int) -> float:
+    """The work of a layer, in units of its matrix products for one token.
+
+    For a model of width D, a token's products take about 24 D * D operations, and attention over W tokens 4 W D.
+    """
+    return rows * width * (1 + width / (6 * hidden))
+
+
+def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
+    """Put trajectories with the same prompt tokens into one row, in their order."""
+    place_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
+    # No token is -1, so no prompt equals the beginning of a longer one.
+    prompts_BL = inputs_BL.masked_fill(place_L >= start_B[:, None], -1)
+    row_B = number(prompts_BL)
+    order_B = row_B.argsort(stable=True)
+    completion_B = (width_B - start_B)[order_B]
+    before_B = completion_B.cumsum(0) - completion_B
+    count_G = row_B.bincount()
+    first_G = count_G.cumsum(0) - count_G
+    in_row_B = before_B - before_B[first_G][row_B[order_B]]
+    begin_B = torch.empty_like(start_B)
+    begin_B[order_B] = start_B[order_B] + in_row_B
+    last_G = order_B[first_G + count_G - 1]
+    return SharingPlan(row_B, begin_B, begin_B[last_G] + (width_B - start_B)[last_G])
+
+
+def number(rows_BL: Tensor) -> Tensor:
+    """[B] numbers of the rows of integers, from 0 on; equal rows have equal numbers."""
+    # torch's `unique` of rows compares them one by one. This hash, a sum with odd factors, is checked for collisions.
+    factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
+    _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
+    place_B = torch.arange(len(rows_BL), device=rows_BL.device)
+    last_G = place_B.new_zeros(len(rows_BL)).scatter_reduce_(0, number_B, place_B, "amax")
+    if torch.equal(rows_BL, rows_BL[last_G[number_B]]):
+        return number_B
+    return rows_BL.unique(dim=0, return_inverse=True)[1]
+
+
+def shared(
+    inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: SharingPlan, device: torch.device = CPU
+) -> Reading:
+    """Lay out one row for each prompt by the plan `made`. Only padding sees padding; it sees the prompt too."""
+    G, W = len(made.width_G), int(made.width_G.max())
+    position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
+    is_prompt_BL = position_BL < start_B[:, None]
+    inside_BL = position_BL < width_B[:, None]
+    in_row_BL = torch.where(is_prompt_BL, position_BL, made.begin_B[:, None] + position_BL - start_B[:, None])
+    place_BL = made.row_B[:, None] * W + in_row_BL
+    # Samples of a prompt write equal tokens to the prompt's indices.
+    place_N, prompt = place_BL[inside_BL], len(inputs_BL)
+    branch_BL = torch.arange(prompt)[:, None].masked_fill(is_prompt_BL, prompt)
+
+    def laid_out(column_BL: Tensor, padding: int) -> Tensor:
+        row_N = torch.full((G * W,), padding, dtype=column_BL.dtype)
+        row_N[place_N] = column_BL[inside_BL]
+        return to_device(row_N.view(G, W), device)
+
+    branch_GW = laid_out(branch_BL, -1)
+    sees_GWW = (branch_GW[:, None] == prompt) | (branch_GW[:, None] == branch_GW[:, :, None])
+    arguments: dict[str, Tensor | int] = {
+        "input_ids": laid_out(inputs_BL, 0),
+        "position_ids": laid_out(position_BL, 0),
+        "attention_mask": sees_GWW.tril_()[:, None],
+    }
+    return Reading(arguments, place_BL)
+
+
+def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> Reading:
+    """Rows that share their first token, with an additive mask for any plain attention: hidden tokens are at -inf."""
+    start_B = torch.ones_like(width_B)
+    reading = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
+    sees = reading.arguments["attention_mask"]
+    assert isinstance(sees, Tensor)
+    added = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
+    return reading._replace(arguments={**reading.arguments, "attention_mask": added})

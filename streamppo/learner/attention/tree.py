@@ -1,0 +1,133 @@
+"""Rows whose tokens are a tree (types/branches.py), as lines of a transformer's input.
+
+B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a line (padded), P pieces of all lines.
+
+    row      0  1  2  3  4  5  6  7  8        branches (5, 2) and (8, -1)
+
+    masked   0  1  2  3  4  5  6  7           a tree as one line: a token sees the tokens that it follows, and its
+             8                                position is their number; nothing is computed twice
+
+    paths    0  1  2  3  4                    a line for each token that none follows; it is linear, as any row
+             0  1  2  5  6  7
+             8
+
+SDPA masks a tree where that is less work than its paths: W * W pairs of tokens may be more than those of many short
+paths. Other attention, sliding windows, and models with other state than keys and values compute paths. Both give the
+same scores and gradients. A token's result is taken from the first line that has it; in other lines it is context
+alone.
+"""
+
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamppo.learner.attention.attention import CPU, Layout, Reading, padded
+from streamppo.learner.attention.prefix_sharing import work
+from streamppo.learner.batch.padded import Host
+from streamppo.learner.device import to_device
+from streamppo.types import Ints, branches
+from streamppo.types.branches import Size
+
+
+class TreeSizes(NamedTuple):
+    """The tokens [B] of each row's longest line, and its lines [B]; without `lines_B` the row is one line's tokens."""
+
+    tokens_B: Tensor
+    lines_B: Tensor | None = None
+
+
+class TreeLine(NamedTuple):
+    """One line: the number of its trajectory, and the tokens of that row, in the line's order."""
+
+    row: int
+    tokens: Ints
+
+
+def sizes(host: Host, layout: Layout, hidden: int | None) -> TreeSizes:
+    """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are those of `read`."""
+    width_B = host.start_B + host.length_B
+    if host.branches is None:
+        return TreeSizes(width_B)
+    lengths = [_lengths(*row, hidden) for row in zip(host.branches, width_B.tolist(), strict=True)]
+    if layout is not padded:
+        return TreeSizes(torch.tensor([sum(one) for one in lengths]))
+    return TreeSizes(torch.tensor([max(one) for one in lengths]), torch.tensor([len(one) for one in lengths]))
+
+
+def _lengths(column: bytes, width: int, hidden: int | None) -> list[int]:
+    """The tokens of each of a row's lines."""
+    found = branches.sizes(column, width)
+    return [length for one in found for length in ([one.tokens] if _is_masked(one, hidden) else one.paths)]
+
+
+def _is_masked(tree: Size, hidden: int | None) -> bool:
+    """True if a tree may be masked, and is less work so than its paths; a single path is as it is."""
+    return (
+        hidden is not None
+        and len(tree.paths) > 1
+        and work(1, tree.tokens, hidden) <= sum(work(1, path, hidden) for path in tree.paths)
+    )
+
+
+def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> Reading:
+    """Lay out the rows of `host`, which has branches. Trees may be masked for a model of width `hidden`, if not None.
+
+    Paths alone are in `layout`, which is `padded` where trees may be masked.
+    """
+    assert host.branches is not None
+    lines, masked = _lines(host.branches, (host.start_B + host.length_B).tolist(), hidden)
+    width_G = torch.tensor([len(one.tokens) for one in lines])
+    B, L = host.inputs_BL.shape
+    source_GW = torch.full((len(lines), int(width_G.max())), -1)
+    for line, source_W in zip(lines, source_GW.numpy(), strict=True):
+        source_W[: len(line.tokens)] = line.tokens + line.row * L
+    inputs_GW = host.inputs_BL.flatten()[source_GW.clamp(min=0)].masked_fill_(source_GW < 0, 0)
+    made = _masked(inputs_GW, host.branches, lines, device) if masked else layout(inputs_GW, width_G, device)
+    place_N = torch.zeros(B * L, dtype=torch.long)
+    is_token_GW = source_GW >= 0
+    source_N = torch.full((made.arguments["input_ids"].numel(),), -1)
+    source_N[made.place_BL[is_token_GW]] = source_GW[is_token_GW]
+    # The first line that has a token comes last, and stays.
+    for number, line in reversed(list(enumerate(lines))):
+        place_N[torch.from_numpy(line.tokens).long() + line.row * L] = made.place_BL[number, : len(line.tokens)]
+    return made._replace(place_BL=place_N.view(B, L), source_N=source_N)
+
+
+def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[TreeLine], bool]:
+    """The lines of all rows, and whether one of them is more than a path."""
+    lines, masked = list[TreeLine](), False
+    for row, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        paths = branches.paths(column, width)
+        for tree, size in zip(branches.trees(column, width), branches.sizes(column, width), strict=True):
+            is_masked = _is_masked(size, hidden)
+            own = [tree] if is_masked else [path for path in paths if path[0] == tree[0]]
+            lines += [TreeLine(row, tokens) for tokens in own]
+            masked |= is_masked
+    return lines, masked
+
+
+def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[TreeLine], device: torch.device) -> Reading:
+    """Lines by a mask: positions are depths, and a token sees itself and those that it follows; padding sees all."""
+    G, W = inputs_GW.shape
+    position_GW, piece_GW = np.zeros((G, W), np.int64), np.zeros((G, W), np.int64)
+    sees, count = [np.ones((1, W), np.bool_)], 1
+    for row, own in groupby(enumerate(lines), key=lambda one: one[1].row):
+        some = list(own)
+        width = 1 + max(int(line.tokens[-1]) for _, line in some)
+        depth, piece, sees_row = branches.depths(columns[row], width), *branches.seen(columns[row], width)
+        for number, (_, tokens) in some:
+            numbers, piece_W = np.unique(piece[tokens], return_inverse=True)
+            position_GW[number, : len(tokens)], piece_GW[number, : len(tokens)] = depth[tokens], piece_W + count
+            sees.append(np.zeros((len(numbers), W), np.bool_))
+            sees[-1][:, : len(tokens)] = sees_row[numbers][:, tokens]
+            count += len(numbers)
+    sees_PW, piece_GW = to_device(torch.from_numpy(np.concatenate(sees)), device), torch.from_numpy(piece_GW)
+    arguments: dict[str, Tensor | int] = {
+        "input_ids": to_device(inputs_GW, device),
+        "position_ids": to_device(torch.from_numpy(position_GW), device),
+        "attention_mask": sees_PW[to_device(piece_GW, device)].tril_()[:, None],
+    }
+    return Reading(arguments, torch.arange(G * W).view(G, W))

@@ -1,0 +1,103 @@
+"""Prefetch of batches: fetched and padded in a thread, during the update before them.
+
+With several ranks, each fetches the outline of a batch, finds its own rows, and fetches only their tokens.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import ray
+from ray.actor import ActorProxy
+from ray.exceptions import ObjectLostError
+
+from streamppo import process
+from streamppo.errors import JournalError
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.queue.batch_source import BatchSource
+from streamppo.queue.store import batch_parts
+from streamppo.types import Batch, Outline, Tokens, decode
+
+RETRY_S = 0.5
+"""Seconds between retries to fetch a batch whose owner has died."""
+
+OwnRows: TypeAlias = Callable[[PaddedBatch], list[int]]
+"""A batch without tokens -> the rows whose tokens this rank reads."""
+
+
+class FetchedBatch(NamedTuple):
+    """A batch, its number of tokens by lag, and the seconds of its fetch."""
+
+    batch: PaddedBatch
+    lags: dict[int, int]
+    fetch_s: float
+
+
+class Fetcher:
+    """Fetches at most one batch ahead: `start` begins the fetch, `result` waits for it."""
+
+    def __init__(self, source: ActorProxy[BatchSource]) -> None:
+        self._source = source
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
+        self._under_way: Future[FetchedBatch | None] = Future()
+
+    def start(self, version: int, own_rows: OwnRows | None) -> None:
+        """Start to fetch the batch of the update that starts at `version`; without `own_rows`, with all tokens."""
+        self._under_way = self._thread.submit(self._fetch, version, own_rows)
+
+    def result(self) -> FetchedBatch | None:
+        """Wait for the batch of the last `start`; None if the run was stopped."""
+        return self._under_way.result()
+
+    def of_archive(self, run: str) -> Iterator[PaddedBatch]:
+        """The batches of another run, in the order of its updates.
+
+        Raises `JournalError` if it has no archived batch, or if it is damaged.
+        """
+        versions = ray.get(self._source.archived_versions.remote(run))
+        if not versions:
+            raise JournalError(f"{run}: no archived batch to teach the critic")
+        for version in versions:
+            yield pad(decode(ray.get(self._source.archived_batch.remote(run, version)), Batch))
+
+    def _fetch(self, version: int, own_rows: OwnRows | None) -> FetchedBatch | None:
+        begin = time.perf_counter()
+        taken = self._retry(version, own_rows)
+        process.add("fetch", time.perf_counter() - begin)
+        if taken is None:
+            return None
+        batch = pad(taken)
+        return FetchedBatch(batch, lag_histogram(batch), time.perf_counter() - begin)
+
+    def _retry(self, version: int, own_rows: OwnRows | None) -> Batch | None:
+        while True:
+            try:
+                return self._fetch_whole(version) if own_rows is None else self._fetch_own_rows(version, own_rows)
+            except ObjectLostError:
+                # The queue died with the object; the restarted queue has the same batch.
+                time.sleep(RETRY_S)
+
+    def _fetch_whole(self, version: int) -> Batch | None:
+        found = ray.get(self._source.take.remote(version))
+        return None if found is None else batch_parts.merge([decode(one.data, Batch) for one in ray.get(found)])
+
+    def _fetch_own_rows(self, version: int, own_rows: OwnRows) -> Batch | None:
+        """The batch with the tokens of this rank's rows; None if the run was stopped."""
+        if (found := ray.get(self._source.outline.remote(version))) is None:
+            return None
+        outline = batch_parts.merge_outlines([decode(one.data, Outline) for one in ray.get(found)])
+        rows = own_rows(pad(batch_parts.join(outline, [])))
+        asked = np.array(rows, dtype="<i4").tobytes()
+        if (found := ray.get(self._source.tokens.remote(version, asked))) is None:
+            return None
+        return batch_parts.join(
+            outline, [one for part in ray.get(found) for one in decode(part.data, tuple[Tokens, ...])]
+        )
+
+
+def lag_histogram(batch: PaddedBatch) -> dict[int, int]:
+    """The number of sampled tokens of a batch by lag, in versions."""
+    lags, counts = batch.lag_BT[batch.mask_BT].unique(return_counts=True)
+    return dict(zip(lags.tolist(), counts.tolist(), strict=True))

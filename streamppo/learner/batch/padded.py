@@ -1,0 +1,313 @@
+"""From a batch of trajectories to tensors, and from tensors to micro-batches. Pure: no Ray, no group.
+
+B trajectories, L prompt + completion tokens (padded), T completion tokens (padded). Rows are padded on the right: with
+causal attention no real token ever sees padding, so no attention mask is needed.
+"""
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamppo.algorithms.candidates import Candidates
+from streamppo.algorithms.masked import on_last_token
+from streamppo.learner.device import to_device
+from streamppo.process import phase
+from streamppo.types import Batch, Trajectory, flags, floats, ints, routes
+
+MUCH = 1 / 16
+"""Padding of a micro-batch, as a share of its budget, above which it takes no row of at most half of its width."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The columns that lay out passes, in the host's memory: reading them does not wait for a GPU.
+
+    Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
+
+    `expert` is the largest expert number in the routes of the whole batch, -1 without routes. `widths` are the lengths
+    in tokens of a selection's longest completion and of its longest row. `branches` are those of each row, None if none
+    has any.
+    """
+
+    inputs_BL: Tensor
+    start_B: Tensor
+    length_B: Tensor
+    expert: int = -1
+    widths: tuple[int, int] = (0, 0)
+    branches: tuple[bytes, ...] | None = None
+
+    def select(self, rows: Tensor) -> "Host":
+        """The trajectories at `rows`, cut to the longest one."""
+        start_B, length_B = self.start_B[rows], self.length_B[rows]
+        widths = int(length_B.max()), int((start_B + length_B).max())
+        branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
+        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.expert, widths, branches)
+
+
+class PaddedBatch(NamedTuple):
+    """One batch as tensors, each row padded on the right to the longest.
+
+    `mask_BT` are the tokens that the policy sampled, `fresh_BT` those within max_lag. `lag_BT` is the batch's version
+    minus the token's. `rewards_BT` sums to `reward_B`; `components_B` are its components by name, float64, NaN for a
+    trajectory without the component. `start_B` and `length_B` are the lengths of prompt and completion in tokens.
+    `truncated_B`: the completion was truncated. `cut_B`: another segment follows. `prefix_B` is the number of tokens in
+    earlier segments, which count as the prompt's. `candidates` [B, T] is None unless tokens were sampled with top-p or
+    top-k. `teacher_logprobs_BT` is None unless a teacher's server gave some, and NaN for a trajectory without them.
+    `routes_BLE` are the engine's experts for each token, layer by layer, -1 where unknown. `branches` make a tree of
+    each row's tokens, if any has branches. `host` has the columns that lay out passes, for a batch on a GPU.
+    """
+
+    version: int
+    inputs_BL: Tensor
+    start_B: Tensor
+    length_B: Tensor
+    mask_BT: Tensor
+    fresh_BT: Tensor
+    lag_BT: Tensor
+    behavior_logprobs_BT: Tensor
+    reward_B: Tensor
+    rewards_BT: Tensor
+    truncated_B: Tensor
+    cut_B: Tensor
+    prefix_B: Tensor
+    prompt_B: Tensor
+    components_B: Mapping[str, Tensor]
+    candidates: Candidates | None = None
+    teacher_logprobs_BT: Tensor | None = None
+    routes_BLE: Tensor | None = None
+    branches: tuple[bytes, ...] | None = None
+    host: Host | None = None
+
+    @property
+    def on_host(self) -> Host:
+        """The columns that lay out passes."""
+        if self.host is not None:
+            return self.host
+        return Host(self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu(), branches=self.branches)
+
+    @property
+    def largest_expert(self) -> int:
+        """An upper bound of the expert numbers in the routes; -1 without routes."""
+        if self.host is not None:
+            return self.host.expert
+        return -1 if self.routes_BLE is None else int(self.routes_BLE.max())
+
+    def to(self, device: torch.device) -> "PaddedBatch":
+        """The same batch on `device`."""
+        candidates = None if self.candidates is None else self.candidates.to(device)
+        components_B = {name: tensor.to(device) for name, tensor in self.components_B.items()}
+        moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        host = None if device.type == "cpu" else replace(self.on_host, expert=self.largest_expert)
+        return self._replace(**moved, components_B=components_B, candidates=candidates, host=host)
+
+    def select(self, rows: Tensor) -> "PaddedBatch":
+        """The trajectories at `rows` (a CPU tensor), cut to the longest one."""
+        host = self.on_host.select(rows)
+        (width_T, width_L), here = host.widths, to_device(rows, self.start_B.device)
+        picked = {name: tensor[here] for name, tensor in self._tensors().items()}
+        for name, tensor in picked.items():
+            if tensor.dim() > 1:
+                picked[name] = tensor[:, : width_L if name.endswith(("L", "LE")) else width_T]
+        candidates = None if self.candidates is None else self.candidates.at((here, slice(width_T)))
+        return self._replace(**picked, candidates=candidates, branches=host.branches, host=self.host and host)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+
+@phase("pack")
+def pad(batch: Batch) -> PaddedBatch:
+    """A whole batch as right-padded CPU tensors."""
+    trajectories = batch.trajectories
+    start_B = torch.tensor([len(one.prompt_tokens) // 4 for one in trajectories])
+    length_B = torch.tensor([one.num_tokens for one in trajectories])
+    mask_BT = _pad_column(flags(b"".join(one.mask for one in trajectories)), length_B, 0)
+    versions_BT = _pad_column(ints(b"".join(one.versions for one in trajectories)), length_B, batch.version).long()
+    inputs = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
+    reward_B = torch.tensor([one.reward for one in trajectories], dtype=torch.float32)
+    return PaddedBatch(
+        version=batch.version,
+        inputs_BL=_pad_column(inputs, start_B + length_B, 0).long(),
+        start_B=start_B,
+        length_B=length_B,
+        mask_BT=mask_BT,
+        fresh_BT=mask_BT & (versions_BT >= batch.min_version),
+        lag_BT=batch.version - versions_BT,
+        behavior_logprobs_BT=_pad_column(floats(b"".join(one.logprobs for one in trajectories)), length_B, 0),
+        reward_B=reward_B,
+        rewards_BT=_rewards(trajectories, reward_B, mask_BT),
+        truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
+        cut_B=torch.tensor([one.finish == "cut" for one in trajectories]),
+        prefix_B=torch.tensor([one.prefix for one in trajectories]),
+        prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
+        components_B=_components(trajectories),
+        candidates=_candidates(trajectories, length_B),
+        teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
+        routes_BLE=_routes(trajectories, start_B + length_B),
+        branches=_some([one.branches for one in trajectories]),
+    )
+
+
+def _some(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
+    """The columns, or None if none of them has anything."""
+    return tuple(columns) if any(columns) else None
+
+
+def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | None:
+    """The experts of every token but each row's last; -1 where the engine reports none."""
+    if not any(one.routes for one in trajectories):
+        return None
+    widths = width_B.tolist()
+    given = [routes(one.routes).reshape(width - 1, -1) for one, width in zip(trajectories, widths, strict=True)]
+    padded_BLE = np.full((len(given), int(width_B.max()), max(one.shape[1] for one in given)), -1, np.int16)
+    for row, found in zip(padded_BLE, given, strict=True):
+        row[: len(found), : found.shape[1]] = found
+    return torch.from_numpy(padded_BLE)
+
+
+def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:
+    """The log-probs of a teacher's server; NaN for a trajectory without them."""
+    if not any(one.teacher_logprobs for one in trajectories):
+        return None
+    given = [one.teacher_logprobs or np.full(one.num_tokens, np.nan, "<f4").tobytes() for one in trajectories]
+    return _pad_column(floats(b"".join(given)), length_B, 0)
+
+
+def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candidates | None:
+    """The candidates of all tokens; a trajectory without any has the whole vocabulary."""
+    if not any(one.candidate_counts for one in trajectories):
+        return None
+    joined = b"".join(one.candidate_counts or bytes(4 * one.num_tokens) for one in trajectories)
+    # Rows of other ranks have candidate counts but no candidate ids.
+    here = np.repeat([bool(one.candidates) for one in trajectories], length_B.numpy())
+    counts = ints(joined).astype(np.int64)
+    held = counts * here
+    return Candidates(
+        tokens_M=torch.from_numpy(np.concatenate([ints(one.candidates) for one in trajectories])),
+        starts=_pad_column(np.cumsum(held) - held, length_B, 0),
+        counts=_pad_column(counts, length_B, 0),
+    )
+
+
+def _rewards(trajectories: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """A trajectory's own token rewards, or its reward on the last token that the policy sampled."""
+    rewards_BT = on_last_token(reward_B, mask_BT)
+    for row, trajectory in enumerate(trajectories):
+        if trajectory.token_rewards:
+            rewards_BT[row, : trajectory.num_tokens] = torch.from_numpy(floats(trajectory.token_rewards).copy())
+    return rewards_BT
+
+
+def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
+    rows = {name: [trajectory.components.get(name, math.nan) for trajectory in trajectories] for name in names}
+    return {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
+
+
+def _pad_column(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
+    """Split a flat column of all rows end to end into rows, padded on the right with `value`."""
+    lengths = length_B.numpy()
+    padded = np.full((len(lengths), lengths.max()), value, dtype=joined.dtype)
+    padded[np.arange(lengths.max()) < lengths[:, None]] = joined
+    return torch.from_numpy(padded)
+
+
+def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
+    """The entries of all completions end to end, as a bytes column of float32."""
+    valid_BT = torch.arange(column_BT.shape[1], device=column_BT.device) < length_B[:, None]
+    return column_BT[valid_BT].cpu().numpy().astype("<f4").tobytes()
+
+
+def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
+    """The order of rows in an epoch: a function of these numbers alone, equal in every process and Python version.
+
+    The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
+    """
+    digest = hashlib.blake2b(f"{seed} {version} {epoch}".encode(), digest_size=8).digest()
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+
+
+def micro_batches(
+    rows: Tensor,
+    tokens_B: Tensor,
+    budget: int,
+    ranks: int,
+    *,
+    padded: bool = True,
+    work: Callable[[int], float] = float,
+    lines_B: Tensor | None = None,
+) -> list[list[Tensor]]:
+    """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
+
+    If rows are `padded`, each counts the tokens of its micro-batch's longest row. `work` is the cost of a row by its
+    number of tokens, by default that number. A row may be several lines, `lines_B`, of at most `tokens_B` tokens.
+
+    Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
+    Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
+    one row. A row longer than the budget gets a micro-batch of its own. Under a heavy tail of lengths, padding would be
+    most of the work, so short rows get micro-batches apart from long ones.
+    """
+    by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
+    lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
+    dealt = [by_length] if ranks == 1 else _dealt(by_length, tokens_B, lines_B, ranks, work)
+    shares = [
+        _split_padded(mine, tokens_B[mine].tolist(), lines_B[mine].tolist(), budget)
+        if padded
+        else _split_joined(mine, tokens_B[mine].tolist(), budget)
+        for mine in dealt
+    ]
+    most = max(map(len, shares))
+    return [share + [by_length[:0]] * (most - len(share)) for share in shares]
+
+
+def _dealt(
+    by_length: Tensor, tokens_B: Tensor, lines_B: Tensor, ranks: int, work: Callable[[int], float]
+) -> list[Tensor]:
+    """The rows of each rank: each row, in order, goes to the rank with the least work so far."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    rows = zip(by_length.tolist(), tokens_B[by_length].tolist(), lines_B[by_length].tolist(), strict=True)
+    for row, tokens, lines in rows:
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(row)
+        loads[lightest] += lines * work(tokens)
+    return [torch.tensor(some, dtype=torch.long) for some in dealt]
+
+
+def _split_padded(rows: Tensor, tokens: list[int], lines: list[int], budget: int) -> list[Tensor]:
+    """Rows are longest first, so the first row of a micro-batch is its width.
+
+    A row begins another micro-batch if it is at most half of the width, and padding would exceed `MUCH` of the budget.
+    """
+    pieces: list[Tensor] = []
+    start = 0
+    while start < len(tokens):
+        width, end, padding, used = tokens[start], start, 0, 0
+        while end < len(tokens):
+            used += lines[end]
+            padding += (width - tokens[end]) * lines[end]
+            is_much = padding > MUCH * budget and 2 * tokens[end] <= width
+            if end > start and (is_much or used * width > budget):
+                break
+            end += 1
+        pieces.append(rows[start:end])
+        start = end
+    return pieces
+
+
+def _split_joined(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
+    pieces: list[Tensor] = []
+    start = 0
+    while start < len(tokens):
+        count = max(1, bisect_right(list(accumulate(tokens[start:])), budget))
+        pieces.append(rows[start : start + count])
+        start += count
+    return pieces

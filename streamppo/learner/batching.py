@@ -1,0 +1,61 @@
+"""The division of a batch into minibatches, one per step, and of a minibatch into each rank's micro-batches.
+
+It depends on seed, version, epoch, lengths and branches of rows, and idle rows (idle_rows.py). So a rank can find its
+rows before it fetches their tokens.
+
+B trajectories of the batch.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.config.sections import Config
+from streamppo.learner.attention.prefix_sharing import work
+from streamppo.learner.batch.padded import micro_batches, row_order
+from streamppo.learner.objective.idle_rows import IdleRows
+from streamppo.learner.objective.objective import Epoch
+
+
+class Division(NamedTuple):
+    """The division for `rank` of `ranks`, for a model of width `hidden`; `is_padded` if its layout pads rows."""
+
+    config: Config
+    rank: int
+    ranks: int
+    hidden: int
+    is_padded: bool
+
+    def minibatches(self, num_rows: int, version: int, epoch: Epoch) -> tuple[Tensor, ...]:
+        """Split the rows by seed, version and epoch alone; a single minibatch keeps the batch's order."""
+        if epoch.minibatches == 1:
+            return (torch.arange(num_rows),)
+        return row_order(num_rows, self.config.seed, version, epoch.number).chunk(epoch.minibatches)
+
+    def micro_batches(self, tokens_B: Tensor, rows: Tensor, lines_B: Tensor | None = None) -> list[Tensor]:
+        """This rank's micro-batches of `rows`; every rank has the same number of them, and some may be empty.
+
+        A row with branches is several lines, `lines_B`, of at most `tokens_B` tokens.
+        """
+        budget = self.config.learner.micro_batch_tokens
+        cost = partial(work, 1, hidden=self.hidden) if self.ranks > 1 else float
+        is_padded, ranks = self.is_padded, self.ranks
+        made = micro_batches(rows, tokens_B, budget, ranks, padded=is_padded, work=cost, lines_B=lines_B)
+        return made[self.rank]
+
+    def own_rows(
+        self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch], chosen: IdleRows, lines_B: Tensor | None = None
+    ) -> list[int]:
+        """The rows whose tokens this rank reads in an update: the rows of its passes, and the `STAND_IN`."""
+        num_rows = len(tokens_B)
+        passes = [chosen.scored_B.nonzero()[:, 0]]
+        passes += [chosen.select(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
+        pieces = [piece for rows in passes for piece in self.micro_batches(tokens_B, rows, lines_B)]
+        return torch.cat([*pieces, STAND_IN]).unique().tolist()
+
+
+STAND_IN = torch.tensor([0])
+"""The row of an empty micro-batch: its pass is a collective, and its result is not used."""

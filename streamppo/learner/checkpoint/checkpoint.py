@@ -1,0 +1,312 @@
+"""Checkpoints by torch.distributed.checkpoint: written aside, flushed, renamed; complete only with their manifest.
+
+start             copies all tensors to the CPU; the learner waits only for this copy
+first thread      writes this rank's files, waits until the version is published, adds the manifest, renames the folder
+second thread     copies this rank's files to `checkpoint.remote`, if set; a checkpoint that is completed during a copy
+                  is not copied, unless it is the last one
+
+Nodes may have their own disks: in each folder one leading rank writes the manifest and renames it.
+"""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+from uuid import uuid4
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from streamppo import durable
+from streamppo.config.sections import Checkpoint
+from streamppo.errors import CheckpointError
+from streamppo.learner.checkpoint import distcp, manifest
+from streamppo.learner.checkpoint.distcp import METADATA
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState, DamagedFile
+from streamppo.learner.checkpoint.remote import CheckpointStore, Copier
+from streamppo.learner.model.policy import rank_in_copy
+from streamppo.weights.pusher import PushedVersion
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TrainState(NamedTuple):
+    """All tensors of a checkpoint; it has `reference` only with `State.reference_moved`."""
+
+    policy: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: torch.nn.Module | None
+
+
+class Saver:
+    """Writes checkpoints concurrently with training, one at a time: memory holds at most one copy.
+
+    `group` is for CPU tensors and not shared: its collectives run concurrently with those of the updates.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: Checkpoint) -> None:
+        self._group = group
+        self._config = config
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+        self._copier = Copier(config)
+        self._left: tuple[Path, list[str]] | None = None
+
+    def start(self, folder: Path, state: CheckpointState, trained: TrainState, pushed: "Future[PushedVersion]") -> None:
+        """Start a checkpoint under `folder` once the last one is complete; on return `trained` may change.
+
+        `pushed` is the push of its version, which gives `state` its digest. A collective. Raises `CheckpointError` if
+        the last one could not be written.
+        """
+        self.wait()
+        final = folder / f"{state.version:08d}"
+        if self._is_there(final):
+            return
+        leads = _leads(folder, self._group)
+        # All ranks copy the checkpoint, or none.
+        copies = self._copier.remote is not None and not any(_gather(self._copier.is_busy, self._group))
+        if leads:
+            shutil.rmtree(durable.aside(final), ignore_errors=True)
+        tensors = _tensors(trained, state)
+        written = dcp.async_save(
+            tensors,
+            checkpoint_id=durable.aside(final),
+            process_group=self._group,
+            # With several replicas of the model the first one writes.
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        )
+        assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
+        self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads, copies=copies)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete. Raises `CheckpointError` if the disk refused it."""
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is complete and copied to the address. Raises as `wait` does."""
+        self.wait()
+        self._copier.wait()
+        if self._left is not None and self._copier.remote is not None:
+            self._copy(*self._left)
+            self._copier.wait()
+
+    def check(self) -> None:
+        """Raise the error that `wait` would raise, without waiting."""
+        if self._under_way is not None and self._under_way.done():
+            self._under_way.result()
+
+    def _is_there(self, final: Path) -> bool:
+        """Rank 0's answer on every rank: the ranks may see the rename at different times."""
+        return _from_first_rank(final.exists(), self._group)
+
+    def _complete(
+        self,
+        final: Path,
+        state: CheckpointState,
+        written: "Future[object]",
+        pushed: "Future[PushedVersion]",
+        *,
+        leads: bool,
+        copies: bool,
+    ) -> None:
+        try:
+            written.result()
+        except dcp.api.CheckpointException as error:
+            reasons = [str(failure) for failure, _ in error.failures.values()]
+            raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error
+        aside = durable.aside(final)
+        with durable.naming(final, CheckpointError):
+            own = manifest.seal(aside, f"__{dist.get_rank()}_*")
+            ranks = _gather(own, self._group)
+            if dist.get_rank() == 0:
+                # Wait for the push: a run must never resume from a version that was not published.
+                state = msgspec.structs.replace(state, digest=pushed.result().digest)
+                metadata = (aside / METADATA).read_bytes()
+            else:
+                metadata = b""
+            state, metadata = _from_first_rank((state, metadata), self._group)
+            if leads:
+                # torch.distributed.checkpoint writes it only on rank 0's disk, but every rank reads it.
+                (aside / METADATA).write_bytes(metadata)
+                files = CheckpointFiles(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
+                manifest.write(aside, state, files)
+                durable.settle(final)
+                manifest.drop(final.parent, self._config.keep, self._config.keep_every)
+            if self._copier.remote is not None:
+                # After this the leading ranks have renamed the folder on every disk.
+                dist.barrier(self._group)
+                self._left = final, list(own)
+                if copies:
+                    self._copy(*self._left)
+
+    def _copy(self, final: Path, own: Sequence[str]) -> None:
+        """Start a copy of this rank's files; they are opened first, since `manifest.drop` may delete them meanwhile."""
+        is_first, self._left = dist.get_rank() == 0, None
+        names = [*own, METADATA, manifest.MANIFEST] if is_first else own
+        self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
+
+
+def checkpoint_process_group() -> dist.ProcessGroup:
+    """A new group of all ranks for CPU tensors, for a `Saver`. A collective."""
+    made = dist.new_group(backend="gloo")
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def load_newest(
+    path: Path, trained: TrainState, address: str = "", past: History | None = None
+) -> CheckpointState | None:
+    """Load the checkpoint at `path` in place, or the newest intact one before it. A collective.
+
+    A checkpoint is passed over if a file is damaged or if it is not of the run's `past`; None if all are. Ranks fetch
+    missing files from `address`, if set. Raises the other errors of `load`.
+    """
+    copies = CheckpointStore(address) if address else None
+    here = [found.name for found in manifest.complete(path.parent)]
+    there = _complete_copies(copies) if copies and dist.get_rank() == 0 else []
+    before = [name for name in {path.name, *here, *there} if name <= path.name]
+    for name in _from_first_rank(sorted(before), dist.group.WORLD)[::-1]:
+        one = path.with_name(name)
+        try:
+            return load(one, trained, copies, past)
+        except DamagedFile as error:
+            if _leads(one.parent, dist.group.WORLD) and one.is_dir():
+                manifest.set_aside(one, error)
+    return None
+
+
+def _complete_copies(copies: CheckpointStore) -> list[str]:
+    """The names of the whole copies; none if the address does not answer: a missing file then raises in `load`."""
+    try:
+        return [f"{version:08d}" for version in copies.versions()]
+    except CheckpointError as error:
+        log.info("%s", error)
+        return []
+
+
+def reference_has_moved(path: Path) -> bool:
+    """True if the checkpoint at `path` has a reference, or its manifest is damaged or not here. A collective.
+
+    In the second case an older checkpoint with a reference may be loaded in its place.
+    """
+    try:
+        found = manifest.read(path).state.reference_moved
+    except DamagedFile:
+        found = True
+    return _from_first_rank(found, dist.group.WORLD)
+
+
+def load(
+    path: Path, trained: TrainState, copies: CheckpointStore | None = None, past: History | None = None
+) -> CheckpointState:
+    """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
+
+    A rank fetches missing files from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
+    the checkpoint, or if a rank lacks a file; `Damaged` if a file is damaged, or not of the run's `past`.
+    """
+    parameter = next(trained.policy.parameters())
+    writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()
+    state = _verify(path, writer, copies, past)
+    if state.ranks != dist.get_world_size():
+        raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
+    tensors = _tensors(trained, state)
+    distcp.load(tensors, path)
+    (own,) = tensors["own"].values()
+    moments = {name: {**shards, **own["state"][name]} for name, shards in tensors["optimizer"].items()}
+    optimizer_state = {"state": moments, "param_groups": own["param_groups"]}
+    policy, optimizer, _ = trained
+    # Not strict, because frozen weights are not in a checkpoint; the load above raised for any missing tensor.
+    lenient = StateDictOptions(strict=False)
+    set_state_dict(
+        policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state, options=lenient
+    )
+    torch.set_rng_state(own["rng"]["cpu"])
+    if "cuda" in own["rng"]:
+        torch.cuda.set_rng_state(own["rng"]["cuda"])
+    return state
+
+
+def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: History | None) -> CheckpointState:
+    """Verify on every rank the files that it reads; `shards_of` is the rank that wrote its shards.
+
+    All ranks raise the same error, the first of any rank; a missing file comes before damage.
+    """
+    found: CheckpointState | CheckpointError
+    try:
+        found = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None, past)
+    except CheckpointError as error:
+        found = error
+    errors = [one for one in _gather(found, dist.group.WORLD) if isinstance(one, CheckpointError)]
+    for error in sorted(errors, key=lambda error: isinstance(error, DamagedFile)):
+        raise error
+    assert isinstance(found, CheckpointState)
+    return found
+
+
+def _leads(folder: Path, group: dist.ProcessGroup | None) -> bool:
+    """True on the lowest of the ranks that see the same `folder`. A collective."""
+    rank = dist.get_rank(group)
+    if dist.get_world_size(group) == 1:
+        return True
+    token = _from_first_rank(uuid4().hex, group)
+    marker = folder / f".rank-{rank}"
+    with durable.naming(folder, CheckpointError):
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.write_text(token)
+        dist.barrier(group)
+        lower = [folder / f".rank-{other}" for other in range(rank)]
+        leads = not any(other.exists() and other.read_text() == token for other in lower)
+        dist.barrier(group)
+        marker.unlink()
+    return leads
+
+
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks. A collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _from_first_rank(value: T, group: dist.ProcessGroup | None) -> T:
+    """The value of rank 0. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
+    """The tensors of a checkpoint: the shards, and under this rank's name all that is not sharded.
+
+    Under a common name one rank would write the unsharded values for all. Frozen weights under adapters are left out:
+    they are in the run's first model.
+    """
+    policy, optimizer, reference = trained
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    sharded: dict[str, dict[str, Any]] = {}
+    alike: dict[str, dict[str, Any]] = {}
+    moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
+    # With a working copy moments are stored as FSDP's shards are: either kind of policy reads the other's files.
+    is_whole = getattr(policy, "working_copy", None) is not None
+    for name, moments in moments_of.items():
+        apart = {key for key, value in moments.items() if isinstance(value, DTensor) or (is_whole and key != "step")}
+        sharded[name] = {key: moments[key] for key in apart}
+        alike[name] = {key: value for key, value in moments.items() if key not in apart}
+    rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    own = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
+    still = {name for name, one in policy.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    moving = {name: one for name, one in model_state.items() if name not in still}
+    found: dict[str, Any] = {"policy": moving, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": own}}
+    if reference is not None and state.reference_moved:
+        found["reference"] = {name: one.detach() for name, one in reference.named_parameters()}
+    return found

@@ -1,0 +1,99 @@
+"""Reads untrusted files of torch.distributed.checkpoint: no code from a file runs.
+
+torch itself unpickles `.metadata` and every value that is no tensor. Here `.metadata` may name only torch's metadata
+classes, its files must lie in the checkpoint's folder, and other values are loaded with `weights_only`.
+"""
+
+# torch leaves parts of its signatures untyped.
+# pyright: standard
+
+import io
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from streamppo import durable
+from streamppo.errors import CheckpointError
+
+METADATA = ".metadata"
+"""The file that says which file holds which tensor."""
+PACKAGE = "torch.distributed.checkpoint"
+NAMED = {
+    *(f"{PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"{PACKAGE}.metadata.{name}" for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    f"{PACKAGE}.metadata.BytesStorageMetadata",
+    f"{PACKAGE}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+}
+"""All names that `.metadata` may contain, besides tensor dtypes."""
+
+
+def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
+    """Load the checkpoint at `path` in place; a collective, unless `alone`.
+
+    Raises `CheckpointError` for files that lack a tensor or contain a name that is not allowed.
+    """
+    root = logging.getLogger()
+    root.addFilter(_is_no_fallback)
+    try:
+        dcp.load(  # pyright: ignore[reportPrivateImportUsage]
+            tensors, storage_reader=Reader(path), planner=Planner(), no_dist=alone
+        )
+    except dcp.api.CheckpointException as error:
+        reasons = [str(failure) for failure, _ in error.failures.values()]
+        raise CheckpointError(f"{path}: cannot be loaded: {reasons[0]}") from error
+    finally:
+        root.removeFilter(_is_no_fallback)
+
+
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    """False for torch's traceback, on the root logger, of metadata that cannot be read: the error says it."""
+    return record.module != "state_dict_loader"
+
+
+class Reader(FileSystemReader):
+    """torch's reader, limited to unpickling metadata classes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata. Raises `CheckpointError` for any other pickle, and for files outside the folder."""
+        path = Path(self.path) / METADATA
+        try:
+            with durable.reading(path) as file:
+                found = _Unpickler(file).load()
+            files = {one.relative_path for one in found.storage_data.values()}
+        except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        if not isinstance(found, Metadata) or any(os.path.basename(name) != name for name in files):
+            raise CheckpointError(f"{path}: no metadata of a checkpoint, or they name files elsewhere")
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner, limited to unpickling plain values and tensors."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value that is no tensor."""
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> object:
+        """A metadata class or a tensor dtype."""
+        if f"{module}.{name}" in NAMED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of streamppo does")

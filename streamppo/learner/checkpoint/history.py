@@ -1,0 +1,76 @@
+"""The versions in a run's journal, for loading a version or redoing an update. Needs no torch.
+
+configs    the configuration of every update: a redone update uses its original configuration
+digests    hashes of every version's weights: a checkpoint with another hash is of another run, whatever its name
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from streamppo.config.diff import as_present
+from streamppo.config.sections import Config
+from streamppo.queue import resume_checks
+from streamppo.queue.rules.records import PublishedVersion
+from streamppo.queue.store.journal import Journal
+
+ANY = ""
+"""In place of a digest: a redo of this version may give slightly different weights."""
+
+
+class History(msgspec.Struct, frozen=True):
+    """`configs` by the first version of each, `digests` by version; without digests nothing is compared."""
+
+    configs: dict[int, Config]
+    digests: dict[int, str] = {}
+
+    def at(self, version: int) -> Config:
+        """The configuration of the update that starts at `version`.
+
+        Example: with configurations from versions 0 and 50, version 49 has the first, 50 and 51 the second.
+        """
+        return self.configs[max((one for one in self.configs if one <= version), default=min(self.configs))]
+
+    def refusal(self, version: int, digest: str) -> str:
+        """The reason why weights with this digest are not those of `version`; "" if they are."""
+        if not self.digests:
+            return ""
+        if (known := self.digests.get(version)) is None:
+            return f"of another run: the journal knows no version {version}"
+        if known not in (ANY, digest):
+            return (
+                f"of another run: its weights are {digest[:12]}, and version {version} of the journal has {known[:12]}"
+            )
+        return ""
+
+
+def read_history(run: Path, present: Config) -> History:
+    """The history of the run in the folder `run`, or only the configuration `present` for a new run.
+
+    Raises `JournalError` for a journal that cannot be read.
+    """
+    if not (run / "journal.sqlite").is_file():
+        return History({0: present})
+    journal = Journal.open_run(run)
+    try:
+        recorded, made = resume_checks.configs(journal), journal.versions()
+    finally:
+        journal.close()
+    configs = {version: as_present(config, present) for version, config in recorded.items()}
+    return History(configs or {0: present}, digests(recorded, made))
+
+
+def digests(recorded: Mapping[int, Config], made: Mapping[int, PublishedVersion]) -> dict[int, str]:
+    """The digest of each version; `ANY` where a redo may not give the same weights."""
+    return {version: one.digest if resume_checks.is_exact(recorded, version) else ANY for version, one in made.items()}
+
+
+def encode(history: History) -> bytes:
+    """The history as bytes, for `decode` on a rank."""
+    return msgspec.msgpack.encode(history)
+
+
+def decode(history: bytes) -> History:
+    """The history in these bytes."""
+    return msgspec.msgpack.decode(history, type=History)

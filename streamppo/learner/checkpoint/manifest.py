@@ -1,0 +1,217 @@
+"""Manifests mark complete checkpoints, and have the hashes that verify their files. Needs no torch.
+
+Nodes may have their own disks: each rank hashes and verifies its own files, and a folder may lack the others.
+
+runs/NAME/checkpoints/00000050/        one folder for each version
+    *.distcp  .metadata                torch.distributed.checkpoint: policy or its adapters, critic, optimizer, RNG of
+                                       every rank, and a reference that follows the policy
+    manifest.json                      the rest of the state, and the SHA-256 of each rank's files; written last
+runs/NAME/checkpoints/00000050.damaged a checkpoint that was found damaged
+"""
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import msgspec
+
+from streamppo import durable
+from streamppo.errors import CheckpointError
+
+if TYPE_CHECKING:
+    # It imports Ray, which a search for checkpoints does not need.
+    from streamppo.learner.checkpoint.history import History
+
+MANIFEST = "manifest.json"
+Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
+"""The name of a file in the checkpoint's folder, without a path."""
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of a checkpoint that is no tensor.
+
+    `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
+    pushed weights, known once they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
+    are skipped steps in a row: the policy's, and those of a critic with its own steps. `bonus` is the coefficient and
+    the weight of an adaptive entropy bonus. `reference_moved`: the reference is no longer the run's first model, and is
+    among the tensors. `lag` is an adaptive lag (`algorithms.lag.AdmittedLag`).
+    """
+
+    version: int
+    digest: str
+    ranks: int
+    beta: float
+    bad_steps: tuple[int, int]
+    bonus: tuple[float, float] | None = None
+    reference_moved: bool = False
+    lag: tuple[int, float, int] | None = None
+
+
+class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """SHA-256 of files by name: `shared` files, which all ranks read, and the files of each rank."""
+
+    shared: dict[Name, str]
+    ranks: tuple[dict[Name, str], ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of manifest.json; `check` is the SHA-256 of the rest."""
+
+    state: CheckpointState
+    files: CheckpointFiles
+    check: str
+
+
+class DamagedFile(CheckpointError):
+    """A file is damaged, or of another run."""
+
+
+def seal(folder: Path, pattern: str) -> dict[str, str]:
+    """Flush the files of `folder` that match `pattern`; return the SHA-256 of each."""
+    files = sorted(folder.glob(pattern))
+    for path in files:
+        durable.flush(path)
+    return {path.name: durable.sha256(path) for path in files}
+
+
+def write(folder: Path, state: CheckpointState, files: CheckpointFiles) -> None:
+    """Write and flush the manifest of `folder`, whose other files are already flushed."""
+    manifest = Manifest(state=state, files=files, check=_check(state, files))
+    durable.write(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
+
+
+def read(path: Path, past: "History | None" = None) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises `Damaged`, also if it is not of the run's `past`."""
+    try:
+        with durable.reading(path / MANIFEST) as file:
+            manifest = msgspec.json.decode(file.read(), type=Manifest)
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise DamagedFile(f"{path / MANIFEST}: cannot be read: {error}") from error
+    if manifest.check != _check(manifest.state, manifest.files) or path.name != f"{manifest.state.version:08d}":
+        raise DamagedFile(f"{path / MANIFEST}: damaged: it does not match its own checksum")
+    if past is not None and (reason := past.refusal(manifest.state.version, manifest.state.digest)):
+        raise DamagedFile(f"{path}: {reason}")
+    return manifest
+
+
+def verify(
+    path: Path,
+    rank: int,
+    shards_of: int | None = None,
+    fetch: Callable[[str, str, Path], None] | None = None,
+    past: "History | None" = None,
+) -> CheckpointState:
+    """Verify the files that `rank` reads in the checkpoint at `path`, and return its state.
+
+    They are its own files and those of the rank `shards_of`, which wrote its shards if the model has several replicas.
+    `fetch` (version, name, folder), if given, fetches missing and damaged files. Raises `Damaged`, also if the weights
+    are not of the run's `past`, or `CheckpointError` for a missing file; both name the file.
+    """
+    if fetch is not None and not (path / MANIFEST).is_file():
+        fetch(path.name, MANIFEST, path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: not on the disk of rank {rank}, which reads a part of it")
+    manifest = read(path, past)
+    writers = {rank, rank if shards_of is None else shards_of}
+    read_here = [manifest.files.ranks[writer] for writer in writers if writer < manifest.state.ranks]
+    files = {name: expected for some in (manifest.files.shared, *read_here) for name, expected in some.items()}
+    for name, expected in files.items():
+        defect = _defect(path / name, expected, rank)
+        if defect is not None and fetch is not None:
+            fetch(path.name, name, path)
+            defect = _defect(path / name, expected, rank)
+        if defect is not None:
+            raise defect
+    return manifest.state
+
+
+def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
+    if not file.is_file():
+        return CheckpointError(f"{file}: not on the disk of rank {rank}, which reads it")
+    if durable.sha256(file) != expected:
+        return DamagedFile(f"{file}: damaged (its SHA-256 is not the manifest's)")
+    return None
+
+
+def is_of(path: Path, past: "History | None") -> bool:
+    """True if the manifest of the checkpoint at `path` is whole and of the run's `past`; else the reason is logged."""
+    try:
+        read(path, past)
+    except DamagedFile as error:
+        log.info("%s", error)
+        return False
+    return True
+
+
+def verify_whole(path: Path, past: "History | None" = None) -> CheckpointState:
+    """Verify the files of every rank in the checkpoint at `path`, and return its state.
+
+    Raises `Damaged`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
+    """
+    state = read(path, past).state
+    for rank in range(state.ranks):
+        verify(path, rank)
+    return state
+
+
+def newest(folder: Path, at_most: float = math.inf, past: "History | None" = None) -> Path | None:
+    """The newest checkpoint up to version `at_most` under `folder` with a whole manifest, or None.
+
+    A checkpoint whose manifest is damaged, or not of the run's `past`, is logged and moved aside. Its other files are
+    not verified here: ranks do it.
+    """
+    for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
+        try:
+            read(path, past)
+        except DamagedFile as error:
+            set_aside(path, error)
+        else:
+            return path
+    return None
+
+
+def set_aside(path: Path, reason: object) -> None:
+    """Log a damaged checkpoint, and rename its folder to *.damaged."""
+    damaged = path.with_name(f"{path.name}.damaged")
+    log.info("%s; moved to %s, going on from the checkpoint before it", reason, damaged.name)
+    shutil.rmtree(damaged, ignore_errors=True)
+    path.rename(damaged)
+
+
+def drop(folder: Path, keep: int, keep_every: int) -> None:
+    """Remove all but the newest `keep` checkpoints and those whose version `keep_every` divides."""
+    for path in complete(folder)[:-keep]:
+        if not keep_every or int(path.name) % keep_every:
+            # Rename first: a partly deleted checkpoint must not look complete.
+            path.rename(durable.aside(path))
+    for path in folder.glob(f"*{durable.ASIDE}"):
+        shutil.rmtree(path)
+
+
+def complete(folder: Path) -> list[Path]:
+    """Every complete checkpoint under `folder`, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
+
+
+def seconds_to_write(folder: Path, model: Path) -> float:
+    """The seconds that a checkpoint may take: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
+
+    Without a checkpoint its size is taken as six times the files of `model`: float32 weights and two moments.
+    """
+    written = [_bytes(path) for path in complete(folder)[-1:]] or [6 * _bytes(model)]
+    return 6.0 + written[0] / 1e8
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
+
+
+def _check(state: CheckpointState, files: CheckpointFiles) -> str:
+    return hashlib.sha256(json.dumps(msgspec.to_builtins([state, files]), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,189 @@
+"""Copies of a run's checkpoints at an fsspec address: an object store or a folder. Needs no torch.
+
+checkpoint.remote/NAME-ID/00000050/     the files of a checkpoint, as on disk
+runs/NAME/remote.address                NAME-ID is unique to the run: copies of two runs are never confused; a copied
+                                        folder gets another one (weights/owner.py)
+
+Every rank copies its own files in its own thread and does not wait for other ranks. A copy is whole when the manifest
+and all its files are there, in any order of arrival. A file is verified when it is fetched.
+"""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+import msgspec
+from msgspec import structs
+
+from streamppo.config.sections import Checkpoint, Config
+from streamppo.errors import CheckpointError
+from streamppo.learner.checkpoint import history, manifest
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.checkpoint.manifest import MANIFEST, Manifest
+from streamppo.weights import factory, owner
+from streamppo.weights.store import Store, known_address
+
+log = logging.getLogger(__name__)
+
+
+def address_of(config: Config, folder: Path) -> str:
+    """Claim and return the address of copies of the run in `folder`; "" without `checkpoint.remote`.
+
+    A run without an address there gets a new one, and so does a copied folder, whose address belongs to the original.
+    """
+    if not (under := config.checkpoint.remote.rstrip("/")):
+        return ""
+    found = known_address(folder)
+    if reason := belongs_to(config, folder):
+        log.info("%s: %s", folder, reason)
+    if reason or not found.startswith(f"{under}/"):
+        found = f"{under}/{folder.name}-{uuid4().hex[:8]}"
+        owner.write(folder, found)
+        log.info("copies are at %s", found)
+    try:
+        owner.claim(Store(found), folder)
+    except CheckpointError as error:
+        log.info("%s was not claimed: %s", found, error)
+    return found
+
+
+def belongs_to(config: Config, folder: Path) -> str:
+    """The reason why the address of the run in `folder` belongs to another folder.
+
+    "" if it belongs to this one, or does not answer. The address also belongs to another folder if it has checkpoints
+    that the journal lacks, as after a restored backup of `folder`. Raises `JournalError` for a journal that cannot be
+    read.
+    """
+    if not (address := known_address(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
+        return ""
+    try:
+        there = CheckpointStore(address)
+        if reason := owner.other_owner(there, folder):
+            return reason
+        others = set(there.versions()) - set(there.versions(history.read_history(folder, config)))
+    except CheckpointError as error:
+        log.info("%s", error)
+        return ""
+    return f"{address} has checkpoints of another run, of version {max(others)}" if others else ""
+
+
+def refuse_copy(config: Config, folder: Path) -> None:
+    """Raise `CheckpointError` if nodes read from an address that does not belong to the run's `folder`."""
+    if config.cluster.own_disks and config.checkpoint.remote and (reason := belongs_to(config, folder)):
+        raise CheckpointError(f"{folder}: {reason}; {owner.forget(folder)}")
+
+
+def config_for_actors(config: Config, folder: Path) -> Config:
+    """The configuration for ranks and rollout actors: with the run's own address and folder of weights."""
+    return _with_weight_folder(config, folder, address_of(config, folder))
+
+
+def at_rest(config: Config, folder: Path) -> Config:
+    """The configuration for ranks that publish nothing, as in a replay: no address is claimed, no folder needed."""
+    return factory.without_transport(
+        _with_weight_folder(config, folder, known_address(folder) if config.checkpoint.remote else "")
+    )
+
+
+def _with_weight_folder(config: Config, folder: Path, address: str) -> Config:
+    checkpoint = structs.replace(config.checkpoint, remote=address)
+    return factory.with_run_folder(structs.replace(config, checkpoint=checkpoint), folder)
+
+
+def newest(folder: Path, address: str, at_most: float, past: History | None = None) -> Path | None:
+    """The path under `folder` of the newest checkpoint up to version `at_most`; it may exist only at `address`.
+
+    A checkpoint with a damaged manifest, or not of the run's `past`, is moved aside. Raises `CheckpointError` if
+    `folder` has none and the address does not answer.
+    """
+    here = manifest.newest(folder, at_most, past)
+    try:
+        versions = [one for one in CheckpointStore(address).versions(past) if one <= at_most] if address else []
+    except CheckpointError as error:
+        if here is None:
+            raise
+        log.info("going on from %s: %s", here.name, error)
+        return here
+    if not versions or (here is not None and int(here.name) >= versions[-1]):
+        return here
+    return folder / f"{versions[-1]:08d}"
+
+
+class CheckpointStore(Store):
+    """The copies of a run's checkpoints. Methods raise the errors of `Store`'s methods."""
+
+    def versions(self, past: History | None = None) -> list[int]:
+        """The versions of the whole copies of the run's `past`, in ascending order."""
+        return [version for version in self._versions() if self._is_whole(version, past)]
+
+    def fetch_checkpoint(self, path: Path) -> None:
+        """Fetch all files of the checkpoint `path.name` into `path`, which does not exist yet."""
+        self.fetch_folder(path.name, path)
+
+    def drop(self, config: Checkpoint) -> None:
+        """Delete whole copies beyond `config.keep` and `keep_every`, and partial copies older than a whole one."""
+        listed, whole = self._versions(), self.versions()
+        kept = {*whole[-config.keep :], *(one for one in whole if config.keep_every and one % config.keep_every == 0)}
+        for version in listed:
+            if version not in kept and whole and version < whole[-1]:
+                self.delete(f"{version:08d}")
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _versions(self) -> list[int]:
+        """The versions with at least one file."""
+        return sorted(int(name) for name in self.names() if name.isdigit())
+
+    def _is_whole(self, version: int, past: History | None) -> bool:
+        names = set(self.names(f"{version:08d}"))
+        if MANIFEST not in names:
+            return False
+        try:
+            found = msgspec.json.decode(self.read(f"{version:08d}", MANIFEST), type=Manifest)
+        except (msgspec.MsgspecError, RecursionError):
+            return False
+        if past is not None and (reason := past.refusal(version, found.state.digest)):
+            log.info("%s/%08d: %s", self.address, version, reason)
+            return False
+        files = found.files
+        return names.issuperset(name for some in (files.shared, *files.ranks) for name in some)
+
+
+class Copier:
+    """Copies one rank's checkpoint files to the address in a thread, one checkpoint at a time."""
+
+    def __init__(self, config: Checkpoint) -> None:
+        self.remote = CheckpointStore(config.remote) if config.remote else None
+        self._config = config
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
+        self._under_way: Future[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True during a copy."""
+        return self._under_way is not None and not self._under_way.done()
+
+    def start(self, path: Path, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
+        """Copy the open `files` of the checkpoint at `path`, then close them; `prunes` also calls `Remote.drop`."""
+        if self.remote is not None:
+            self._under_way = self._thread.submit(self._copy, self.remote, path.name, files, prunes=prunes)
+
+    def wait(self) -> None:
+        """Wait until the copy is complete."""
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def _copy(self, remote: CheckpointStore, version: str, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
+        try:
+            remote.put(version, files)
+            if prunes:
+                remote.drop(self._config)
+        except CheckpointError as error:
+            # A store that does not answer must not end the run: the checkpoint is on the disk.
+            log.info("checkpoint %s was not copied: %s", version, error)
+        finally:
+            for file in files.values():
+                file.close()

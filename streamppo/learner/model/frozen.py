@@ -1,0 +1,133 @@
+"""Frozen models on the learner's ranks: the reference of the KL, and the teacher of on-policy distillation.
+
+reference    the run's first model, which stays fixed or moves to the policy at intervals; with adapters it is the
+             policy without them, and no second model is loaded
+teacher      scores the policy's tokens
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from streamppo.config.sections import Config
+from streamppo.errors import ModelError, TaskError
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.model import adapters, load_policy
+from streamppo.learner.model.policy import Part, Policy, PolicyOutput, local
+from streamppo.learner.parallel.context_parallel import Slices
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.weights.models.settings import settings
+
+
+class NoReferenceWeights:
+    """The policy without its adapters: the run's first model, without memory of its own.
+
+    For passes without gradient.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def __call__(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
+        """See `Policy.forward`."""
+        self._count(0.0)
+        try:
+            return self._policy(rows, part)
+        finally:
+            self._count(1.0)
+
+    def _count(self, share: float) -> None:
+        """Set the scale of every adapter to `share` of its own."""
+        from peft.tuners.lora import LoraLayer
+
+        for module in self._policy.lm.modules():
+            if isinstance(module, LoraLayer):
+                module.set_scale(adapters.NAME, share)
+
+
+def load_reference(
+    config: Config, model_path: str, mesh: DeviceMesh, leader: Policy, known: Policy | None, *, has_moved: bool = False
+) -> Policy | NoReferenceWeights | None:
+    """The reference of `config`; `leader` is the policy that trains. A collective. None without a KL.
+
+    Without adapters the reference has weights of its own, which are read only if it is not `known`. They are float32
+    if it follows the policy or `has_moved` (a checkpoint then has its weights), else in the type of computation.
+    """
+    kl, temperature = config.algorithm.kl, config.rollout.temperature
+    if not kl.on:
+        return None
+    if config.model.lora is not None:
+        return NoReferenceWeights(leader)
+    master = has_moved or kl.follow_every > 0
+    if known is not None and master and next(known.lm.parameters()).dtype != torch.float32:
+        known = None
+    made = known or load_policy.load(
+        config.model, model_path, temperature, mesh, offload=kl.offload, master=master, slices=leader.slices
+    )
+    made.temperature, made.float32_head = temperature, config.model.float32_head
+    return made
+
+
+def separate_reference(reference: Policy | NoReferenceWeights | None) -> Policy | None:
+    """The reference if it has weights of its own, else None."""
+    return reference if isinstance(reference, Policy) else None
+
+
+def follow(reference: Policy, leader: Policy, share: float) -> None:
+    """Move every weight of `reference` by `share` of the difference to `leader`, both sharded alike.
+
+        reference += share * (leader - reference)
+
+    TR-DPO, https://arxiv.org/abs/2404.09656, equations 3 (share below 1) and 4 (share = 1: equal to the leader bit for
+    bit). The critic is left out.
+    """
+    # Gathered weights are copies: only a write to the shards lasts.
+    if isinstance(leader, FSDPModule):
+        leader.reshard()
+    theirs = dict(leader.lm.named_parameters())
+    with torch.no_grad():
+        for name, parameter in reference.lm.named_parameters():
+            own, target = local(parameter), local(theirs[name])
+            own.lerp_(target.to(own.device, own.dtype), share)
+
+
+def load_teacher(
+    config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None, slices: Slices
+) -> Policy | None:
+    """Load the teacher of `config`; it is read only if it is not `known`. A collective.
+
+    None without a teacher, and for a teacher at a url: its log-probs come with the trajectories. Rows are split into
+    `slices`.
+
+    Raises `ModelError` if its path has no model, or if it does not have the tokens of the model at `model_path`.
+    """
+    chosen, temperature = config.algorithm.teacher, config.rollout.temperature
+    if not chosen.model:
+        return None
+    if known is None:
+        check_teacher_tokens(chosen.model, model_path)
+        known = load_policy.load(
+            config.model, chosen.model, temperature, mesh, offload=chosen.offload, master=False, slices=slices
+        )
+    known.temperature, known.float32_head = temperature, config.model.float32_head
+    return known
+
+
+def check_teacher_tokens(teacher: str, model_path: str) -> None:
+    """Raise `ModelError` unless every token of the model at `model_path` has the same number in the `teacher`'s."""
+    try:
+        theirs, ours = Tokenizer(teacher).numbers(), Tokenizer(model_path).numbers()
+    except TaskError as error:
+        raise ModelError(f"the teacher {teacher!r} and the policy cannot be compared: {error}") from error
+    strange = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if strange:
+        number = ours[strange[0]]
+        raise ModelError(
+            f"the teacher {teacher!r} must have the policy's tokenizer: token {number}, {strange[0]!r}, is "
+            f"{theirs.get(strange[0], 'unknown')} there ({len(strange)} of {len(ours)} tokens differ)"
+        )
+    sizes = [settings(path).get_text_config().vocab_size for path in (teacher, model_path)]
+    if sizes[0] < sizes[1]:
+        raise ModelError(
+            f"the teacher {teacher!r} has {sizes[0]:,} tokens and the policy {sizes[1]:,}, all of which it may sample"
+        )

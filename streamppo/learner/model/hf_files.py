@@ -1,0 +1,173 @@
+"""Reads models from Hugging Face folders or hub names, in float32, and writes them as Hugging Face folders."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from streamppo import durable
+from streamppo.errors import ModelError
+from streamppo.weights.models import generation
+from streamppo.weights.models import loading as models
+from streamppo.weights.models import tokenizer as tokenizers
+from streamppo.weights.models.fit import Kind
+from streamppo.weights.models.settings import naming, settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PART = "5GB"
+"""The size above which a model's weights are split into several files with an index, as in published models."""
+
+
+class CriticStart(NamedTuple):
+    """A critic's own transformer, and the weights of its value head if its model has a score head."""
+
+    transformer: Any = None
+    head_1D: Tensor | None = None
+
+
+def read(
+    path: str | Path,
+    attention: str,
+    kind: Kind = "AutoModelForCausalLM",
+    *,
+    weights: bool = True,
+    body: bool = False,
+    untied: bool = False,
+) -> Any:
+    """The model at `path`; without `weights` only its modules, for which config.json is enough.
+
+    With `body` its files need only the transformer's tensors; `untied` is used without weights, as by `settings`.
+    Raises `ModelError` if the model cannot be loaded, or lacks a tensor.
+    """
+    if weights:
+        return models.load(path, kind, attention=attention, body=body).model
+    return models.empty(path, kind, attention=attention, untied=untied)
+
+
+def write(
+    lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", folder: Path, start: str | None = None
+) -> tuple[str, ...]:
+    """Write a model and its tokenizer to `folder`, which exists only when it is complete.
+
+    A defect of the other files never stops the weights. A generation_config.json that transformers refuses to write is
+    left out; a tokenizer that it would change is copied from the model at `start`. The result has a sentence about
+    each. Without a tokenizer its files at `start` are copied. Raises `ModelError` if the disk refuses.
+    """
+    aside = durable.aside(folder)
+    with durable.naming(folder, ModelError):
+        shutil.rmtree(aside, ignore_errors=True)
+        notes = _write_model(lm, aside)
+        if tokenizer is not None:
+            notes += [tokenizers.write(tokenizer, start, aside)]
+        elif start is not None:
+            notes += [tokenizers.copy(start, aside, "transformers does not read them")]
+        for path in aside.rglob("*"):
+            durable.flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        durable.settle(folder)
+    return tuple(note for note in notes if note)
+
+
+def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
+    from transformers import GenerationConfig
+
+    for kept in (True, False):
+        try:
+            lm.save_pretrained(folder, max_shard_size=PART)
+            return [] if kept else ["generation_config.json is left out: transformers does not save it"]
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        except ValueError:
+            if not kept:
+                raise
+            lm.generation_config = GenerationConfig()
+    raise AssertionError("the second try returns or raises")
+
+
+def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> tuple[str, ...]:
+    """Write the model and the tokenizer of `start` to `folder`, with `weights` by their Hugging Face names.
+
+    Returns a sentence about each setting or file that differs from `start`, besides the weights. Raises `ModelError`
+    if the names in `weights` are not exactly the model's.
+    """
+    lm = models.load(start, dtype=getattr(torch, dtype)).model
+    parameters: dict[str, Tensor] = dict(lm.named_parameters())
+    if other := sorted(parameters.keys() ^ weights.keys()):
+        raise ModelError(f"the weights are not those of a model as {start!r}: {other[0]!r} is only in one of them")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+    return (*generation.read_settings(start).notes, *write(lm, _tokenizer(start), folder, start))
+
+
+def _tokenizer(start: str) -> "PreTrainedTokenizerBase | None":
+    try:
+        return tokenizers.load(start)
+    except ModelError:
+        return None
+
+
+def rehearse(path: str) -> tuple[str, ...]:
+    """Write and read all but the weights of an export of the model at `path`; returns sentences about what differs.
+
+    Raises `ModelError` for a configuration that cannot be saved.
+    """
+    from transformers import AutoConfig
+
+    made, settings_of = generation.read_settings(path), settings(path)
+    with tempfile.TemporaryDirectory() as folder, naming(path):
+        settings_of.save_pretrained(folder)
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        made.config.save_pretrained(folder)
+        note = tokenizers.write(tokenizers.load(path), path, Path(folder))
+    return tuple(one for one in (*made.notes, note) if one)
+
+
+def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
+    """The critic of a configuration: "head", a copy of the "policy", its architecture from "scratch", or a path.
+
+    A path is of a causal LM, or of a sequence classification model of one label, whose head becomes the value head. Its
+    files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model that cannot be
+    loaded, has more than one label, no `score` head, or fewer tokens than the policy.
+    """
+    match choice:
+        case "head":
+            return CriticStart()
+        case "policy":
+            return CriticStart(read(policy, attention, weights=weights).base_model)
+        case "scratch":
+            return CriticStart(read(policy, attention, "AutoModel", weights=False))
+        case path:
+            start = _at(path, attention, weights)
+    own, wanted = start.transformer.config.vocab_size, settings(policy).vocab_size
+    if own < wanted:
+        raise ModelError(f"the critic {path!r} knows {own} tokens, and the policy writes {wanted}")
+    return start
+
+
+def critic_kind(path: str | Path) -> Kind:
+    """The class of the critic at `path`. Raises `ModelError` if there is no configuration."""
+    names = settings(path).architectures or []
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
+    return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
+
+
+def _at(path: str, attention: str, weights: bool) -> CriticStart:
+    if (kind := critic_kind(path)) == "AutoModelForCausalLM":
+        return CriticStart(read(path, attention, weights=weights, body=True).base_model)
+    if not weights:
+        return CriticStart(read(path, attention, kind, weights=False).base_model)
+    loaded = models.load(path, kind, attention=attention, body=True)
+    if loaded.model.num_labels != 1:
+        raise ModelError(f"the critic {path!r} has {loaded.model.num_labels} labels: a value is one number")
+    if not hasattr(loaded.model, "score"):
+        raise ModelError(f"the critic {path!r} has no head named 'score', as decoder models have")
+    head = None if "score.weight" in loaded.new else loaded.model.score.weight.detach()
+    return CriticStart(loaded.model.base_model, head)

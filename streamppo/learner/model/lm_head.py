@@ -1,0 +1,72 @@
+"""The head of a causal LM as the learner computes it, and a comparison with the model's own.
+
+    products of hidden states and weights  + bias  * scale  -> soft cap  -> logits
+
+Scale and soft cap come from the model's config. `check` rejects a model with any other logit processing at load.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamppo.algorithms.chunked_head import Extent, LogitShape, chunk_logits
+from streamppo.errors import ModelError
+from streamppo.tasks import tokenizer
+
+UNSAMPLED = -1e9
+"""A bias that gives a token no probability; it is finite, so its product with 0 is not NaN."""
+GAP, PROBED = 1e-3, 4
+"""The largest difference between the model's and the learner's log-probs, in nats, and the tokens compared."""
+
+
+def shape_of(lm: Any) -> LogitShape:
+    """The logit scale and soft cap from the model's config; each family has its own field names.
+
+    Gemma: `final_logit_softcapping`; Granite: divided by `logits_scaling`; Cohere: times `logit_scale`; Falcon-H1:
+    times `lm_head_multiplier`.
+    """
+    settings: Any = lm.config.get_text_config()
+    scale = getattr(settings, "logit_scale", None) or getattr(settings, "lm_head_multiplier", None) or 1.0
+    divisor = getattr(settings, "logits_scaling", None) or 1.0
+    return LogitShape(float(scale) / float(divisor), float(getattr(settings, "final_logit_softcapping", None) or 0.0))
+
+
+def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
+    """The bias [V] of a model's head plus `unknown_V`, the bias of tokens that are never sampled; None without both."""
+    bias_V = getattr(lm.get_output_embeddings(), "bias", None)
+    if bias_V is None or unknown_V is None:
+        return unknown_V if bias_V is None else bias_V
+    return bias_V + unknown_V
+
+
+def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
+    """A bias [V] against head rows that are no tokens of the tokenizer at `path`: they get no probability.
+
+    Rank 0 reads the tokenizer. A collective. None if all rows are tokens, or if there is no tokenizer. With a soft cap
+    the bias lowers their logits only to the cap.
+    """
+    bias_V = torch.zeros(rows, device=device)
+    if dist.get_rank() == 0:
+        bias_V[list(tokenizer.unknown(path, rows))] = UNSAMPLED
+    dist.broadcast(bias_V, src=0)
+    return bias_V if bool(bias_V.any()) else None
+
+
+@torch.no_grad()
+def check(lm: Any, path: str | Path) -> None:
+    """Compare log-probs of a few tokens with the model's own. Raises `ModelError` if they differ by more than `GAP`."""
+    head_VD = lm.get_output_embeddings().weight
+    tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
+    theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
+    hidden_LD = lm.base_model(tokens_1L).last_hidden_state[0]
+    ours_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
+    gap = (ours_LV.log_softmax(-1) - theirs_1LV[0]).abs().max().item()
+    # `gap > GAP` would be False for a NaN.
+    if not gap <= GAP:
+        raise ModelError(
+            f"the model {str(path)!r} does more to its logits than the learner knows (products with its head's "
+            f"weights, a bias, a scale, a soft cap): the learner's log-probs would be up to {gap:.2g} nats from its own"
+        )

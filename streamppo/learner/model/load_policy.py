@@ -1,0 +1,237 @@
+"""Loads the policy from a model's files: sharded on the meta device first, then filled rank by rank."""
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from streamppo.config.algorithm import CRITICS
+from streamppo.config.lora import Lora
+from streamppo.config.sections import Model
+from streamppo.errors import ModelError
+from streamppo.learner.attention import attention, layers, prefix_sharing, short_rows
+from streamppo.learner.model import adapters, hf_files, lm_head, norms, weight_files
+from streamppo.learner.model.hf_files import CriticStart
+from streamppo.learner.model.policy import Policy, local
+from streamppo.learner.model.working_copy import WorkingCopy
+from streamppo.learner.parallel import context_parallel, tensor_parallel
+from streamppo.learner.parallel.context_parallel import Slices
+from streamppo.learner.parallel.routing import Routers
+from streamppo.weights.models.fit import first_not_finite
+from streamppo.weights.models.loading import fetch, not_finite
+from streamppo.weights.models.settings import is_tied, read_settings, settings
+
+SHARD_LAYERS_ABOVE = 16_000_000
+"""Parameters above which FSDP gathers layer by layer; a smaller model is gathered at once."""
+
+
+def load(
+    config: Model,
+    path: str | Path,
+    temperature: float,
+    mesh: DeviceMesh,
+    critic: str = "head",
+    *,
+    offload: bool = False,
+    master: bool = True,
+    lora: Lora | None = None,
+    slices: Slices = context_parallel.WHOLE,
+) -> Policy:
+    """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
+
+    Without `master` its weights are in the type of computation; for a frozen model this changes only their memory.
+
+    If all ranks have the files of a large model, each reads its own rows (weight_files.py). Otherwise rank 0 reads the
+    weights and sends them tensor by tensor: another rank never holds more than its shards and one tensor, and needs
+    only config.json at `path`. The state of random number generators is unchanged.
+    `critic` is the configuration's; a path to a sequence classification model of one label (a reward model) also gives
+    the value head its weights. `offload` keeps the shards in CPU memory.
+    With `lora` the policy's weights are frozen, in the type of computation, and its adapters are trained.
+    Rows are split into `slices`.
+    Raises `ModelError` if a model cannot be loaded, if its own log-probs differ from those of `Policy`, or if it leaks
+    state between rows in the configured layout.
+    """
+    device = mesh.device_type
+    with torch.random.fork_rng(devices=[]):
+        untied = _is_untied(path)
+        plan = weight_files.plan(str(path), critic, adapted=lora is not None)
+        whole = _on_cpu(path, critic, lora, plan) if dist.get_rank() == 0 else None
+    chosen = attention.choose(config, device)
+    made = [] if whole is None else whole.transformers
+    chosen = attention.without_leaks(chosen, config, path, made)
+    configs = [read_settings(one) for one in (path, critic) if one not in CRITICS]
+    chosen = attention.fall_back_to_eager(chosen, config, configs)
+    share_prompts = config.share_prompts and chosen == "sdpa" and prefix_sharing.can_share(made)
+    policy = shard_without_weights(
+        config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied
+    )
+    policy.temperature, policy.share_prompts = temperature, share_prompts
+    policy.to_empty(device="cpu" if offload else device)
+    if not isinstance(policy, FSDPModule):
+        # `to_empty` gave tied weights separate memory.
+        policy.lm.tie_weights()
+    if plan is None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
+    else:
+        _read_rows(policy, plan, path)
+    _send_buffers(policy, whole, device)
+    policy.unknown_V = lm_head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
+    if not isinstance(policy, FSDPModule) and config.dtype != "float32":
+        # No copy of the value head: values are computed in float32, as with FSDP.
+        policy.working_copy = WorkingCopy([policy.lm, *filter(None, [policy.critic])], getattr(torch, config.dtype))
+    return policy
+
+
+def shard_without_weights(
+    config: Model,
+    path: str | Path,
+    mesh: DeviceMesh,
+    critic: str,
+    attends: str,
+    *,
+    offload: bool = False,
+    master: bool = True,
+    lora: Lora | None = None,
+    slices: Slices = context_parallel.WHOLE,
+    untied: bool = False,
+) -> Policy:
+    """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
+
+    A single rank does not shard: FSDP would move nothing, and its hooks, copies and DTensors cost a tenth of a small
+    model's update. `attends` is transformers' name of the attention; `untied` is as in `settings`. Raises `ModelError`
+    for a model whose rows cannot be split into `slices`.
+    """
+    with torch.device("meta"):
+        lm, own = _read(path, critic, context_parallel.name_of(attends, slices), weights=False, untied=untied)
+        if lora is not None:
+            adapters.add(lm, lora, config.dtype)
+        if not master:
+            for parameter in lm.parameters():
+                parameter.data = parameter.data.to(getattr(torch, config.dtype))
+        policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
+        policy.float32_head, policy.slices = config.float32_head, slices
+        policy.checkpointing = kind = layers.kind(config)
+        if not config.compile:
+            policy.routers = Routers(lm.base_model, float32=config.float32_router)
+    transformers = policy.transformers
+    for transformer in transformers:
+        if refused := context_parallel.refusal(transformer.config, slices.ranks):
+            raise ModelError(refused)
+        tensor_parallel.cut_weights(transformer, slices.cut)
+        layers.checkpoint_activations(transformer, kind)
+        if config.compile:
+            layers.compile_layers(transformer)
+        elif config.attention == "auto" and mesh.device_type == "cpu" and slices.ranks == 1:
+            short_rows.prepare(transformer)
+        if not config.compile and mesh.device_type == "cpu":
+            norms.prepare(transformer)
+    if not is_whole(mesh.size(), offload=offload):
+        _shard(policy, config.dtype, mesh, slices, offload=offload)
+    return policy
+
+
+def is_whole(ranks: int, *, offload: bool) -> bool:
+    """True if a policy on so many ranks needs no FSDP: on a single rank without offload."""
+    return ranks == 1 and not offload
+
+
+def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:
+    """Shard `policy` by FSDP; it computes in `dtype`."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if dtype == "bfloat16" else None, reduce_dtype=torch.float32
+    )
+    # FSDP moves its shards layer by layer: no GPU ever holds the whole model in float32.
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    sharding = partial(fully_shard, mp_policy=precision, offload_policy=where)
+    if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
+        for transformer in policy.transformers:
+            for layer in layers.layers_of(transformer):
+                tensor_parallel.shard_fully(layer, mesh, slices.cut, sharding)
+    # float32 for the value head: a bfloat16 weight (8 bits) would change values by up to 1 / 256 of their size.
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    tensor_parallel.shard_fully(
+        policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=where)
+    )
+    tensor_parallel.shard_fully(policy, mesh, slices.cut, sharding)
+
+
+def _is_untied(path: str | Path) -> bool:
+    """True if the model's head is not tied to its embedding, by rank 0's files. A collective."""
+    made = [False]
+    if dist.get_rank() == 0:
+        fetch(path)
+        made = [not is_tied(settings(path))]
+    dist.broadcast_object_list(made, src=0)
+    return made[0]
+
+
+def _read(
+    path: str | Path, critic: str, chosen: str, *, weights: bool, untied: bool = False
+) -> tuple[Any, CriticStart]:
+    lm = hf_files.read(path, chosen, weights=weights, untied=untied)
+    return lm, hf_files.critic(critic, path, chosen, weights=weights)
+
+
+def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.LoadPlan | None) -> Policy:
+    """The policy with all weights, on the CPU; with a `plan` only the first layers."""
+    if plan is not None:
+        lm_head.check(plan.first, path)
+        return Policy(plan.first, 1.0, None if critic == "head" else deepcopy(plan.first.base_model))
+    lm, own = _read(path, critic, "eager", weights=True)
+    lm_head.check(lm, path)
+    if lora is not None:
+        adapters.add(lm, lora, "float32")
+    policy = Policy(lm, 1.0, own.transformer)
+    if own.head_1D is not None:
+        with torch.no_grad():
+            policy.value_head.weight.copy_(own.head_1D)
+    return policy
+
+
+@torch.no_grad()
+def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) -> None:
+    """Read this rank's shards from the files; a value head, which is in no file, starts at 0. A collective.
+
+    Raises `ModelError` on all ranks if a number is not finite.
+    """
+    for name, parameter in policy.named_parameters():
+        own = local(parameter)
+        if own.numel():
+            begin, *others = _place(parameter)
+            rows = plan.read(name, begin.start, begin.stop)
+            own.zero_() if rows is None else own.copy_(rows[(slice(None), *others)])
+    wrong = [""] * dist.get_world_size()
+    dist.all_gather_object(wrong, first_not_finite({name: local(one) for name, one in policy.named_parameters()}))
+    if name := next(filter(None, wrong), ""):
+        raise ModelError(not_finite(path, name))
+
+
+def _place(parameter: Tensor) -> list[slice]:
+    """The slices of this rank's shard in a weight, one per dimension; the shard must not be empty."""
+    if not isinstance(parameter, DTensor):
+        return [slice(0, size) for size in parameter.shape]
+    chunk = parameter.__create_chunk_list__()[0]
+    return [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+
+
+def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
+    """Broadcast the buffers of `whole`, which only rank 0 has, to every rank's `device`.
+
+    A model computes them when it is made and does not save them: frequencies of rotary embeddings, for example.
+    """
+    made = {} if whole is None else dict(whole.named_modules())
+    for at, module in policy.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            source = made[at].get_buffer(name) if made else torch.empty_like(buffer)
+            sent = source.to(device)
+            dist.broadcast(sent, src=0)
+            setattr(module, name, sent)

@@ -1,0 +1,113 @@
+"""AdamW over the policy and its critic, each with its own learning rate; clipping of sharded gradients."""
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from streamppo.config.learner import Learner
+from streamppo.config.sections import Config
+from streamppo.learner.device import add_up
+from streamppo.learner.model.policy import Policy, local
+from streamppo.learner.parallel.tensor_parallel import copies
+
+Norm = Literal["2-norm", "max-norm"]
+
+
+def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
+    """AdamW with two groups, policy first, critic second; `full_lr` of each is its rate before any schedule.
+
+    Every parameter has its moments from the start. torch makes them at the first gradient, but a checkpoint without
+    some of them (of an unused critic, or of a policy in warm-up) cannot be loaded.
+    """
+    policys = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
+    groups = [{"params": some} for some in (policys, list(policy.critic_parameters()))]
+    # fused: one kernel for a tensor's arithmetic; the default makes a dozen passes over every tensor.
+    made = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
+    configure(made, config)
+    # torch does not count the writes of a fused step, and a working copy compares that count.
+    made.register_step_post_hook(_count_writes)
+    for parameter in (one for group in groups for one in group["params"]):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        made.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    return made
+
+
+def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    torch.autograd.graph.increment_version([one for group in optimizer.param_groups for one in group["params"]])
+
+
+def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Set the configuration's values; a loaded checkpoint has those of the configuration that wrote it."""
+    learner = config.learner
+    full_lrs = (learner.lr, config.algorithm.critic.lr or learner.lr)
+    for group, full_lr in zip(optimizer.param_groups, full_lrs, strict=True):
+        group.update(full_lr=full_lr, betas=learner.betas, weight_decay=learner.weight_decay)
+
+
+def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
+    """Set the learning rates of the update after `version`.
+
+    The critic's schedule begins at version 0, the policy's at `critic.warmup_updates`: its rate is 0 until then.
+    """
+    stands = config.algorithm.critic.warmup_updates
+    policy = 0.0 if version < stands else lr_share(config.learner, version - stands, config.updates - stands)
+    shares = (policy, lr_share(config.learner, version, config.updates))
+    for group, share in zip(optimizer.param_groups, shares, strict=True):
+        group["lr"] = group["full_lr"] * share
+
+
+def lower_policy(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Multiply the policy's learning rate by `share`; the critic, whose loss has no weights, keeps its own."""
+    optimizer.param_groups[0]["lr"] *= share
+
+
+def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Set every group's learning rate to `share` of its full one."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["full_lr"] * share
+
+
+def lr_share(config: Learner, version: int, updates: int) -> float:
+    """The share of the full learning rate that the update after `version` uses: warm-up, then decay."""
+    if version < config.warmup_updates:
+        return (version + 1) / config.warmup_updates
+    progress = (version - config.warmup_updates) / max(1, updates - config.warmup_updates)
+    floor = config.final_lr_share
+    match config.decay:
+        case "constant":
+            return 1.0
+        case "linear":
+            return floor + (1 - floor) * (1 - progress)
+        case "cosine":
+            return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
+    """Scale all gradients to a common norm of at most `bound`; returns the norm before. NaN gives inf or NaN.
+
+    The max-norm is the largest absolute entry. A collective of all ranks. Parameters without a gradient are left out.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # torch's own norms need weights that are all sharded over the same ranks, with a row on each rank.
+    shards = [local(one) for one in gradients]
+    if norm == "2-norm":
+        squares = torch.nn.utils.get_total_norm(shards).double().square()
+        add_up(squares)
+        several = [copies(one.device_mesh) for one in gradients[:1] if isinstance(one, DTensor)]
+        total = (squares / max([1, *several])).sqrt().float()
+        torch._foreach_mul_(shards, (bound / (total + 1e-6)).clamp(max=1.0))
+        return float(total.item())
+    sizes = [shard.abs().max() for shard in shards if shard.numel()]
+    largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
+    # A maximum over ranks may lose a NaN, but never an infinity.
+    largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    add_up(largest, op=dist.ReduceOp.MAX)
+    if largest > bound:
+        for shard in shards:
+            shard.mul_(bound / largest)
+    return float(largest.item())

@@ -1,0 +1,342 @@
+"""The policy, its critic and its reference: Hugging Face causal LMs, sharded by FSDP2.
+
+B trajectories, L prompt + completion tokens, T completion tokens, D width, N completion tokens without padding.
+"""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
+from streamppo.config.lora import Lora
+from streamppo.config.sections import FLASH
+from streamppo.errors import ModelError
+from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, tree
+from streamppo.learner.attention.attention import Layout, Reading
+from streamppo.learner.attention.layers import Checkpointing
+from streamppo.learner.batch.padded import Host, PaddedBatch
+from streamppo.learner.device import to_device
+from streamppo.learner.model import adapters, lm_head
+from streamppo.learner.model.working_copy import WorkingCopy
+from streamppo.learner.parallel import context_parallel, tensor_parallel
+from streamppo.learner.parallel.routing import Routers
+from streamppo.types import Tensor as Described
+from streamppo.weights.adapters import merge_adapters
+from streamppo.weights.buckets import Shard, describe_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Part: TypeAlias = Literal["policy", "critic", "both"]
+"""The results of a pass: "policy" log-probs and entropies, "critic" values, "both" all of them."""
+HEAD_CHUNK = 4096
+"""The number of tokens whose logits are in memory at once, if the head has no kernels."""
+
+
+class PolicyOutput(NamedTuple):
+    """The scores of the completion tokens of some rows; 0 beyond `length_B` and for a part that was not computed.
+
+    Log-probs and entropies are normalised over the rows' candidates, if there are any. `bootstrap_B` is the critic's
+    value after the last token.
+    """
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    values_BT: Tensor
+    bootstrap_B: Tensor
+
+
+class Entries(NamedTuple):
+    """Entries of a [B, T] result, (rows [N], columns [N]), and their indices in a transformer's flattened output."""
+
+    entry_2N: tuple[Tensor, Tensor]
+    place_N: Tensor
+
+    def spread(self, result_N: Tensor, zeros_BT: Tensor) -> Tensor:
+        """The results at their entries, and zeros elsewhere."""
+        return zeros_BT.index_put(self.entry_2N, result_N)
+
+
+NO_ENTRIES = Entries((torch.empty(0), torch.empty(0)), torch.empty(0))
+
+
+class Laid(NamedTuple):
+    """The layout of a pass: the transformers' input, the scored tokens and their ids, and the tokens with a value."""
+
+    reading: Reading
+    policy: Entries
+    target_N: Tensor
+    values: Entries
+
+
+class Policy(nn.Module):
+    """Log-probs and entropies at `temperature`, and values, of given completions.
+
+    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Policy
+    and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass when that is
+    cheaper (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context` computes the context
+    of completions without gradient (prefix_kv.py). Rows are split into `slices`, and each of their ranks gets the
+    scores of all tokens (context_parallel.py). With `replays_routes`, tokens go to the engine's experts
+    (routing.py). `unknown_V` excludes tokens from the distribution (lm_head.py). A `working_copy` has the
+    weights in the type of computation, unless FSDP casts them for each pass (working_copy.py).
+    """
+
+    def __init__(
+        self,
+        lm: Any,
+        temperature: float,
+        critic: Any = None,
+        *,
+        float32_head: bool = True,
+        layout: Layout = attention.padded,
+        share_prompts: bool = False,
+    ) -> None:
+        super().__init__()
+        self.lm = lm
+        self.critic = critic
+        self.temperature = temperature
+        self.float32_head = float32_head
+        self.layout = layout
+        self.share_prompts = share_prompts
+        self.detach_context = False
+        self.slices = context_parallel.WHOLE
+        self.routers = Routers(None)
+        self.checkpointing: Checkpointing = "off"
+        self.replays_routes = False
+        self.head_shape = lm_head.shape_of(lm)
+        self.unknown_V: Tensor | None = None
+        self.working_copy: WorkingCopy | None = None
+        self.value_head = nn.Linear((lm if critic is None else critic).config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
+        """Score `rows`. The hidden state at index i predicts token i + 1, so token t is scored at start + t - 1."""
+        if self.working_copy is not None:
+            self.working_copy.refresh()
+        laid = self._lay_out(rows, part)
+        if laid.reading.context is None:
+            routes = (rows.routes_BLE, rows.largest_expert) if self.replays_routes else (None, -1)
+            self.routers.expect(laid.reading, rows.on_host.start_B + rows.on_host.length_B, *routes)
+        scored, hidden_ND = empty_output(rows), None
+        if part != "critic":
+            hidden_ND = self._hidden(self.lm.base_model, laid.reading)
+            logprobs_N, entropy_N = chunked_logprobs_entropy(
+                # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts D times fewer indices.
+                hidden_ND[laid.policy.place_N],
+                self.lm.get_output_embeddings().weight,
+                laid.target_N,
+                temperature=self.temperature,
+                chunk=HEAD_CHUNK,
+                float32_matmul=self.float32_head,
+                candidates=None if rows.candidates is None else rows.candidates.at(laid.policy.entry_2N),
+                bias_V=lm_head.bias_of(self.lm, self.unknown_V),
+                shape=self.head_shape,
+            )
+            scored = scored._replace(
+                logprobs_BT=context_parallel.sum_over_slices(
+                    laid.policy.spread(logprobs_N, scored.logprobs_BT), self.slices
+                ),
+                entropy_BT=context_parallel.sum_over_slices(
+                    laid.policy.spread(entropy_N, scored.entropy_BT), self.slices
+                ),
+            )
+        if part != "policy":
+            values_BT = self._values(laid, rows, hidden_ND)
+            row_B, column_T = (torch.arange(size, device=values_BT.device) for size in rows.mask_BT.shape)
+            scored = scored._replace(
+                values_BT=values_BT[:, :-1].masked_fill(column_T >= rows.length_B[:, None], 0.0),
+                bootstrap_B=values_BT[row_B, rows.length_B],
+            )
+        return scored
+
+    def _lay_out(self, rows: PaddedBatch, part: Part) -> "Laid":
+        """Compute on the host the input of a pass and the indices of its results."""
+        host, device, width_T = rows.on_host, rows.start_B.device, rows.mask_BT.shape[1]
+        reading, last_B = self._reading(host, device), host.start_B + host.length_B - 1
+        at_BT = torch.minimum(host.start_B[:, None] - 1 + torch.arange(width_T + 1), last_B[:, None])
+        # With slices, only this rank's tokens have an index.
+        place_BT = reading.place_BL.gather(1, at_BT)
+        own_BT = (torch.arange(width_T + 1) <= host.length_B[:, None]) & (place_BT >= 0)
+        values = _entries(own_BT, place_BT, device) if part != "policy" else NO_ENTRIES
+        if part == "critic":
+            return Laid(reading, NO_ENTRIES, NO_ENTRIES.place_N, values)
+        own_BT = own_BT[:, :-1] & (torch.arange(width_T) < host.length_B[:, None])
+        targets_BT = host.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=host.inputs_BL.shape[1] - 1))
+        return Laid(reading, _entries(own_BT, place_BT, device), to_device(targets_BT[own_BT], device), values)
+
+    def set_context(self, prefix: Literal["attached", "detached"]) -> None:
+        """Compute the context of completions with or without gradient. Raises `ModelError` if the model cannot."""
+        self.detach_context = prefix == "detached"
+        if self.detach_context:
+            prefix_kv.prepare(self.transformers)
+
+    def set_routes(self, *, replayed: bool) -> None:
+        """Use the engine's experts or the routers' own. Raises `ModelError` for replay in a model without experts."""
+        if replayed and not self.routers:
+            raise ModelError("rollout.engine.routes is for a mixture of experts, and the model is none")
+        self.replays_routes = replayed
+
+    @property
+    def transformers(self) -> "list[PreTrainedModel]":
+        """The policy's transformer, and the critic's own if it has one."""
+        return [self.lm.base_model, *([] if self.critic is None else [self.critic])]
+
+    @property
+    def masked_width(self) -> int | None:
+        """The model's width if a row with branches may be computed by a mask, in place of each of its paths."""
+        masked = (one.config._attn_implementation == "sdpa" for one in self.transformers)
+        known = (attention.looks_at_all(one.config, context_parallel.KNOWN) for one in self.transformers)
+        return self.lm.config.hidden_size if all(masked) and all(known) else None
+
+    def sizes(self, host: Host) -> tree.TreeSizes:
+        """The tokens of each row in a pass, for micro-batches."""
+        return tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
+
+    def critic_parameters(self) -> Iterable[nn.Parameter]:
+        """The critic's own parameters: its transformer, if it has one, and the value head."""
+        own = [] if self.critic is None else list(self.critic.parameters())
+        return [*own, *self.value_head.parameters()]
+
+    def _reading(self, host: Host, device: torch.device) -> Reading:
+        inputs_BL, start_B, width_B = host.inputs_BL, host.start_B, host.start_B + host.length_B
+        if host.branches is not None:
+            if self.detach_context or self.slices.ranks > 1:
+                raise ModelError("rows with branches take no queue.segments and no learner.mesh.context or tensor")
+            return tree.read(host, self.layout, self.masked_width, device)
+        if self.detach_context:
+            if self.layout is attention.joined:
+                return prefix_kv.joined(inputs_BL, start_B, width_B, device)
+            return prefix_kv.padded(inputs_BL, start_B, width_B, device, share=self.share_prompts)
+        if self.share_prompts:
+            reading = prefix_sharing.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size, device)
+        else:
+            reading = self.layout(inputs_BL, width_B, device)
+        return context_parallel.slice_reading(reading, self.slices)
+
+    def _values(self, laid: "Laid", rows: PaddedBatch, hidden_ND: Tensor | None) -> Tensor:
+        if self.critic is not None or hidden_ND is None:
+            hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, laid.reading)
+        values_N1 = self.value_head(hidden_ND[laid.values.place_N].float())
+        zeros_BT = torch.zeros(len(rows.mask_BT), rows.mask_BT.shape[1] + 1, device=rows.mask_BT.device)
+        return context_parallel.sum_over_slices(laid.values.spread(values_N1[:, 0], zeros_BT), self.slices)
+
+    def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
+        # Only a joined layout without flash-attn needs transformers' search for packed rows.
+        is_flash = transformer.config._attn_implementation in FLASH
+        with attention.told_apart() if is_flash or self.layout is attention.padded else nullcontext():
+            before = {} if reading.context is None else prefix_kv.keys_and_values(transformer, reading.context)
+            with layers.offloading(self.checkpointing, reading.arguments["input_ids"].device):
+                return transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
+
+
+def _entries(own_BT: Tensor, place_BT: Tensor, device: torch.device) -> Entries:
+    """The entries where `own_BT` is true; `place_BT` may have more columns."""
+    row_N, column_N = own_BT.nonzero(as_tuple=True)
+    place_N = place_BT[row_N, column_N]
+    row_N, column_N, place_N = (to_device(one, device) for one in (row_N, column_N, place_N))
+    return Entries((row_N, column_N), place_N)
+
+
+def empty_output(rows: PaddedBatch) -> PolicyOutput:
+    """Zeros in the shape of `rows`, in float32."""
+    zeros_BT = torch.zeros(rows.mask_BT.shape, device=rows.mask_BT.device)
+    zeros_B = torch.zeros(rows.start_B.shape, device=rows.start_B.device)
+    return PolicyOutput(zeros_BT, zeros_BT.clone(), zeros_BT.clone(), zeros_B)
+
+
+def release(policy: Policy) -> None:
+    """Free FSDP's state of forward passes: the record of each pass, and gathered weights.
+
+    No backward pass is possible afterwards. A policy without FSDP is left unchanged.
+    """
+    if not isinstance(policy, FSDPModule):
+        return
+    sharded: Any = policy
+    sharded.reshard()
+    # Only the newest torch has a public API for this.
+    order = sharded._get_fsdp_state()._comm_ctx.post_forward_order
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()
+
+
+def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
+    """This rank's shard of every trained tensor of the policy, without the critic, in `dtype`.
+
+    Tied weights appear once, under their name in `named_parameters`.
+    """
+    target = getattr(torch, dtype)
+    return {name: _shard(parameter, target) for name, parameter in adapters.adapter_parameters(policy.lm).items()}
+
+
+@torch.no_grad()
+def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
+    """The frozen tensors of a version in `dtype`, with the hash of this rank's shard; they are never pushed."""
+    target = getattr(torch, dtype)
+    made: list[Described] = []
+    for name, parameter in adapters.frozen(policy.lm).items():
+        shard = _shard(parameter, target)
+        own = local(parameter) if shard.nbytes else torch.empty(shard.local_shape)
+        made.append(describe_tensor(name, shard, own.to("cpu", target)))
+    return tuple(made)
+
+
+def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        # An unsharded weight is equal on all ranks, and rank 0 publishes it.
+        whole = Shard.whole(parameter)
+        return Shard(dtype, shape, 0, whole.rows if dist.get_rank() == 0 else 0)
+    # FSDP shards the first dimension; a rank without rows has no chunk.
+    chunks: list[Any] = parameter.__create_chunk_list__()
+    if not chunks or not parameter.to_local().numel() or rank_in_copy(parameter.device_mesh) != dist.get_rank():
+        return Shard(dtype, shape, 0, 0)
+    (chunk,) = chunks
+    begin, rows = chunk.offsets[0], chunk.sizes[0]
+    if tensor_parallel.is_cut_by_columns(parameter):
+        first, end = tensor_parallel.own_rows(rows, parameter)
+        return Shard(dtype, shape, begin + first, end - first)
+    assert tuple(chunk.sizes[1:]) == shape[1:], "sharded along another dimension than the first"
+    return Shard(dtype, shape, begin, rows)
+
+
+def rank_in_copy(mesh: DeviceMesh) -> int:
+    """The rank in the model's first replica with the same shards as this rank."""
+    return dist.get_rank() % (mesh.size() // tensor_parallel.copies(mesh))
+
+
+def device_of(policy: nn.Module) -> torch.device:
+    """The device on which `policy` computes; its shards may be offloaded."""
+    one = next(policy.parameters())
+    return torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) else one.device
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard of a weight or of its gradient."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@torch.no_grad()
+def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
+    """All weights of a version in `dtype`, adapters merged, on rank 0; empty on other ranks. A collective."""
+    still, moving = (
+        {name: _whole_of(one.detach().to(getattr(torch, dtype))) for name, one in some.items()}
+        for some in (adapters.frozen(policy.lm), adapters.adapter_parameters(policy.lm))
+    )
+    if dist.get_rank():
+        return {}
+    return moving if lora is None else merge_adapters(still, moving, lora.scale)
+
+
+def _whole_of(cast: Tensor) -> Tensor:
+    """The whole tensor; on rank 0 as a copy in CPU memory."""
+    whole = tensor_parallel.whole_of(cast) if isinstance(cast, DTensor) else cast
+    return whole if dist.get_rank() else whole.to("cpu", copy=True)

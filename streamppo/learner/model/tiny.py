@@ -1,0 +1,175 @@
+"""builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
+
+A short supervised warm start teaches it the format and some right answers: reinforcement learning needs rewards that
+are not all zero. Its tokens are the task's characters (tasks/warmup_data.py). It is saved as an ordinary Hugging Face
+folder.
+"""
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamppo.config.sections import BUILTIN, HEAD_WIDTH, Config, Model, Tiny
+from streamppo.learner.model import hf_files
+from streamppo.tasks import warmup_data
+from streamppo.tasks.tokenizer import END, PADDING, character_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
+IGNORED = -100
+"""The label that cross_entropy ignores."""
+INIT_STD = 0.09
+"""Initial weights are about as large as trained ones of this width; with 0.02 addition takes several times longer."""
+QK_BIAS_STD = 1.0
+"""Random biases of queries and keys: through the rotary embedding, heads attend by position from the start."""
+CHECKED = 512
+"""Training problems in a check of the warm start; fewer if they are long."""
+CHECK_EVERY = 2
+"""Supervised steps between two checks."""
+BATCH_SIZE = 256
+"""Problems in a supervised step; fewer if they are long."""
+LONG = 32
+"""Tokens of a problem with its answer above which a step has fewer problems, to take about as long for any task."""
+LR = 5e-3
+"""AdamW's learning rate in the supervised steps."""
+WARM_UP_STEPS = 10
+PROGRESS_S = 5.0
+"""Seconds between two log lines of the warm start."""
+
+log = logging.getLogger(__name__)
+
+
+def make(config: Config, folder: Path) -> None:
+    """Create, warm up and save the model. Raises `TaskError` for a task outside the limits of `lesson.of`."""
+    from transformers import Qwen2ForCausalLM
+
+    learned = warmup_data.prepare(config)
+    log.info(
+        f"making {BUILTIN}: {len(learned.alphabet)} characters, up to {config.model.tiny.max_steps} supervised steps "
+        f"on {len(learned.problems)} prompts with answers"
+    )
+    torch.manual_seed(config.seed)
+    tokenizer = character_tokenizer(learned.alphabet)
+    model = Qwen2ForCausalLM(settings(config.model, len(tokenizer)))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.bias", "k_proj.bias")):
+            torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
+    _warm_up(model, tokenizer, learned, config.model.tiny, config.seed)
+    hf_files.write(model, tokenizer, folder)
+
+
+def settings(config: Model, vocabulary: int) -> "Qwen2Config":
+    """The Hugging Face configuration of the model, with `vocabulary` tokens."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=config.tiny.hidden_size,
+        intermediate_size=config.tiny.hidden_size * 2,
+        num_hidden_layers=config.tiny.layers,
+        num_attention_heads=config.tiny.hidden_size // HEAD_WIDTH,
+        num_key_value_heads=config.tiny.hidden_size // HEAD_WIDTH,
+        max_position_embeddings=warmup_data.CONTEXT,
+        tie_word_embeddings=False,
+        initializer_range=INIT_STD,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PADDING,
+    )
+
+
+class Problems(NamedTuple):
+    """Right-padded prompts with answers [N, L], labels only on answers and their end token, and lengths in tokens."""
+
+    inputs_NL: Tensor
+    labels_NL: Tensor
+    length_N: Tensor
+
+    def at(self, rows: Tensor | slice) -> "Problems":
+        """The problems at `rows`, cut to the longest one."""
+        width = int(self.length_N[rows].max())
+        return Problems(self.inputs_NL[rows, :width], self.labels_NL[rows, :width], self.length_N[rows])
+
+
+def _warm_up(
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerBase",
+    learned: warmup_data.Lesson,
+    config: Tiny,
+    seed: int,
+) -> None:
+    """Train on answers until a check of greedy ones reaches the target, or for `max_steps`; no clock decides."""
+    generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, learned)
+    # Fewer problems if they are long: memory and time do not grow with the length.
+    part = min(1.0, LONG / learned.longest)
+    checked = problems.at(slice(max(1, int(CHECKED * part))))
+    count, batch_size = len(problems.length_N), max(1, int(BATCH_SIZE * part))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    logged_at, accuracy, before = time.monotonic(), 0.0, 0.0
+    for step in range(config.max_steps):
+        if step % CHECK_EVERY == 0 and _may_pass(before, config.target_accuracy):
+            accuracy = _accuracy(model, checked)
+            if accuracy >= config.target_accuracy:
+                break
+        if time.monotonic() - logged_at > PROGRESS_S:
+            logged_at = time.monotonic()
+            log.info(f"{BUILTIN}: supervised step {step}/{config.max_steps}, {before:.0%} of answers right")
+        batch = problems.at(torch.from_numpy(generator.integers(count, size=batch_size)))
+        logits_BLV = _logits(model, batch)
+        before = _right(logits_BLV.detach(), batch)
+        loss = torch.nn.functional.cross_entropy(
+            logits_BLV[:, :-1].flatten(0, 1), batch.labels_NL[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARM_UP_STEPS)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    else:
+        accuracy = _accuracy(model, checked)
+    log.info(f"{BUILTIN} is made: about {accuracy:.0%} of its answers to training prompts are right")
+
+
+def _may_pass(before: float, target: float) -> bool:
+    """True if a check, which costs as much as a step, may pass: the last step had half of the target accuracy."""
+    return before >= target / 2
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", learned: warmup_data.Lesson) -> Problems:
+    """All problems of a lesson as tokens."""
+    prompts = tokenizer([problem.text for problem in learned.problems])["input_ids"]
+    answers = tokenizer([problem.columns["answer"] for problem in learned.problems])["input_ids"]
+    rows = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
+    inputs = np.zeros((len(rows), max(len(prompt) + len(answer) for prompt, answer in rows)), dtype=np.int64)
+    labels = np.full(inputs.shape, IGNORED)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        inputs[row, :end] = prompt + answer
+        labels[row, len(prompt) : end] = answer
+    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in rows])
+    return Problems(torch.from_numpy(inputs), torch.from_numpy(labels), lengths)
+
+
+def _logits(model: "Qwen2ForCausalLM", problems: Problems) -> Tensor:
+    logits_BLV = model(input_ids=problems.inputs_NL, use_cache=False).logits
+    assert logits_BLV is not None, "a causal LM has logits"
+    return logits_BLV
+
+
+@torch.no_grad()
+def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
+    return _right(_logits(model, problems), problems)
+
+
+def _right(logits_BLV: Tensor, problems: Problems) -> float:
+    """The share of answers whose every token is the most likely one after the right prefix: greedy accuracy."""
+    best_BL = logits_BLV[:, :-1].argmax(-1)
+    wanted_BL = problems.labels_NL[:, 1:]
+    right_BL = (best_BL == wanted_BL) | (wanted_BL == IGNORED)
+    return right_BL.all(dim=1).float().mean().item()

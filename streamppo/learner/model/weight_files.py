@@ -1,0 +1,195 @@
+"""A model's weights from its safetensors files: every rank reads only its own rows, and no rank the whole model.
+
+first layers    rank 0 loads them with transformers and compares them with its own reading; if they differ (a family
+                with another file format), rank 0 reads everything and sends it
+names           tensor names of the files, by transformers' own conversion: a layer's experts are one parameter here
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from streamppo.errors import ModelError
+from streamppo.learner.attention import layers
+from streamppo.learner.model import hf_files
+from streamppo.weights.models import fit, headers
+from streamppo.weights.models.loading import fetch
+from streamppo.weights.models.settings import settings
+
+log = logging.getLogger(__name__)
+LARGE = 1 << 26
+"""Bytes of a model in 16 bits below which reading on rank 0 is faster than an agreement of all ranks."""
+SAMPLED = 256
+"""Tensors that are hashed to compare the models of all ranks."""
+FIRST = 2
+"""The least number of layers that are compared."""
+
+
+class TensorFiles:
+    """The tensors of a model's files, which stay open; `names` maps each tensor to its file."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+        self._open: dict[str, Any] = {}
+
+    def tensor(self, name: str) -> Any:
+        """The tensor `name`, read only when it is sliced. Raises `SafetensorError`."""
+        file = self.names[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file].get_slice(name)
+
+
+class ParameterSource(NamedTuple):
+    """The file tensors of a parameter: one tensor, or several for each row, which are concatenated."""
+
+    rows: tuple[tuple[str, ...], ...]
+    is_one: bool
+
+    def read(self, files: TensorFiles, begin: int, end: int) -> Tensor:
+        """Read the rows from `begin` to `end`, in float32."""
+        if self.is_one:
+            return files.tensor(self.rows[0][0])[begin:end].float()
+        return torch.stack([torch.cat([files.tensor(name)[:] for name in row]).float() for row in self.rows[begin:end]])
+
+
+class LoadPlan(NamedTuple):
+    """The sources of a causal LM's parameters in `files`, by parameter name.
+
+    `first` is the model with only its first layers, on rank 0; None on other ranks.
+    """
+
+    files: TensorFiles
+    sources: Mapping[str, ParameterSource]
+    prefix: str
+    first: Any
+
+    def read(self, name: str, begin: int, end: int) -> Tensor | None:
+        """Read rows of a parameter of `Policy`; None for a parameter that is in no file."""
+        body = name.removeprefix("critic.")
+        known = name.removeprefix("lm.") if body == name else f"{self.prefix}.{body}"
+        source = self.sources.get(known)
+        return None if source is None else source.read(self.files, begin, end)
+
+
+def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
+    """The plan by which all ranks read the model at `path`; `critic` is the configuration's. A collective.
+
+    None if rank 0 must read for all ranks: the model is small or `adapted`, the critic is not made from its files, a
+    rank lacks the files or has different ones, or our reading differs from transformers'. Raises `ModelError`; on rank
+    0 also for files of another model.
+    """
+    found = None if adapted or critic not in ("head", "policy") else _files(path)
+    mine = "" if found is None else _digest(found)
+    seen = [""] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    if found is None or seen.count(mine) < len(seen):
+        return None
+    if dist.get_rank() == 0:
+        fit.check(fetch(path), settings(path))
+    with torch.device("meta"):
+        whole = hf_files.read(path, "eager", weights=False)
+    sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
+    config = _of_first_layers(settings(path), whole)
+    known = {name: one for name, one in sources.items() if one and _has(found, one)}
+    sees = [config is not None and len(known) == len(sources)]
+    first: Any = None
+    if dist.get_rank() == 0 and sees[0]:
+        first = _first(config, found, known)
+        sees = [_is_read_alike(first, found, known)]
+    dist.broadcast_object_list(sees, src=0)
+    if not sees[0]:
+        _log_progress(path)
+        return None
+    return LoadPlan(found, known, whole.base_model_prefix, first)
+
+
+def _digest(files: TensorFiles) -> str:
+    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors: equal for equal models."""
+    digest = hashlib.blake2b("\n".join(sorted(files.names)).encode())
+    names = [name for name in sorted(files.names) if files.tensor(name).get_shape()]
+    for name in names[:: -(-len(names) // SAMPLED)]:
+        digest.update(files.tensor(name)[:1].float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _log_progress(path: str) -> None:
+    if dist.get_rank() == 0:
+        log.info("rank 0 reads the whole model %r into its memory: its files have other tensors than its layers", path)
+
+
+def _files(path: str) -> TensorFiles | None:
+    """The safetensors files of a large model; None for any other, and for missing files on ranks other than 0."""
+    try:
+        found = headers.folder_headers(fetch(path))
+    except ModelError:
+        if dist.get_rank() == 0:
+            raise
+        return None
+    if found is None or sum(2 * math.prod(one.shape) for one in found.values()) < LARGE:
+        return None
+    return TensorFiles({name: str(one.file) for name, one in found.items()})
+
+
+def _source(whole: Any, name: str, parameter: Tensor) -> ParameterSource | None:
+    """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are not known.
+
+    For experts the conversion lists all tensors of one kind, then all of the next.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not parameter.dim():
+        return None
+    saved = revert_weight_conversion(whole, {name: parameter})
+    if len(saved) == 1:
+        ((only, tensor),) = saved.items()
+        return ParameterSource(((only,),), is_one=True) if tensor.shape == parameter.shape else None
+    rows, names = len(parameter), list(saved)
+    if len(names) % rows:
+        return None
+    return ParameterSource(tuple(tuple(names[row::rows]) for row in range(rows)), is_one=False)
+
+
+def _has(files: TensorFiles, source: ParameterSource) -> bool:
+    return all(name in files.names for row in source.rows for name in row)
+
+
+def _of_first_layers(config: Any, whole: Any) -> Any:
+    """The configuration of a model of the first layers, with every layer type; None if a later layer has buffers.
+
+    Buffers are in no file, so they would be missing.
+    """
+    text: Any = config.get_text_config()
+    types = getattr(text, "layer_types", None) or []
+    count = max(FIRST, *(1 + types.index(kind) for kind in types)) if types else FIRST
+    every = list(layers.layers_of(whole.base_model))
+    if any(list(layer.buffers()) for layer in every[count:]):
+        return None
+    text.num_hidden_layers = min(count, len(every))
+    if types:
+        text.layer_types = types[: text.num_hidden_layers]
+    return config
+
+
+def _first(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> Any:
+    """The model of `config`, loaded by transformers from its tensors in `files`; no other tensor is read."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(config)
+    rows = [row for name, _ in made.named_parameters() for row in sources[name].rows]
+    tensors = {name: files.tensor(name)[:] for row in rows for name in row}
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return type(made).from_pretrained(None, config=config, state_dict=tensors, **options)
+
+
+def _is_read_alike(first: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
+    """True if the weights of `first`, loaded by transformers, equal our own reading of the files."""
+    return all(torch.equal(sources[name].read(files, 0, len(one)), one) for name, one in first.named_parameters())

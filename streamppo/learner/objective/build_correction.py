@@ -1,0 +1,118 @@
+"""From the configuration's correction and filters to the functions of `algorithms`, and to the names of their metrics.
+
+B trajectories, T completion tokens (padded).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from torch import Tensor
+
+from streamppo.algorithms import corrections, custom_correction, filters, rejections
+from streamppo.algorithms.corrections import Correction
+from streamppo.config import correction as drops
+from streamppo.tasks import plugins
+
+Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
+"""(proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, lag_BT, mask_BT, trained_BT) -> `Correction`."""
+Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T] tokens left out of the loss."""
+
+
+def rejection_metric(name: str) -> str:
+    """The metric's name of a correction's rule."""
+    return f"rejected_{name}"
+
+
+def filter_metric(name: str) -> str:
+    """The metric's name of a filter."""
+    return f"filtered_{name}"
+
+
+TRUNCATED = filter_metric(str(drops.FilterTruncated.__struct_config__.tag))
+"""The metric's name of the filter of truncated completions, the only rule that needs no pass."""
+
+
+def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[str]:
+    """The metrics' names of all rules that leave tokens out of the policy's loss."""
+    beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()
+    itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.CustomCorrection)
+    dropping = [rejection_metric(str(one.__struct_config__.tag)) for one in (choice,) * itself + beside]
+    return dropping + [filter_metric(str(one.__struct_config__.tag)) for one in chosen]
+
+
+def build(choice: drops.Correction) -> Correct:
+    """The function of `choice`."""
+    weights = corrections.importance_weights
+    match choice:
+        case drops.NoCorrection():
+            return _with_rejections(partial(weights, level="token", mode="off"))
+        case drops.Reject(reject=rules):
+            return _with_rejections(partial(weights, level="token", mode="off"), rules)
+        case drops.Truncate(level=level, cap=cap, floor=floor, reject=rules):
+            return _with_rejections(partial(weights, level=level, mode="truncate", cap=cap, floor=floor), rules)
+        case drops.Mask(level=level, band=(lo, hi), reject=rules):
+            return _with_rejections(partial(weights, level=level, mode="mask", lo=lo, hi=hi), rules)
+        case drops.Topr():
+            return lambda proximal_BT, behavior_BT, advantages_BT, _lag, mask_BT, _trained: corrections.topr(
+                proximal_BT, behavior_BT, advantages_BT, mask_BT
+            )
+        case drops.SecondMoment(threshold=threshold):
+            # Only tokens in the loss: others with small log-ratios would loosen the bound.
+            mask = corrections.second_moment_mask
+            return lambda proximal_BT, behavior_BT, _advantages, _lag, _mask, trained_BT: mask(
+                proximal_BT, behavior_BT, trained_BT, threshold=threshold
+            )
+        case drops.CustomCorrection(function=name):
+            function = plugins.load_and_try(
+                name, "algorithm.correction.function", custom_correction.try_custom_correction
+            )
+            own_weights = partial(custom_correction.custom_correction, function=function)
+            return lambda proximal_BT, behavior_BT, _advantages, *rest: own_weights(proximal_BT, behavior_BT, *rest)
+
+
+def _with_rejections(
+    weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[drops.Rejection] = ()
+) -> Correct:
+    """A correction with rejection `rules`; a response's ratio is over all its tokens, including those too old."""
+    rules_N = [_rule(rule) for rule in rules]
+
+    def correct(
+        proximal_BT: Tensor, behavior_BT: Tensor, _advantages: Tensor, _lag: Tensor, mask_BT: Tensor, _trained: Tensor
+    ) -> Correction:
+        columns = proximal_BT, behavior_BT, mask_BT
+        return rejections.rejecting(weigh(*columns), *columns, rules_N)
+
+    return correct
+
+
+def _rule(choice: drops.Rejection) -> rejections.RejectionRule:
+    name = str(choice.__struct_config__.tag)
+    match choice:
+        case drops.RejectToken(band=(lo, hi)):
+            return rejections.RejectionRule(name, partial(rejections.token_in_band, lo=lo, hi=hi))
+        case drops.RejectSequence(band=(lo, hi)):
+            return rejections.RejectionRule(name, partial(rejections.sequence_in_band, lo=lo, hi=hi))
+        case drops.RejectGeometric(band=(lo, hi)):
+            return rejections.RejectionRule(name, partial(rejections.geometric_in_band, lo=lo, hi=hi))
+        case drops.RejectOutlier(band=(lo, hi)):
+            return rejections.RejectionRule(name, partial(rejections.outlier_free, lo=lo, hi=hi))
+        case drops.RejectK3(at_most=at_most):
+            return rejections.RejectionRule(name, partial(rejections.mean_k3, at_most=at_most))
+
+
+def filters_of(choices: Sequence[drops.Filter]) -> dict[str, Filter]:
+    """The filters by kind."""
+    return {str(choice.__struct_config__.tag): _filter(choice) for choice in choices}
+
+
+def _filter(choice: drops.Filter) -> Filter:
+    match choice:
+        case drops.FilterTruncated():
+            return lambda truncated_B, _logprobs, _behavior, _advantages, mask_BT: filters.truncated(
+                truncated_B, mask_BT
+            )
+        case drops.FilterOffPolicyNegative(delta=delta):
+            negative = partial(filters.off_policy_negative, delta=delta)
+            return lambda _truncated, *columns: negative(*columns)

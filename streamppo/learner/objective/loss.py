@@ -1,0 +1,184 @@
+"""The loss of a micro-batch: its share of its minibatch's loss; the shares of any split add up to the same loss.
+
+B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded).
+"""
+
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms import distillation
+from streamppo.algorithms.aggregate import Denominators, aggregate
+from streamppo.algorithms.corrections import Correction, by_sign
+from streamppo.algorithms.diagnostics import update_sums
+from streamppo.algorithms.kl import kl_loss, policy_weights
+from streamppo.algorithms.value_losses import value_loss
+from streamppo.config.algorithm import Algorithm
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.model.policy import Part, PolicyOutput
+from streamppo.learner.objective.build_correction import filter_metric, rejection_metric
+from streamppo.learner.objective.metrics import PolicyPass, Sums
+from streamppo.learner.objective.objective import Objective
+from streamppo.learner.objective.targets import Targets
+from streamppo.process import phase
+
+
+class MicroBatchLoss(NamedTuple):
+    """A micro-batch's share of its minibatch: a differentiable scalar, and sums to add over micro-batches and ranks.
+
+    `policy_pass` is None for an empty micro-batch and for the critic alone.
+    """
+
+    loss: Tensor
+    sums: Sums
+    policy_pass: PolicyPass | None
+
+
+class Loss(NamedTuple):
+    """The losses of one update: from rows and their current scores to a share of the loss, without side effects.
+
+    `entropy_weight` is the weight of the entropy bonus.
+    """
+
+    objective: Objective
+    algorithm: Algorithm
+    batch: PaddedBatch
+    targets: Targets
+    entropy_weight: float
+
+    @phase("loss")
+    def share(self, rows: Tensor, part: Part, current: PolicyOutput, counts: Denominators) -> MicroBatchLoss:
+        """The share of `rows`, with the scores `current`, in a minibatch with the global `counts`."""
+        if not len(rows):
+            return MicroBatchLoss(_zero_gradient(part, current), Sums.zero(current.logprobs_BT.device), None)
+        piece = _MicroBatch(self, rows, current, counts)
+        match part:
+            case "policy":
+                return piece.policy()
+            case "critic":
+                return piece.critic()
+            case "both":
+                policy, critic = piece.policy(), piece.critic()
+                return policy._replace(loss=policy.loss + critic.loss, sums=policy.sums.plus(critic.sums))
+
+
+class _MicroBatch(NamedTuple):
+    """One micro-batch: `rows` of the batch, as wide as the longest one."""
+
+    whole: Loss
+    rows: Tensor
+    current: PolicyOutput
+    counts: Denominators
+
+    def policy(self) -> MicroBatchLoss:
+        """The policy's loss, minus its entropy bonus, plus the KL to the reference and the NLL of right answers."""
+        config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
+        advantages_bT = self.slice_rows(self.whole.targets.estimate.advantages)
+        behavior_bT = self.slice_rows(self.whole.batch.behavior_logprobs_BT)
+        proximal_bT, correction = self.proximal_and_correction(behavior_bT, advantages_bT)
+        weights_bT, columns = correction.weights, (proximal_bT, behavior_bT, advantages_bT, trained_bT)
+        tokens = self.whole.objective.policy_loss(logprobs_bT, *columns)
+        signed_bT = by_sign(tokens.loss, advantages_bT, negative=config.negative_weight)
+        loss_bT = self.apply_exploration(signed_bT, logprobs_bT - proximal_bT)
+        out = self.filter_masks(advantages_bT)
+        kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, out.values(), torch.zeros_like(trained_bT))
+        # masked_fill, not times 0: the loss of a token that is left out may be NaN or infinite.
+        loss = self.average((loss_bT * weights_bT).masked_fill(~kept_bT, 0.0))
+        entropy_bT = self.current.entropy_BT
+        total = loss - self.whole.entropy_weight * self.average(entropy_bT)
+        if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
+            # behavior -> proximal weight times proximal -> current weight: the KL is of the current policy.
+            current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
+            divergence_bT = self.divergence(self.whole.targets.reference_BT)
+            total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
+        if self.whole.targets.right_BT is not None:
+            right_bT = self.slice_rows(self.whole.targets.right_BT)
+            total = total + config.positive_nll * distillation.positive_nll(logprobs_bT, right_bT, self.counts.right)
+        logprobs_bT = logprobs_bT.detach()
+        token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, tokens.clipped)
+        sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
+        out = {rejection_metric(name): dropped_bT for name, dropped_bT in correction.dropped.items()} | out
+        return MicroBatchLoss(
+            total, sums, PolicyPass(self.rows, logprobs_bT.float(), tokens.ratio.float(), kept_bT.sum(), out)
+        )
+
+    def critic(self) -> MicroBatchLoss:
+        """The critic's loss times its coefficient."""
+        config, targets = self.whole.algorithm.critic, self.whole.targets
+        found = value_loss(
+            self.current.values_BT,
+            self.slice_rows(targets.scored.values_BT),
+            self.slice_rows(targets.estimate.returns),
+            self.trained_bT,
+            clip=config.clip or None,
+            kind=config.loss,
+            huber_delta=config.huber or 1.0,
+        )
+        loss = self.average(found.loss)
+        return MicroBatchLoss(
+            config.coefficient * loss, Sums.of_critic(loss, self.trained_bT.sum(), found.clipped.sum()), None
+        )
+
+    @property
+    def trained_bT(self) -> Tensor:
+        """The micro-batch's tokens in the loss."""
+        return self.slice_rows(self.whole.targets.trained_BT)
+
+    def slice_rows(self, whole_BT: Tensor) -> Tensor:
+        """[B, T] of the batch -> [b, T] of the micro-batch."""
+        return whole_BT[self.rows, : self.current.logprobs_BT.shape[1]]
+
+    def average(self, loss_bT: Tensor) -> Tensor:
+        """Per-token losses -> their share of the minibatch's average; lengths include tokens that are too old."""
+        batch, kind = self.whole.batch, self.whole.algorithm.aggregation
+        lengths_b = batch.mask_BT[self.rows].sum(-1)
+        return aggregate(loss_bT, self.trained_bT, kind, self.counts, lengths_b, batch.prompt_B[self.rows])
+
+    def filter_masks(self, advantages_bT: Tensor) -> dict[str, Tensor]:
+        """[b, T] tokens that each filter leaves out of the policy's loss, by the filter's metric."""
+        batch, logprobs_bT = self.whole.batch, self.current.logprobs_BT.detach()
+        behavior_bT, mask_bT = self.slice_rows(batch.behavior_logprobs_BT), self.slice_rows(batch.mask_BT)
+        columns = batch.truncated_B[self.rows], logprobs_bT, behavior_bT, advantages_bT, mask_bT
+        return {filter_metric(name): leaves_out(*columns) for name, leaves_out in self.whole.objective.filters.items()}
+
+    def proximal_and_correction(self, behavior_bT: Tensor, advantages_bT: Tensor) -> tuple[Tensor, Correction]:
+        """Proximal log-probs and their correction: those of `targets`, or computed from the current log-probs."""
+        objective, targets, batch = self.whole.objective, self.whole.targets, self.whole.batch
+        if targets.correction is not None:
+            weights_BT, keep_BT, dropped = targets.correction
+            dropped = {name: self.slice_rows(dropped_BT) for name, dropped_BT in dropped.items()}
+            correction = Correction(self.slice_rows(weights_BT), self.slice_rows(keep_BT), dropped)
+            return self.slice_rows(targets.scored.logprobs_BT), correction
+        assert objective.anchor is not None
+        lag_bT, mask_bT = self.slice_rows(batch.lag_BT), self.slice_rows(batch.mask_BT)
+        proximal_bT = objective.anchor(behavior_bT, self.current.logprobs_BT, lag_bT, mask_bT)
+        columns = behavior_bT, advantages_bT, lag_bT, mask_bT, self.trained_bT
+        return proximal_bT, objective.correct(proximal_bT, *columns)
+
+    def apply_exploration(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
+        """The per-token losses, changed at the tokens that exploration selected."""
+        exploration, chosen_BT = self.whole.objective.exploration, self.whole.targets.chosen_BT
+        if exploration is None or chosen_BT is None:
+            return loss_bT
+        return exploration.treat(loss_bT, log_ratio_bT, self.slice_rows(chosen_BT))
+
+    def divergence(self, reference_BT: Tensor) -> Tensor:
+        """The per-token KL to the reference, as a loss."""
+        config = self.whole.algorithm.kl
+        return kl_loss(
+            self.current.logprobs_BT,
+            self.slice_rows(reference_BT),
+            self.trained_bT,
+            kind=config.loss_estimator,
+            straight_through=config.straight_through,
+        )
+
+
+def _zero_gradient(part: Part, current: PolicyOutput) -> Tensor:
+    """The loss of an empty micro-batch: a collective backward pass with a gradient of exactly zero."""
+    columns = {"policy": current[:2], "critic": current[2:], "both": current}[part]
+    first, *others = (column.sum() * 0.0 for column in columns)
+    return sum(others, start=first)

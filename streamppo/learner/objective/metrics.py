@@ -1,0 +1,302 @@
+"""The metrics of one update: the results of every micro-batch and minibatch, and their means over all ranks.
+
+B trajectories, b rows of a micro-batch, T completion tokens (padded).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamppo.algorithms.advantages import AdvantageEstimate
+from streamppo.algorithms.diagnostics import OffPolicy, off_policy, ratio_quantiles, update_statistics_of
+from streamppo.algorithms.groups import zero_variance
+from streamppo.algorithms.kl import kl, policy_weights
+from streamppo.algorithms.value_losses import explained_variance
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.device import add_up, to_device
+from streamppo.learner.model.policy import Part, PolicyOutput
+from streamppo.learner.objective.build_correction import TRUNCATED
+
+
+class Sums(NamedTuple):
+    """Shares of losses and sums over tokens, detached, in float64: they add up over micro-batches and ranks.
+
+    `losses_2` are the loss shares of policy and critic, weighted by the loss's aggregation. The others weight all
+    trained tokens equally: `tokens_6` are the sums of `update_sums`, `entropy` the sum over the same tokens, `values_2`
+    the number of the critic's tokens and of those with a clipped value.
+    """
+
+    losses_2: Tensor
+    tokens_6: Tensor
+    entropy: Tensor
+    values_2: Tensor
+
+    @staticmethod
+    def zero(device: torch.device) -> "Sums":
+        """All sums zero."""
+        return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 6, 1, 2)))
+
+    @staticmethod
+    def of_policy(loss: Tensor, tokens_6: Tensor, entropy: Tensor) -> "Sums":
+        """The sums of a micro-batch of the policy; `entropy` is the sum over its trained tokens."""
+        zero = Sums.zero(loss.device)
+        return zero._replace(losses_2=_float64(loss, 0), tokens_6=tokens_6, entropy=_float64(entropy))
+
+    @staticmethod
+    def of_critic(loss: Tensor, trained: Tensor, clipped: Tensor) -> "Sums":
+        """The sums of a micro-batch of the critic: its loss, its trained tokens, and those with a clipped value."""
+        return Sums.zero(loss.device)._replace(losses_2=_float64(0, loss), values_2=_float64(trained, clipped))
+
+    def plus(self, other: "Sums") -> "Sums":
+        """The elementwise sum of both."""
+        return Sums(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+class PolicyPass(NamedTuple):
+    """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, in float32.
+
+    `kept` is the number of tokens with a weight in the loss; `left_out` [b, T] are the tokens that each rule leaves
+    out.
+    """
+
+    rows: Tensor
+    logprobs_bT: Tensor
+    ratio_bT: Tensor
+    kept: Tensor
+    left_out: Mapping[str, Tensor]
+
+
+class Minibatch(NamedTuple):
+    """The result of a minibatch; `sums` and `passes` are this rank's part.
+
+    `rows`, on the CPU, are the rows of all ranks; `idle` are rows that were left out of its passes. `grad_norm` is None
+    if no step was due, and not finite if the step was skipped. `stopped_early`: the policy had moved too far, and its
+    steps ended before this one. `is_empty`: no step was made, because no token was left to learn from.
+    """
+
+    part: Part
+    rows: Tensor
+    sums: Sums
+    passes: Sequence[PolicyPass]
+    grad_norm: float | None
+    stopped_early: bool
+    is_empty: bool = False
+    idle: Tensor | None = None
+
+
+def first_logprobs(
+    minibatches: Iterable[Minibatch], like_BT: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """[B, T] log-probs of every row's first pass, and [B] True for rows with a pass. A collective."""
+    first_BT = torch.zeros(like_BT.shape, device=like_BT.device)
+    passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
+    for minibatch in _policy_metrics(minibatches):
+        for rows, logprobs_bT, *_ in minibatch.passes:
+            new_b = ~passed_B[rows]
+            first_BT[rows[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
+        passed_B[minibatch.rows.to(passed_B.device)] = True
+    add_up(first_BT, group)
+    return first_BT, passed_B
+
+
+def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup) -> dict[str, float]:
+    """Losses per minibatch, with or without a step, and token sums per trained token. A collective."""
+    total = Sums.zero(trained_BT.device)
+    for minibatch in minibatches:
+        total = total.plus(minibatch.sums)
+    for column in total:
+        add_up(column, group)
+    policy_loss, value_loss = total.losses_2.tolist()
+    trained, clipped = total.values_2.tolist()
+    statistics = update_statistics_of(total.tokens_6)
+    low, median, high = ratio_quantiles(*_last_ratios(minibatches, trained_BT, group))
+    policy, critic = (_norms(minibatches, of_critic=of_critic) for of_critic in (False, True))
+    own = {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
+    return {
+        "policy_loss": policy_loss / max(1, sum(minibatch.part != "critic" for minibatch in minibatches)),
+        "value_loss": value_loss / max(1, sum(minibatch.part != "policy" for minibatch in minibatches)),
+        "value_clip_fraction": clipped / max(1.0, trained),
+        "entropy": total.entropy.item() / max(1.0, statistics.tokens),
+        "proximal_kl_k1": statistics.k1,
+        "proximal_kl": statistics.k3,
+        "clip_fraction_high": statistics.clip_fraction_high,
+        "clip_fraction_low": statistics.clip_fraction_low,
+        "ratio_p01": low,
+        "ratio_p50": median,
+        "ratio_p99": high,
+        "grad_norm": sum(policy) / max(1, len(policy)),
+        "steps": float(len(policy)),
+        "bad_steps": float(sum(_is_bad(minibatch) for minibatch in minibatches)),
+        "empty_steps": float(sum(minibatch.is_empty for minibatch in minibatches)),
+        "stopped_early": float(any(minibatch.stopped_early for minibatch in minibatches)),
+        **own,
+    }
+
+
+def _last_ratios(
+    minibatches: Iterable[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """[B, T] ratios of every row's last pass on any rank, and [B, T] True for trained tokens of rows with a pass."""
+    ratio_BT = torch.zeros(trained_BT.shape, device=trained_BT.device)
+    passed_B = torch.zeros(len(trained_BT), dtype=torch.bool, device=trained_BT.device)
+    for minibatch in _policy_metrics(minibatches):
+        everyones = minibatch.rows.to(passed_B.device)
+        passed_B[everyones], ratio_BT[everyones] = True, 0.0
+        for rows, _, ratio_bT, *_ in minibatch.passes:
+            ratio_BT[rows, : ratio_bT.shape[1]] = ratio_bT
+    add_up(ratio_BT, group)
+    return ratio_BT, trained_BT & passed_B[:, None]
+
+
+def _policy_metrics(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
+    return (minibatch for minibatch in minibatches if minibatch.part != "critic")
+
+
+def _norms(minibatches: Iterable[Minibatch], *, of_critic: bool) -> list[float]:
+    """The gradient norms of the steps that were taken."""
+    some = (minibatch for minibatch in minibatches if (minibatch.part == "critic") is of_critic)
+    return [one.grad_norm for one in some if one.grad_norm is not None and not _is_bad(one)]
+
+
+def _is_bad(minibatch: Minibatch) -> bool:
+    return minibatch.grad_norm is not None and not math.isfinite(minibatch.grad_norm)
+
+
+def _float64(*numbers: Tensor | float) -> Tensor:
+    """The numbers as one detached vector, on the device of the first tensor; at least one is a tensor."""
+    device = next(number.device for number in numbers if isinstance(number, Tensor))
+    # `torch.tensor(number)` would be copied from the host, which waits for a GPU.
+    made = (one if isinstance(one, Tensor) else torch.full((), one, device=device) for one in numbers)
+    return torch.stack([one.detach().double() for one in made])
+
+
+def batch_metrics(
+    batch: PaddedBatch,
+    learner: PolicyOutput,
+    passed_B: Tensor,
+    estimate: AdvantageEstimate,
+    trained_BT: Tensor,
+    age: OffPolicy | None = None,
+) -> dict[str, float]:
+    """Metrics of the batch before its first step; importance weights are before any truncation.
+
+    `learner` are the proximal policy's scores of the rows `passed_B`, or those of each row's first pass. `age` is its
+    distance from the behavior policy, if it is already known.
+    """
+    mask_BT = batch.mask_BT
+    compared_BT = mask_BT & passed_B[:, None]
+    found = age or off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
+    by_lag = {}
+    for bucket, divergence in found.by_lag.items():
+        by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
+    return {
+        **describe(batch, trained_BT),
+        "behavior_kl_k1": found.overall.k1,
+        "behavior_kl": found.overall.k3,
+        "ess": found.overall.ess_token,
+        "ess_sequence": found.overall.ess_sequence,
+        "chi2": found.overall.chi2_token,
+        "chi2_sequence": found.overall.chi2_sequence,
+        "weights_high": found.overall.fraction_high,
+        "weights_low": found.overall.fraction_low,
+        "log_ppl_engine": found.overall.log_ppl_engine,
+        "log_ppl_learner": found.overall.log_ppl_learner,
+        "mismatch": found.numerics.mean_abs_log_ratio if found.numerics else 0.0,
+        "explained_variance": float(explained_variance(learner.values_BT, estimate.returns, mask_BT)),
+        **by_lag,
+    }
+
+
+def describe(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
+    """The metrics of a batch that need no policy; `trained_BT` are its tokens in the loss."""
+    lag = batch.lag_BT[batch.mask_BT].float()
+    return {
+        **_completion_metrics(batch),
+        "tokens": float(batch.mask_BT.sum()),
+        "tokens_too_old": float((batch.mask_BT & ~batch.fresh_BT).sum()),
+        "tokens_trained": float(trained_BT.sum()),
+        "equal_groups": zero_variance(batch.reward_B, batch.prompt_B).float().mean().item(),
+        "lag_mean": lag.mean().item(),
+        "lag_max": lag.max().item(),
+        **_candidates(batch),
+        **{f"reward_{name}": value_B.nanmean().item() for name, value_B in batch.components_B.items()},
+    }
+
+
+def _completion_metrics(batch: PaddedBatch) -> dict[str, float]:
+    """Metrics of the ended completions, each counted with its last segment; a batch of segments may have none."""
+    ended_B = ~batch.cut_B
+    found = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
+    if not ended_B.any():
+        return found
+    length_B = batch.prefix_B + batch.mask_BT.sum(-1)
+    means = {"reward": batch.reward_B, "length": length_B.float(), "truncated": batch.truncated_B.float()}
+    return found | {name: column_B[ended_B].mean().item() for name, column_B in means.items()}
+
+
+def _candidates(batch: PaddedBatch) -> dict[str, float]:
+    """Candidates per sampled token that top-p or top-k cut, and the share of sampled tokens with a single candidate."""
+    if batch.candidates is None:
+        return {}
+    count_BT = batch.candidates.counts
+    cut_N = count_BT[batch.mask_BT & (count_BT > 0)].float()
+    forced, sampled = int((cut_N == 1).sum()), int(batch.mask_BT.sum())
+    return {"candidates": cut_N.mean().item() if len(cut_N) else 0.0, "forced": forced / sampled}
+
+
+def distances(
+    batch: PaddedBatch, teacher_BT: Tensor | None, right_BT: Tensor | None, learner: PolicyOutput, passed_B: Tensor
+) -> dict[str, float]:
+    """The KL of the policy (`learner` of `batch_metrics`) to the teacher, and the NLL of right answers."""
+    found: dict[str, float] = {}
+    mask_BT = batch.mask_BT & passed_B[:, None]
+    if teacher_BT is not None:
+        weights_BT = policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
+        distance_BT = kl(learner.logprobs_BT, teacher_BT, mask_BT, kind="k3") * weights_BT
+        found["teacher_kl"] = distance_BT.sum().item() / max(1, int(mask_BT.sum()))
+    if right_BT is not None:
+        right_BT = right_BT & mask_BT
+        found["positive_nll"] = -learner.logprobs_BT[right_BT].sum().item() / max(1, int(right_BT.sum()))
+    return found
+
+
+def dropped_shares(
+    names_N: Sequence[str], minibatches: Sequence[Minibatch], batch: PaddedBatch, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """The share of sampled tokens that each rule leaves out, and as `NAME_responses` of responses that lose a token.
+
+    Shares are over all passes of the policy's loss; for truncated completions also over the idle rows, which have no
+    pass. A share of nothing is 0. A token that several rules leave out counts for each. A collective, unless there is
+    no rule.
+    """
+    if not names_N:
+        return {}
+    counts_NC = torch.zeros(len(names_N) + 1, 2, dtype=torch.float64, device=batch.mask_BT.device)
+    for one in (one for minibatch in minibatches for one in minibatch.passes):
+        counts_NC[0] += _counts(batch.mask_BT[one.rows])
+        for place, name in enumerate(names_N, start=1):
+            counts_NC[place] += _counts(one.left_out[name])
+    add_up(counts_NC, group)
+    shares: dict[str, float] = {}
+    for name, left_C in zip(names_N, counts_NC[1:], strict=True):
+        more_C, all_C = _idle_counts(minibatches, batch) if name == TRUNCATED else (0.0, 0.0)
+        share_C = (left_C + more_C) / (counts_NC[0] + all_C).clamp(min=1.0)
+        shares[name], shares[f"{name}_responses"] = share_C.tolist()
+    return shares
+
+
+def _counts(mask_bT: Tensor) -> Tensor:
+    """The number of tokens, and of responses with at least one."""
+    return torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
+
+
+def _idle_counts(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+    """The counts of the idle rows that were truncated, and of all idle rows."""
+    some = [one.idle for one in minibatches if one.part != "critic" and one.idle is not None]
+    rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *some]), batch.mask_BT.device)
+    mask_bT = batch.mask_BT[rows]
+    return _counts(mask_bT & batch.truncated_B[rows][:, None]), _counts(mask_bT)

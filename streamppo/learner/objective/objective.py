@@ -1,0 +1,333 @@
+"""From the configuration's choices to the functions of `algorithms`: each choice is made here, once.
+
+B trajectories, T completion tokens (padded). The learner calls the functions and never compares a kind.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms import (
+    advantages,
+    custom_advantage,
+    custom_loss,
+    filters,
+    groups,
+    policy_losses,
+    probability_losses,
+    proximal,
+    sequence_losses,
+    vtrace,
+)
+from streamppo.algorithms.advantages import AdvantageEstimate
+from streamppo.algorithms.masked import spread
+from streamppo.algorithms.policy_losses import TokenLoss
+from streamppo.config import algorithm as choices
+from streamppo.config import policy_loss as losses
+from streamppo.config.correction import FilterTruncated
+from streamppo.config.sections import Config
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.model.policy import Part, PolicyOutput
+from streamppo.learner.objective import build_correction, exploration
+from streamppo.learner.objective.adaptive_lag import is_lowered_by_ess
+from streamppo.learner.objective.build_correction import Correct, Filter
+from streamppo.learner.objective.exploration import Exploration
+from streamppo.tasks import plugins
+
+Advantages: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor], AdvantageEstimate]
+"""(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
+Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
+"""batch -> [B, T] tokens in the loss: within max_lag, not of a masked group, not of a filtered completion."""
+PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLoss]
+"""(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
+RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
+"""A policy loss without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
+
+Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, constants."""
+
+
+class Epoch(NamedTuple):
+    """One pass of an update over its batch: the trained part and its steps. `number` counts from 0 per part."""
+
+    part: Part
+    number: int
+    minibatches: int
+    max_grad_norm: float
+
+
+class Objective(NamedTuple):
+    """The functions and the epochs of one run.
+
+    `scored` is the part whose scores of the whole batch are computed before the first step; without the policy in it,
+    the policy's only passes are its steps'. `anchor` computes the proximal log-probs of a micro-batch from its own
+    pass; None takes them from `scored`. `one_step`: the policy makes one step per batch. `rules` are the metrics of
+    all rules that leave tokens out of the policy's loss: the correction's and the `filters`'.
+    """
+
+    advantages: Advantages
+    trained: Trained
+    correct: Correct
+    filters: Mapping[str, Filter]
+    rules: Sequence[str]
+    policy_loss: PolicyLoss
+    exploration: Exploration | None
+    anchor: Anchor | None
+    scored: Part | None
+    epochs: tuple[Epoch, ...]
+    one_step: bool
+
+    @property
+    def scores_policy(self) -> bool:
+        """True if the policy's log-probs of the whole batch are computed before the first step."""
+        return self.scored in ("policy", "both")
+
+    def warm_up(self) -> "Objective":
+        """The objective during warm-up, with a frozen policy: a critic with its own steps makes only these.
+
+        The policy then passes over a batch once, without gradient, for its metrics. With a value head the objective
+        does not change: it shares the policy's passes.
+        """
+        if self.epochs[-1].part != "critic":
+            return self
+        own = tuple(epoch for epoch in self.epochs if epoch.part == "critic")
+        return self._replace(anchor=None, scored="both", epochs=own, one_step=False)
+
+    def critic_epochs(self) -> list[Epoch]:
+        """The critic's epochs, with a frozen policy."""
+        part = self.epochs[-1].part
+        return [epoch._replace(part="critic") for epoch in self.epochs if epoch.part == part]
+
+
+def build(config: Config) -> Objective:
+    """The functions and epochs of `config`."""
+    choice, one_step = config.algorithm, config.learner.epochs * config.learner.minibatches == 1
+    anchor = _anchor(choice, one_step=one_step and not is_lowered_by_ess(config))
+    scored: Part | None = "critic" if choice.has_critic else None
+    if anchor is None or choice.needs_proximal_first:
+        scored = "both" if choice.has_critic else "policy"
+    return Objective(
+        advantages=partial(_build_whitening, _advantages(choice.advantage), choice.whiten, choice.has_critic),
+        trained=partial(trained_tokens, choice),
+        correct=build_correction.build(choice.correction),
+        filters=build_correction.filters_of(choice.filters),
+        rules=build_correction.metrics(choice.correction, choice.filters),
+        policy_loss=_policy_loss(choice),
+        exploration=exploration.build(choice.exploration, config.seed),
+        anchor=anchor,
+        scored=scored,
+        epochs=_epochs(config),
+        one_step=one_step,
+    )
+
+
+def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
+    """The function of proximal log-probs in a step's own pass; None if they need a pass before the first step."""
+    match choice.proximal:
+        case "loglinear":
+            return proximal.loglinear
+        case "behavior":
+            return proximal.behavior
+        case "recompute":
+            return proximal.single_step if one_step and not choice.needs_proximal_first else None
+
+
+def _epochs(config: Config) -> tuple[Epoch, ...]:
+    """The epochs: a value head trains with the policy, a critic's own transformer after it, by its own schedule."""
+    learner, critic = config.learner, config.algorithm.critic
+    separate = config.algorithm.has_critic and critic.model != "head"
+    part: Part = "both" if config.algorithm.has_critic and not separate else "policy"
+    epochs = [Epoch(part, n, learner.minibatches, learner.max_grad_norm) for n in range(learner.epochs)]
+    if separate:
+        minibatches, bound = critic.minibatches or learner.minibatches, critic.max_grad_norm or learner.max_grad_norm
+        epochs += [Epoch("critic", n, minibatches, bound) for n in range(critic.epochs or learner.epochs)]
+    return tuple(epochs)
+
+
+def _build_whitening(
+    raw: Advantages,
+    config: choices.Whiten,
+    has_critic: bool,
+    batch: PaddedBatch,
+    proximal: PolicyOutput,
+    rewards_BT: Tensor,
+) -> AdvantageEstimate:
+    estimate = raw(batch, proximal, rewards_BT)
+    over = ("batch" if has_critic else "off") if config.over == "auto" else config.over
+    if over == "off":
+        return estimate
+    white = advantages.whiten(
+        estimate.advantages,
+        batch.mask_BT,
+        shift_mean=config.shift_mean,
+        unbiased=config.unbiased,
+        group_ids_B=batch.prompt_B if over == "group" else None,
+    )
+    return estimate._replace(advantages=white)
+
+
+# --- advantages ----------------------------------------------------------------------------------------------
+
+
+def _advantages(choice: choices.Advantage) -> Advantages:
+    match choice:
+        case choices.Gae():
+            return partial(_gae, choice)
+        case choices.VTrace():
+            return partial(_vtrace, choice)
+        case choices.SequenceLevel():
+            return _sequence_level
+        case choices.Grpo(unbiased=unbiased):
+            return partial(_build_group_advantages, partial(groups.grpo, unbiased=unbiased))
+        case choices.DrGrpo(baseline_shift=shift):
+            return partial(_build_group_advantages, partial(groups.dr_grpo, baseline_shift=shift))
+        case choices.Rloo():
+            return partial(_build_group_advantages, groups.rloo)
+        case choices.MaxRl():
+            return partial(_build_group_advantages, groups.maxrl)
+        case choices.ReinforcePlusPlus(gamma=gamma):
+            return lambda batch, _, rewards_BT: _no_critic(
+                groups.reinforce_plus_plus(rewards_BT, batch.mask_BT, gamma=gamma)
+            )
+        case choices.ReinforcePlusPlusBaseline():
+            return lambda batch, _, rewards_BT: _no_critic(
+                groups.reinforce_plus_plus_baseline(_scores(batch, rewards_BT), batch.prompt_B, batch.mask_BT)
+            )
+        case choices.Gdpo(weights=weights, unbiased=unbiased):
+            return partial(_gdpo, partial(groups.gdpo, weights=weights, unbiased=unbiased))
+        case choices.CustomAdvantage(function=name):
+            return partial(
+                _custom_advantage,
+                plugins.load_and_try(name, "algorithm.advantage.function", custom_advantage.try_custom_advantage),
+            )
+
+
+def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor) -> AdvantageEstimate:
+    lam: float | Tensor = choice.lam
+    if choice.adaptive_alpha:
+        lam = advantages.adaptive_lambda(batch.mask_BT.sum(-1), choice.adaptive_alpha)
+    return advantages.gae_actor_critic(
+        rewards_BT,
+        proximal.values_BT,
+        batch.mask_BT,
+        _bootstrap(choice, batch, proximal),
+        gamma=choice.gamma,
+        lam_actor=lam,
+        lam_critic=choice.critic_lam,
+    )
+
+
+def _vtrace(
+    choice: choices.VTrace, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+) -> AdvantageEstimate:
+    log_rho_BT = vtrace.log_rho(proximal.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, lag_BT=batch.lag_BT)
+    return vtrace.vtrace(
+        rewards_BT,
+        proximal.values_BT,
+        batch.mask_BT,
+        _bootstrap(choice, batch, proximal),
+        log_rho_BT,
+        gamma=choice.gamma,
+        lam=choice.lam,
+        clip=vtrace.TraceClip(*choice.clip, choice.trace),
+    )
+
+
+def _bootstrap(choice: choices.Bootstrapped, batch: PaddedBatch, proximal: PolicyOutput) -> Tensor:
+    """[B] values after the last token of cut segments and, if chosen, of truncated completions; 0 for others."""
+    return proximal.bootstrap_B * (batch.cut_B | (batch.truncated_B & choice.bootstrap_truncated))
+
+
+def _sequence_level(batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor) -> AdvantageEstimate:
+    return advantages.sequence_level(_scores(batch, rewards_BT), proximal.values_BT[:, 0], batch.mask_BT)
+
+
+def _build_group_advantages(
+    compare: Callable[[Tensor, Tensor], Tensor], batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+) -> AdvantageEstimate:
+    advantages_B = compare(_scores(batch, rewards_BT), batch.prompt_B)
+    return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
+
+
+def _gdpo(
+    compare: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+    batch: PaddedBatch,
+    proximal: PolicyOutput,
+    rewards_BT: Tensor,
+) -> AdvantageEstimate:
+    return _no_critic(spread(compare(batch.components_B, batch.prompt_B), batch.mask_BT))
+
+
+def _custom_advantage(
+    function: custom_advantage.CustomAdvantage, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+) -> AdvantageEstimate:
+    columns = rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B
+    return _no_critic(custom_advantage.custom_advantage(*columns, function=function))
+
+
+def _no_critic(advantages_BT: Tensor) -> AdvantageEstimate:
+    return AdvantageEstimate(advantages_BT, torch.zeros_like(advantages_BT))
+
+
+def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
+    return rewards_BT.masked_fill(~batch.mask_BT, 0.0).sum(-1)
+
+
+# --- tokens and losses ---------------------------------------------------------------------------------------
+
+
+def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
+    """[B, T]: the tokens of `batch` in the loss."""
+    trained_BT = batch.fresh_BT
+    if config.zero_variance == "mask":
+        trained_BT = trained_BT & ~groups.zero_variance(batch.reward_B, batch.prompt_B)[:, None]
+    if any(isinstance(choice, FilterTruncated) for choice in config.filters):
+        trained_BT = trained_BT & ~filters.truncated(batch.truncated_B, batch.mask_BT)
+    return trained_BT
+
+
+def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
+    if isinstance(config.policy_loss, losses.CustomLoss):
+        field = "algorithm.policy_loss.function"
+        function = plugins.load_and_try(config.policy_loss.function, field, custom_loss.try_custom_loss)
+        return partial(custom_loss.custom_loss, function=function)
+    ratio_loss = _ratio_loss(config.policy_loss)
+    return lambda logprobs_BT, proximal_BT, _behavior, *rest: ratio_loss(logprobs_BT, proximal_BT, *rest)
+
+
+def _ratio_loss(choice: losses.RatioLoss) -> RatioLoss:
+    match choice:
+        case losses.Clip(range=(low, high), dual=dual):
+            return partial(policy_losses.clipped, clip_low=low, clip_high=high, dual_clip=dual or None)
+        case losses.Cispo(range=(low, high)):
+            return partial(policy_losses.cispo, clip_low=low, clip_high=high)
+        case losses.Gspo() | losses.Gmpo() | losses.Vespo() | losses.SequenceClip() as of_responses:
+            return _sequence_loss(of_responses)
+        case losses.Reinforce():
+            return policy_losses.reinforce
+        case losses.ImportanceWeighted():
+            return policy_losses.importance_weighted
+        case losses.DppoTv(delta=delta):
+            return partial(policy_losses.dppo_tv, delta=delta)
+        case losses.DppoKl(delta=delta):
+            return partial(probability_losses.dppo_kl, delta=delta)
+        case losses.Ipo(eps=eps):
+            return partial(probability_losses.ipo, eps=eps)
+        case losses.Sapo(tau=(positive, negative)):
+            return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
+
+
+def _sequence_loss(choice: losses.SequenceLoss) -> RatioLoss:
+    """The loss function of a `choice` whose ratio is of a whole response."""
+    match choice:
+        case losses.Gspo(range=(low, high)):
+            return partial(policy_losses.gspo, clip_low=low, clip_high=high)
+        case losses.Gmpo(range=(low, high)):
+            return partial(sequence_losses.gmpo, log_low=low, log_high=high)
+        case losses.Vespo(positive=positive, negative=negative):
+            return partial(sequence_losses.vespo, positive=positive, negative=negative)
+        case losses.SequenceClip(range=(low, high)):
+            return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)

@@ -1,0 +1,153 @@
+"""Everything that stays fixed during the update on one batch, computed on every rank from the whole gathered batch.
+
+B trajectories of the batch, T completion tokens (padded).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms import distillation
+from streamppo.algorithms.advantages import AdvantageEstimate
+from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
+from streamppo.algorithms.corrections import Correction
+from streamppo.algorithms.kl import kl_reward
+from streamppo.config.algorithm import Algorithm
+from streamppo.config.sections import Config
+from streamppo.learner.batch.padded import PaddedBatch, flatten_column
+from streamppo.learner.device import to_device
+from streamppo.learner.model.policy import PolicyOutput
+from streamppo.learner.objective.objective import Objective
+from streamppo.types import TokenRecord
+
+
+class Frozen(NamedTuple):
+    """[B, T] log-probs of the models that no update trains, from a pass here or a server; None without the model."""
+
+    reference_BT: Tensor | None
+    teacher_BT: Tensor | None
+
+
+def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
+    """[B, T] log-probs of a teacher's server, which come with the trajectories: an update makes no call to it.
+
+    Raises `ValueError` if trajectories have none.
+    """
+    found_BT = batch.teacher_logprobs_BT
+    lacking_BT = batch.mask_BT if found_BT is None else batch.mask_BT & found_BT.isnan()
+    if found_BT is None or lacking_BT.any():
+        raise ValueError(
+            f"{int(lacking_BT.any(dim=1).sum())} of {len(lacking_BT)} trajectories have no log-probs of a teacher: "
+            "they were sampled without algorithm.teacher.url"
+        )
+    return found_BT
+
+
+class Targets(NamedTuple):
+    """Everything that stays fixed during the update on one batch, all [B, T] on every rank.
+
+    `trained_BT` are the tokens in the loss (`Objective.trained`). Without a `correction`, each step computes proximal
+    log-probs and weights from its own pass (`Objective.anchor`). `chosen_BT` are the tokens that
+    `Objective.exploration` selects, None without it. `right_BT` are the trained tokens of right answers, None without
+    `positive_nll`.
+    """
+
+    scored: PolicyOutput
+    estimate: AdvantageEstimate
+    correction: Correction | None
+    trained_BT: Tensor
+    reference_BT: Tensor | None
+    chosen_BT: Tensor | None
+    teacher_BT: Tensor | None
+    right_BT: Tensor | None
+
+
+def compute_targets(
+    objective: Objective,
+    config: Config,
+    batch: PaddedBatch,
+    scored: PolicyOutput,
+    frozen: Frozen,
+    scored_B: Tensor,
+    *,
+    beta: float,
+) -> Targets:
+    """The targets of `batch`, whose rows `scored_B` are `scored`; `beta` is the weight of the KL in the reward.
+
+    Raises `ValueError` for data that must not be trained on.
+    """
+    mask_BT = batch.mask_BT
+    check_any(mask_BT)
+    check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
+    check_finite(mask_BT, rewards=batch.rewards_BT, values=scored.values_BT)
+    check_finite(torch.ones_like(batch.truncated_B), bootstrap=scored.bootstrap_B)
+    for name, frozen_BT in (("reference", frozen.reference_BT), ("teacher", frozen.teacher_BT)):
+        if frozen_BT is not None:
+            check_logprobs(mask_BT, **{name: frozen_BT})
+    trained_BT = objective.trained(batch)
+    rewards_BT = _rewards(config.algorithm, batch, scored, frozen, beta)
+    estimate = _taught(config.algorithm, objective.advantages(batch, scored, rewards_BT), batch, scored, frozen)
+    correction = None
+    if objective.anchor is None:
+        # A row that was not scored has the ratio 1.
+        is_scored_B1, behavior_BT = to_device(scored_B, mask_BT.device)[:, None], batch.behavior_logprobs_BT
+        logprobs_BT = torch.where(is_scored_B1, scored.logprobs_BT, behavior_BT)
+        correction = objective.correct(logprobs_BT, behavior_BT, estimate.advantages, batch.lag_BT, mask_BT, trained_BT)
+    chosen_BT = None
+    if objective.exploration is not None:
+        chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
+    right_BT = correct_answer_mask(batch, config) & trained_BT if config.algorithm.positive_nll else None
+    return Targets(
+        scored, estimate, correction, trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT
+    )
+
+
+def per_token_record(
+    objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor
+) -> TokenRecord:
+    """The per-token numbers to archive, as far as the pass before the first step computes them.
+
+    Log-probs of rows outside `scored_B` are NaN.
+    """
+    scored, is_kept = targets.scored, config.archive.numbers
+    has_logprobs = is_kept and objective.scored in ("policy", "both")
+    logprobs_BT = scored.logprobs_BT.masked_fill(~to_device(scored_B, batch.mask_BT.device)[:, None], torch.nan)
+    return TokenRecord(
+        values=flatten_column(scored.values_BT, batch.length_B) if config.algorithm.has_critic else b"",
+        proximal_logprobs=flatten_column(logprobs_BT, batch.length_B) if has_logprobs else b"",
+        advantages=flatten_column(targets.estimate.advantages, batch.length_B) if is_kept else b"",
+    )
+
+
+def correct_answer_mask(batch: PaddedBatch, config: Config) -> Tensor:
+    """[B, T] tokens that the policy sampled in right answers."""
+    return batch.mask_BT & (batch.reward_B >= config.reward.correct_at)[:, None]
+
+
+def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen, beta: float) -> Tensor:
+    """[B, T] rewards, minus the KL to the reference and to the teacher if the configuration says so."""
+    rewards_BT, logprobs_BT, mask_BT = batch.rewards_BT, scored.logprobs_BT, batch.mask_BT
+    if frozen.reference_BT is not None and config.kl.reward_beta:
+        kind = config.kl.reward_estimator
+        rewards_BT = kl_reward(rewards_BT, logprobs_BT, frozen.reference_BT, mask_BT, beta=beta, kind=kind)
+    if frozen.teacher_BT is not None and config.teacher.signal == "reward":
+        rewards_BT = kl_reward(rewards_BT, logprobs_BT, frozen.teacher_BT, mask_BT, beta=config.teacher.weight)
+    return rewards_BT
+
+
+def _taught(
+    config: Algorithm, estimate: AdvantageEstimate, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen
+) -> AdvantageEstimate:
+    """The estimate, with the teacher's advantages mixed in if teacher.signal is "advantage"."""
+    if frozen.teacher_BT is None or config.teacher.signal != "advantage":
+        return estimate
+    mixed_BT = distillation.with_teacher(
+        estimate.advantages,
+        scored.logprobs_BT,
+        frozen.teacher_BT,
+        batch.mask_BT,
+        weight=config.teacher.weight,
+        others=config.teacher.others,
+    )
+    return estimate._replace(advantages=mixed_BT)

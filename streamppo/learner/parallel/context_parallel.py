@@ -1,0 +1,194 @@
+"""Context parallelism: each rank computes a slice of every row's tokens, for rows too long for one rank.
+
+Ulysses, https://arxiv.org/abs/2309.14509. All of a layer except attention works token by token, so a rank computes it
+for its slice. For attention the ranks exchange slices of tokens for shares of the heads:
+
+    rank 0   tokens 0 1 2 3   -->   heads 0 1 of tokens 0 .. 7   -->   tokens 0 1 2 3
+    rank 1   tokens 4 5 6 7   -->   heads 2 3 of tokens 0 .. 7   -->   tokens 4 5 6 7
+
+Weights, moments and gradients are sharded over all ranks, as without slices.
+
+B rows, W tokens of a row in its layout (padded), C ranks, S = W / C tokens of a slice, T completion tokens (padded).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import pad
+
+from streamppo.config.engine import FAMILIES
+from streamppo.config.mesh import Mesh
+from streamppo.learner.attention import attention
+from streamppo.learner.attention.attention import Reading
+from streamppo.learner.device import everybody
+from streamppo.learner.parallel import tensor_parallel
+from streamppo.learner.parallel.tensor_parallel import TensorParallelSpec
+
+KNOWN = (*FAMILIES, "qwen3_moe")
+"""Values of model_type whose layers mix tokens only in attention, and whose attention sees all earlier tokens."""
+NAME = "slices"
+"""The argument of a transformer, and so of its attention, with the ranks of the exchange."""
+PREFIX = "sliced_"
+"""Prefix of the name in transformers of a wrapped attention; the rest is the name of the wrapped one."""
+
+
+class Slices(NamedTuple):
+    """The groups of context parallelism: rows are split over `ranks` ranks; this rank has slice `number`.
+
+    `within`: the ranks with slices of the same rows. `across`: the ranks with the same slice of other rows. Without
+    groups rows are not split. `heads`: the ranks that exchange slices for heads, all of `within`; with tensor
+    parallelism those with the same share of the heads, or None for a single one. `cut`: the meshes that split weights.
+    """
+
+    ranks: int = 1
+    number: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+    heads: dist.ProcessGroup | None = None
+    cut: TensorParallelSpec = TensorParallelSpec()
+
+    def data_ranks(self) -> dist.ProcessGroup:
+        """The ranks that pass different rows: all ranks if rows are not split."""
+        return self.across or everybody()
+
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """All process groups made for the slices."""
+        own = tuple(one for one in (self.within, self.across, self.heads) if one is not None)
+        return (*own, *self.cut.groups())
+
+
+WHOLE = Slices()
+
+
+def slices_of(device: str, config: Mesh) -> Slices:
+    """Make the groups that split rows between neighbouring ranks, and the meshes that split weights. A collective."""
+    ranks, cut = config.slices, tensor_parallel.cut_of(device, config)
+    if ranks == 1:
+        return Slices(cut=cut)
+    rows = dist.get_world_size() // ranks
+    made = init_device_mesh(device, (rows, ranks), mesh_dim_names=("across", "within"))
+    number, within, across = made.get_local_rank("within"), made.get_group("within"), made.get_group("across")
+    if config.tensor == 1:
+        return Slices(ranks, number, within, across, within, cut)
+    heads: dist.ProcessGroup | None = None
+    if config.context > 1:
+        shape, names = (rows, config.context, config.tensor), ("across", "heads", "tensor")
+        heads = init_device_mesh(device, shape, mesh_dim_names=names).get_group("heads")
+    return Slices(ranks, number, within, across, heads, cut)
+
+
+def refusal(config: Any, ranks: int) -> str:
+    """The reason why `ranks` ranks cannot split the rows of a model of transformers' `config`; "" if they can."""
+    if ranks == 1:
+        return ""
+    choice, model = f"learner.mesh.context * tensor = {ranks}", repr(config.name_or_path)
+    if not attention.looks_at_all(config, KNOWN):
+        known = ", ".join(KNOWN)
+        return (
+            f"{choice} knows models of {known} without a sliding window, and {model} ({config.model_type}) is another"
+        )
+    if config.num_key_value_heads % ranks:
+        return f"{choice} must divide the {config.num_key_value_heads} heads of keys and values of {model}"
+    return ""
+
+
+def name_of(implementation: str, slices: Slices) -> str:
+    """Register `implementation` wrapped for context parallelism; return its name for transformers."""
+    from transformers import AttentionInterface
+
+    if slices.ranks == 1:
+        return implementation
+    AttentionInterface.register(PREFIX + implementation, _attend)
+    return PREFIX + implementation
+
+
+def _attend(
+    module: Any,
+    query_BHSD: Tensor,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slices: Slices,
+    position_ids: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    compute: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
+    if slices.heads is None:
+        return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)
+    heads = [_ExchangeSlices.apply(one, slices.heads, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
+    seen_BWHD, _ = compute(module, *heads, attention_mask, **others)
+    return _ExchangeSlices.apply(seen_BWHD, slices.heads, 1, 2), None  # pyright: ignore[reportReturnType]
+
+
+def slice_reading(reading: Reading, slices: Slices) -> Reading:
+    """This rank's slice of `reading`. Tokens of other ranks have the index -1."""
+    if slices.ranks == 1:
+        return reading
+    tokens_BW = reading.arguments["input_ids"]
+    assert isinstance(tokens_BW, Tensor) and reading.context is None, "rows of tokens"
+    width, missing = tokens_BW.shape[1], -tokens_BW.shape[1] % slices.ranks
+    size = (width + missing) // slices.ranks
+    mine = slice(slices.number * size, (slices.number + 1) * size)
+    arguments: dict[str, Any] = {**reading.arguments, NAME: slices}
+    arguments["input_ids"] = pad(tokens_BW, (0, missing))[:, mine]
+    positions = arguments.get("position_ids", torch.arange(width, device=tokens_BW.device)[None].expand_as(tokens_BW))
+    begins_again = torch.arange(missing, device=positions.device).expand(len(positions), missing)
+    arguments["position_ids"] = torch.cat([positions, begins_again], 1)[:, mine]
+    if missing and "cu_seq_lens_q" in arguments:
+        # The padding after the last row is a row of its own.
+        bounds = pad(arguments["cu_seq_lens_q"], (0, 1), value=width + missing)
+        longest = max(arguments["max_length_q"], missing)
+        arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
+    if missing and "attention_mask" in arguments:
+        seen = pad(arguments["attention_mask"], (0, missing, 0, missing))
+        # Padding sees itself: attention over no token gives NaN.
+        arguments["attention_mask"] = seen | torch.eye(width + missing, dtype=torch.bool, device=seen.device)
+    row, place = reading.place_BL // width, reading.place_BL % width
+    here_BL = place // size == slices.number
+    return Reading(arguments, torch.where(here_BL, row * size + place % size, -1))
+
+
+def sum_over_slices(column_BT: Tensor, slices: Slices) -> Tensor:
+    """The sum of `column_BT` over the ranks of `slices`: an entry is 0 on all ranks but one.
+
+    All ranks compute the same loss from it, so each rank's own entries get the whole gradient.
+    """
+    return column_BT if slices.ranks == 1 else _Sum.apply(column_BT, slices.within)  # pyright: ignore
+
+
+class _ExchangeSlices(torch.autograd.Function):
+    """All-to-all: send each rank its share of dimension `split`, and concatenate the received shares along `join`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
+        ctx.group, ctx.dimensions = group, (join, split)
+        sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return _ExchangeSlices.apply(gradient, ctx.group, *ctx.dimensions), None, None, None  # pyright: ignore
+
+
+class _Sum(torch.autograd.Function):
+    """Forward: the sum over ranks. Backward: the gradient unchanged, for this rank's own part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return gradient, None

@@ -1,0 +1,189 @@
+"""Routing in mixtures of experts: replay of the engine's choice of experts, and the load of each expert.
+
+    own         the router chooses a token's experts: the k with the largest scores
+    replayed    a token's experts are the engine's choice while sampling (Rollout Routing Replay, R3, arXiv 2510.11370,
+                section 4): scores and their gradient are the learner's, only the choice is the engine's
+
+N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes: -1 if none is known.
+
+A router runs unchanged; only its call to `torch.topk` returns the engine's choice. Each family's own arithmetic on
+scores, before and after that call, is kept.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from streamppo.errors import ModelError
+from streamppo.learner.attention.attention import Reading
+from streamppo.learner.device import add_up, to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHOICES: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
+
+
+class Routers:
+    """The routers of one transformer; without experts there are none, and every call does nothing.
+
+    The routes of `expect` hold until its next call: a layer recomputed in the backward pass uses them again. Without
+    `counts`, `metrics` leaves out the tokens of a pass. With `float32`, routers compute their products in float32;
+    their weights keep their type.
+    """
+
+    def __init__(self, transformer: "PreTrainedModel | None", *, float32: bool = False) -> None:
+        self.counts = True
+        self._routers = [
+            Router(module, int(layer[1]), float32=float32)
+            for name, module in (() if transformer is None else choosers(transformer))
+            if (layer := re.search(r"\.?(\d+)\.", name))
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._routers)
+
+    def expect(self, reading: Reading, width_B: Tensor, routes_BLE: Tensor | None, most: int) -> None:
+        """Prepare the routers for a pass over `reading`: rows of `width_B` tokens with the experts `routes_BLE`.
+
+        `width_B` is in the host's memory. `most` is an upper bound of the routes. Raises `ModelError` for routes of
+        another model.
+        """
+        if not self._routers:
+            return
+        place_BL, tokens_BL = reading.place_BL, reading.arguments["input_ids"]
+        real_BL = (torch.arange(place_BL.shape[1]) < width_B[:, None]) & (place_BL >= 0)
+        tokens, place_M = tokens_BL.numel(), place_BL[real_BL]
+        real_N = torch.zeros(tokens, dtype=torch.bool)
+        real_N[place_M] = self.counts
+        real_N, routes_NE = to_device(real_N, tokens_BL.device), None
+        if routes_BLE is not None:
+            entry_M = real_BL.flatten().nonzero()[:, 0]
+            if reading.source_N is not None:
+                # Tokens that are computed several times have the same experts each time.
+                place_M = (reading.source_N >= 0).nonzero()[:, 0]
+                entry_M = reading.source_N[place_M]
+            entry_M, place_M = (to_device(one, tokens_BL.device) for one in (entry_M, place_M))
+            routes_NE = routes_BLE.new_full((tokens, routes_BLE.shape[-1]), -1)
+            routes_NE[place_M] = routes_BLE.flatten(0, 1)[entry_M]
+        for router in self._routers:
+            router.expect(routes_NE, most, real_N)
+
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """The load of the experts over all passes since the last call. A collective of all ranks."""
+        if not self._routers:
+            return {}
+        counts = torch.stack([router.take().to(device) for router in self._routers])
+        add_up(counts)
+        counts_LX, kept_L2 = counts[:, :-2], counts[:, -2:]
+        share_LX = counts_LX / counts_LX.sum(-1, keepdim=True).clamp(min=1)
+        kept, given = kept_L2.sum(0).tolist()
+        return {
+            "expert_load": share_LX.max(-1).values.mean().item() * share_LX.shape[1],
+            "experts_idle": (counts_LX == 0).double().mean().item(),
+            **({"routes_own": kept / given} if given else {}),
+        }
+
+
+class Pass(NamedTuple):
+    """One router's routes of a pass, None without replay; `real_N` are the tokens that the metrics count."""
+
+    routes_Nk: Tensor | None
+    real_N: Tensor
+
+
+class Router:
+    """One router: the module that chooses the experts of layer `layer`."""
+
+    def __init__(self, module: Any, layer: int, *, float32: bool) -> None:
+        self.experts, self.top_k, self.float32 = experts_of(module), int(module.top_k), float32
+        self._layer = layer
+        self._pass: Pass | None = None
+        self._counts: Tensor | None = None
+        self._answers: list[_Answers] = []
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def expect(self, routes_NE: Tensor | None, most: int, real_N: Tensor) -> None:
+        """See `Routers.expect`."""
+        routes_Nk = None
+        if routes_NE is not None:
+            routes_Nk = routes_NE[:, self._layer * self.top_k : (self._layer + 1) * self.top_k].long()
+            if routes_Nk.shape[1] != self.top_k or most >= self.experts:
+                raise ModelError(
+                    f"the engine's routes, {routes_NE.shape[1]} for each token and to expert {most}, are not of this "
+                    f"model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
+                )
+        self._pass = Pass(routes_Nk, real_N)
+
+    def take(self) -> Tensor:
+        """[X + 2] counts since the last call: each expert's tokens; replayed choices equal to the router's; all."""
+        counts, self._counts = self._counts, None
+        return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
+
+    def answer(self, scores: Tensor, own: Any) -> Any:
+        """The result of the router's topk of [N, X] `scores`: the engine's choice where it is known, else `own`."""
+        if self._pass is None or own.indices.shape != (len(self._pass.real_N), self.top_k):
+            return own
+        if scores.shape[-1] != self.experts:
+            return own
+        routes_Nk, real_N = self._pass
+        # A layer recomputed in the backward pass counts once.
+        self._pass = self._pass._replace(real_N=torch.zeros_like(real_N))
+        if routes_Nk is None:
+            self._count(own.indices, real_N)
+            return own
+        known_Nk = routes_Nk >= 0
+        chosen_Nk = torch.where(known_Nk, routes_Nk, own.indices)
+        counts = self._count(chosen_Nk, real_N)
+        is_own_Nk = (chosen_Nk[:, :, None] == own.indices[:, None]).any(-1)
+        given_Nk = known_Nk & real_N[:, None]
+        counts[-2:] += torch.stack([(is_own_Nk & given_Nk).sum(), given_Nk.sum()])
+        return torch.return_types.topk((scores.gather(-1, chosen_Nk), chosen_Nk))
+
+    def _count(self, chosen_Nk: Tensor, real_N: Tensor) -> Tensor:
+        # Counts stay on the device: copying them would synchronise the host once per layer.
+        if self._counts is None:
+            self._counts = torch.zeros(self.experts + 2, dtype=torch.float64, device=real_N.device)
+        return self._counts.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
+
+    def _begin(self, module: nn.Module, arguments: Any) -> None:
+        self._answers.append(_Answers(self))
+        self._answers[-1].__enter__()
+
+    def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._answers.pop().__exit__(None, None, None)
+
+
+class _Answers(TorchFunctionMode):
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router = router
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.linear and self._router.float32:
+            args = tuple(one.float() if isinstance(one, Tensor) else one for one in args)
+        made = func(*args, **(kwargs or {}))
+        return self._router.answer(args[0], made) if func in CHOICES else made
+
+
+def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that choose experts, with their names; of nested ones only the outermost."""
+    found: list[str] = []
+    for name, module in transformer.named_modules():
+        chooses = isinstance(getattr(module, "top_k", None), int) and experts_of(module)
+        if chooses and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+            yield name, module
+
+
+def experts_of(chooser: object) -> int:
+    """The number of experts of a module or of a model's configuration; 0 without experts."""
+    named = (getattr(chooser, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return next((one for one in named if isinstance(one, int)), 0)

@@ -1,0 +1,294 @@
+"""A copy of journal and archive at an address of fsspec's: a run outlives the disk of its queue (`queue.standby`).
+
+ADDRESS/journal/0000/000000000012-1a2b3c4d.TOKEN.base    the journal after transaction 12, as a file, with its CRC-32
+ADDRESS/journal/0000/000000000013.TOKEN             the next transaction, behind its CRC-32
+ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories of a transaction of shard 1, in the same way
+ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, as it is on the disk, and its SHA-256
+ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  what else `resume` reads, as of transaction 12, with its CRC-32
+ADDRESS/lives/0000                                  says that the copy of a life is whole; the newest one counts
+
+TOKEN is that of the claim (weights/owner.py) under which it was written: nothing is mixed of two folders that go on
+with one address. The queue copies its journal, and the archive with the parts of all shards; each shard copies what it
+is given. copies.py says what a copy promises, and restore.py makes a run's folder of it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+from uuid import uuid4
+from zlib import crc32
+
+import msgspec
+
+from streamppo import durable
+from streamppo.config import consent
+from streamppo.config.sections import Config
+from streamppo.errors import JournalError
+from streamppo.queue.replication import copies
+from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIVES, RUN, SHARDS, ReplicaWriter
+from streamppo.queue.rules.records import Changes, PublishedVersion
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies
+from streamppo.types import Identity, WireStruct, encode
+from streamppo.weights import owner, store
+
+BASE = ".base"
+DIGITS = 12
+OF_JOURNAL = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
+"""Names of whole journals, and of transactions."""
+FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
+"""Files of a run's folder, beside journal and archive, that `resume` reads if they are there."""
+BASE_EVERY = 1000
+"""Transactions after which a whole journal takes the place of those before."""
+TOGETHER = 64
+"""Trajectories of a file when a shard copies all that it has."""
+
+
+class WriteEntry(WireStruct, frozen=True, tag="wrote"):
+    """A call of `Journal.write`."""
+
+    changes: Changes
+    made: tuple[PublishedVersion, ...]
+
+
+class ConfigureEntry(WireStruct, frozen=True, tag="configured"):
+    """A call of `Journal.configure`."""
+
+    version: int
+    config: bytes
+
+
+class ForgetEntry(WireStruct, frozen=True, tag="forgot"):
+    """A call of `Journal.forget`."""
+
+    before: int
+    first_slot: int
+
+
+Entry: TypeAlias = WriteEntry | ConfigureEntry | ForgetEntry
+
+
+class CopiedJournal(Journal):
+    """The journal of the run in the folder `run`, with a copy of all that is written at `address`.
+
+    `every` is the number of versions between two copies of metrics.jsonl; 0 copies it at the begin alone.
+    """
+
+    def __init__(self, run: Path, address: str, every: int) -> None:
+        super().__init__(run / "journal.sqlite")
+        self._run, self._every, self._copies = run, every, ReplicaWriter(address)
+        self._archive = Archive(run / ARCHIVE, {})
+        self._life = copies.life(run)
+        self._folder, self._token = f"{JOURNAL}/{self._life}", owner.token(run)
+        self._entries = 0
+        self._copied: dict[str, int] = {}
+
+    def fence(self) -> None:
+        """See `Journal.fence`. The copy begins anew with all that is here: the writer before may have copied less."""
+        super().fence()
+        self._refuse_others()
+        self._copy_base()
+        self._copy_archive()
+        self._copy_run()
+        self._copies.put(LIVES, self._life, b"")
+
+    def write(
+        self,
+        changes: Changes,
+        made: Sequence[PublishedVersion] = (),
+        before_commit: Callable[[PublishedVersion], None] | None = None,
+    ) -> None:
+        """See `Journal.write`."""
+        super().write(changes, made, before_commit)
+        if made:
+            self._refuse_others()
+        for path, name in self._archive_files(checksums(made)):
+            self._copy_file(ARCHIVE, path, name)
+        if any(self._every and one.version % self._every == 0 for one in made):
+            self._copy_run()
+        self._copy(WriteEntry(changes=changes, made=tuple(made)))
+
+    def configure(self, version: int, config: bytes) -> None:
+        """See `Journal.configure`."""
+        super().configure(version, config)
+        self._copy_run()
+        self._copy(ConfigureEntry(version=version, config=config))
+
+    def forget(self, before: int, first_slot: int) -> None:
+        """See `Journal.forget`; the copies of these batches go too."""
+        dropped = [one for one in checksums(self.versions().values()).items() if one[0] < before]
+        super().forget(before, first_slot)
+        self._copy(ForgetEntry(before=before, first_slot=first_slot))
+        for _, name in self._archive_files(dict(dropped)):
+            self._copies.delete(ARCHIVE, name)
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _copy(self, entry: Entry) -> None:
+        self._copies.put(self._folder, entry_name(self._number, self._token), encode(entry))
+        self._entries += 1
+        if self._entries >= BASE_EVERY:
+            self._copy_base()
+
+    def _copy_base(self) -> None:
+        """Copy the whole journal, and delete what the copy has made needless."""
+        aside = durable.aside(self.path.with_name(f"{self.path.name}.copy"))
+        with self._errors_named():
+            aside.unlink(missing_ok=True)
+            self.back_up(aside)
+            base = f"{name(self._number)}-{crc(aside):08x}{_behind(self._token)}{BASE}"
+            self._copies.put_file(self._folder, aside, base)
+            aside.unlink()
+        self._entries = 0
+        for old in filter(is_of_journal, self._copies.names(self._folder)):
+            if old != base and number_of(old) <= self._number:
+                self._copies.delete(self._folder, old)
+
+    def _copy_archive(self) -> None:
+        """Copy the batches of which the address has no copy, or a part of one: a writer died, or had no address."""
+        there = self._copies.sizes(ARCHIVE)
+        for path, name in self._archive_files(checksums(self.versions().values())):
+            if path.is_file() and there.get(name) != path.stat().st_size:
+                self._copy_file(ARCHIVE, path, name)
+
+    def _archive_files(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
+        """The paths of files of the archive, by version with their SHA-256, and the name of the copy of each."""
+        for version, sums in files.items():
+            for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
+                yield path, copy_name(path, checksum)
+
+    def _copy_run(self) -> None:
+        """Copy what else a resume reads, each file under a new name before the one before it goes."""
+        folder = f"{RUN}/{self._life}"
+        for file in FILES:
+            with self._errors_named():
+                content = (self._run / file).read_bytes() if (self._run / file).is_file() else b""
+            if not content or self._copied.get(file) == crc32(content):
+                continue
+            name = run_name(file, self._number, content)
+            self._copies.put_bytes(folder, name, content)
+            self._copied[file] = crc32(content)
+            for old in self._copies.names(folder):
+                if old.startswith(f"{file}.") and old < name:
+                    self._copies.delete(folder, old)
+
+    def _copy_file(self, folder: str, path: Path, name: str) -> None:
+        with self._errors_named():
+            self._copies.put_file(folder, path, name)
+
+    def _refuse_others(self) -> None:
+        """Raise `JournalError` if the run goes on in another folder: one that was restored, or copied, later."""
+        owners = self._copies.names(owner.OWNERS)
+        lives = filter(copies.is_life, self._copies.names(LIVES))
+        if max(lives, default="") > self._life or not owner.owns(owners, self._run):
+            raise JournalError(
+                f"{self.path}: the run was restored from {self._copies.address} or its folder was copied, and there it "
+                f"goes on: this one ends here; {owner.forget(self._run)}"
+            )
+
+
+class CopiedBodies(Bodies):
+    """The journal of shard `number` of the run in the folder `run`, with a copy of all that is needed at `address`.
+
+    A file there has the trajectories of one transaction, and goes when all of them are dropped. Each process has
+    files of its own: the next one begins with a copy of all that is here, and deletes those that were there before.
+    """
+
+    def __init__(self, run: Path, number: int, address: str) -> None:
+        super().__init__(run, number)
+        self._copies, self._folder = ReplicaWriter(address), f"{SHARDS}/{copies.life(run)}/{number}"
+        self._token = owner.token(run)
+        self._needed: dict[str, set[Identity]] = {}
+        before = self._copies.names(self._folder)
+        for some in self.all(TOGETHER):
+            self._copy(some)
+        for old in before:
+            self._copies.delete(self._folder, old)
+
+    def write(self, encoded: Mapping[Identity, bytes]) -> None:
+        """See `Bodies.write`."""
+        super().write(encoded)
+        self._copy(encoded)
+
+    def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
+        """See `Bodies.drop`; a copy that nobody needs any more goes too, and is tried again if it stays."""
+        dropped = set(identities)
+        super().drop(dropped, first_prompt)
+        for old in self._needless(dropped, first_prompt):
+            if self._copies.delete(self._folder, old):
+                del self._needed[old]
+
+    def _copy(self, encoded: Mapping[Identity, bytes]) -> None:
+        copy = f"{uuid4().hex}{_behind(self._token)}"
+        self._copies.put(self._folder, copy, encode(tuple(map(msgspec.Raw, encoded.values()))))
+        with self._lock:
+            self._needed[copy] = set(encoded)
+
+    def _needless(self, dropped: set[Identity], first_prompt: int) -> list[str]:
+        with self._lock:
+            for copy, needed in self._needed.items():
+                self._needed[copy] = {one for one in needed - dropped if one.prompt >= first_prompt}
+            return [copy for copy, needed in self._needed.items() if not needed]
+
+
+def journal_of(run: Path, config: Config) -> Journal:
+    """The journal of the run in the folder `run`, for its one writer; with a copy, if `config` asks for one."""
+    if not config.queue.standby:
+        return Journal(run / "journal.sqlite")
+    return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
+
+
+def bodies_of(run: Path, number: int, config: Config) -> Bodies:
+    """The journal of shard `number` of that run; with a copy, if `config` asks for one."""
+    return CopiedBodies(run, number, store.known_address(run)) if config.queue.standby else Bodies(run, number)
+
+
+def copy_name(path: Path, checksum: str) -> str:
+    """The name of the copy of a file of the archive: another batch of the same version never takes its place."""
+    stem, dot, end = path.name.partition(".zarr.")
+    return f"{stem}.{checksum[:12]}{dot}{end}"
+
+
+def run_name(file: str, number: int, content: bytes) -> str:
+    """The name of the copy of a run's file, which is as of transaction `number`; they sort in their order."""
+    return f"{file}.{name(number)}-{crc32(content):08x}"
+
+
+def entry_name(number: int, token: str) -> str:
+    """The name of the copy of a transaction by the folder whose claim of the address has this token."""
+    return f"{name(number)}{_behind(token)}"
+
+
+def token_of(copy: str) -> str:
+    """The token of the claim under which a copy was written; empty without one."""
+    return copy.removesuffix(BASE).partition(".")[2]
+
+
+def is_of_journal(name: str) -> bool:
+    """True for the name of a copy of a transaction, or of a whole journal; a file of somebody else has another."""
+    return OF_JOURNAL.fullmatch(name) is not None
+
+
+def number_of(copy: str) -> int:
+    """The number of the transaction that a copy is, or that a whole journal is as of."""
+    return int(copy[:DIGITS])
+
+
+def name(number: int) -> str:
+    """The number of a transaction as it begins a name: they sort in their order."""
+    return f"{number:0{DIGITS}d}"
+
+
+def _behind(token: str) -> str:
+    return f".{token}" if token else ""
+
+
+def crc(path: Path) -> int:
+    """The CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while part := file.read(store.PART_BYTES):
+            found = crc32(part, found)
+    return found

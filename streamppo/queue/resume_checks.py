@@ -1,0 +1,68 @@
+"""Rules for going on with a run: what it keeps, and what must be there."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from streamppo.config.diff import fixed_values
+from streamppo.config.sections import Config
+from streamppo.errors import CheckpointError, JournalError
+from streamppo.queue.shards import shards
+from streamppo.queue.store import trajectory_store
+from streamppo.queue.store.journal import Journal
+
+
+def configs(journal: Journal) -> dict[int, Config]:
+    """The configurations that the run has had, by the version from which each of them held.
+
+    Raises `JournalError` for one that another version of streamppo wrote.
+    """
+    try:
+        return {version: msgspec.msgpack.decode(one, type=Config) for version, one in journal.configs().items()}
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise JournalError(
+            f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "
+            "run can go on with it"
+        ) from error
+
+
+def newest_config(journal: Journal) -> Config | None:
+    """The configuration that the run had last; None if it never began. Raises the errors of `configs`."""
+    return next(reversed(configs(journal).values()), None)
+
+
+def is_exact(recorded: Mapping[int, Config], version: int) -> bool:
+    """True if `version` has the same weights whenever it is made: every configuration on the way to it is exact."""
+    return all(config.learner.exact for since, config in recorded.items() if since < max(version, 1))
+
+
+def refuse_other(before: Config | None, config: Config) -> None:
+    """Raise `CheckpointError` if `config` changes what a run keeps that had `before` last."""
+    if before is None:
+        return
+    was, becomes = fixed_values(before), fixed_values(config)
+    for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
+        raise CheckpointError(
+            f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
+        )
+
+
+def refuse_without_journal(run: Path) -> None:
+    """Raise `JournalError` if the run in the folder `run` has trained, and its journal is not there."""
+    path = run / "journal.sqlite"
+    trained = next((run / "archive").glob("*.zarr.zip"), None) or next((run / "checkpoints").glob("[0-9]*"), None)
+    if trained is not None and not path.is_file():
+        quoted = shlex.quote(str(run))
+        raise JournalError(
+            f"{path}: missing, though {trained} is there: without it nobody knows which trajectories were trained on. "
+            f"Put it back, with journal.tip, to go on; `streamppo export {quoted} --to FOLDER` gets the weights out"
+        )
+
+
+def refuse_without_shards(run: Path, config: Config) -> None:
+    """Raise `JournalError` if a run that has begun lacks the journal of one of its queue's shards."""
+    for number in shards.numbers(config):
+        if not (path := trajectory_store.path(run, number)).is_file():
+            raise JournalError(f"{path}: missing: the tokens of trajectories that wait are there. Put it back to go on")

@@ -1,0 +1,230 @@
+"""The data of a queue: its settings, which never change, and its state, on which the rules operate.
+
+A queue that died is rebuilt by building its `QueueState` from the journal (snapshot.py).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from streamppo.config.correction import Resample
+from streamppo.config.queue import Segments
+from streamppo.config.sections import Config
+from streamppo.queue.rules.records import DeadLetter, EndedAttempt, GroupShape
+from streamppo.queue.rules.slot import CONSUMED, ISSUED, LEASED, NO_CALL, Slot, Unit
+from streamppo.types import Batch, Trajectory
+
+
+class QueueSettings(NamedTuple):
+    """The queue that a configuration describes.
+
+    `flow_lag`, of at most `max_lag`, is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
+    trajectories of a prompt together. `resample` says which groups teach nothing, so that other prompts take their
+    slots; None keeps all. With `segments`, units are single parts of slots. With `hard` unset, `max_lag` bounds nothing
+    but admission, by the learner's version. `first_lag` is there if the admitted lag is steered, which begins with it.
+    """
+
+    task: str
+    batch_size: int
+    samples_per_prompt: int
+    max_lag: int
+    flow_lag: int
+    whole_groups: bool
+    too_old: Literal["mask", "drop", "wait", "windowed", "keep"]
+    max_attempts: int
+    max_failure_rate: float
+    resample: Resample | None = None
+    segments: Segments | None = None
+    hard: bool = True
+    first_lag: int | None = None
+
+    @property
+    def unit_size(self) -> int:
+        """Trajectories that are trained on together."""
+        return self.samples_per_prompt if self.whole_groups else 1
+
+    @property
+    def batch_units(self) -> int:
+        """Units of one batch."""
+        return self.batch_size // self.unit_size
+
+    @property
+    def window(self) -> int | None:
+        """Units among which a batch may choose (window.py); None for all that are held."""
+        match self.too_old:
+            case "wait":
+                return 1
+            case "windowed":
+                return (self.max_lag - self.flow_lag) * self.batch_units + 1
+            case "mask" | "drop" | "keep":
+                return None
+
+    def admitted_lag(self, told: int | None) -> int:
+        """The lag that admission aims at, of which the learner has `told`, if anything."""
+        if self.first_lag is None:
+            return self.flow_lag
+        return min(self.first_lag if told is None else told, self.flow_lag)
+
+    def min_version(self, version: int) -> int:
+        """The oldest version whose tokens the batch of `version` may train on."""
+        return version - self.max_lag if self.hard else 0
+
+    @property
+    def shape(self) -> GroupShape:
+        """The settings that every journal of a run has in common."""
+        return GroupShape(self.task, self.samples_per_prompt, self.unit_size)
+
+
+def settings_of(config: Config) -> QueueSettings:
+    """The queue that the configuration describes."""
+    queue = config.queue
+    return QueueSettings(
+        task=str(config.task.__struct_config__.tag),
+        batch_size=queue.batch_size,
+        samples_per_prompt=queue.samples_per_prompt,
+        max_lag=queue.bound,
+        flow_lag=queue.flow_lag,
+        whole_groups=config.algorithm.compares_samples is not None,
+        resample=config.algorithm.resample if config.algorithm.zero_variance == "resample" else None,
+        too_old=queue.too_old,
+        max_attempts=queue.max_attempts,
+        max_failure_rate=queue.max_failure_rate,
+        segments=queue.segments,
+        hard=queue.admission != "mean",
+        first_lag=queue.first_lag,
+    )
+
+
+class LeasedBatch(NamedTuple):
+    """The batch of one update, and the units of slots that it consists of."""
+
+    batch: Batch
+    units: list[Unit]
+
+
+class TicketRequest(NamedTuple):
+    """The last request of an actor that got tickets, and their slots. An actor counts its requests in `call`."""
+
+    call: int
+    slots: list[Slot]
+
+
+NEVER = TicketRequest(NO_CALL, [])
+"""The last request of an actor that has made none."""
+
+
+@dataclass(slots=True)
+class Unwritten:
+    """Changes since the journal was last written: touched slots, those that are gone, new leases, and endings.
+
+    Slots are named by number and part.
+    """
+
+    slots: dict[tuple[int, int], Slot]
+    gone: list[tuple[int, int]]
+    leases: list[int]
+    dead_letters: list[DeadLetter]
+    ended: list[EndedAttempt]
+
+
+def nothing_unwritten() -> Unwritten:
+    """No changes yet."""
+    return Unwritten({}, [], [], [], [])
+
+
+@dataclass(slots=True)
+class QueueState:
+    """Everything that a queue remembers.
+
+    admitted_lag         the lag that the learner admits with this version; None if it has told none
+    opened, abandoned    slots since the run began; the others are held or consumed
+    units, slots         open, issued and ready ones, oldest first; by their first place, by (prompt, sample): of a slot
+                         with segments the newest part
+    open                 a heap of slots to be sampled, oldest first; abandoned ones are skipped when they come up
+    ready_units          units that are whole
+    leases               batches by version, until the next version is published
+    issued               by actor, the slots that it samples; every actor here has some
+    calls                the last request of each actor, which is answered again in the same way
+    fenced               actors that were given up for dead
+    cut_for              by actor, the version for which all that was due has been cut and has arrived
+    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens; of segments, those that
+                         others follow (cut), and those whose attempt then came to nothing (orphaned)
+    tokens               sampled tokens: delivered, and those of them that are no longer held, by their end
+    dropped, failed      slots by the reason that ended them, failures by their stage
+    """
+
+    version: int = 0
+    admitted_lag: int | None = None
+    opened: int = 0
+    abandoned: int = 0
+    ready_units: int = 0
+    units: dict[tuple[int, int], Unit] = field(default_factory=dict[tuple[int, int], Unit])
+    slots: dict[tuple[int, int], Slot] = field(default_factory=dict[tuple[int, int], Slot])
+    open: list[Slot] = field(default_factory=list[Slot])
+    leases: dict[int, LeasedBatch] = field(default_factory=dict[int, LeasedBatch])
+    issued: Counter[str] = field(default_factory=Counter[str])
+    calls: dict[str, TicketRequest] = field(default_factory=dict[str, TicketRequest])
+    fenced: set[str] = field(default_factory=set[str])
+    cut_for: dict[str, int] = field(default_factory=dict[str, int])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    tokens: Counter[str] = field(default_factory=Counter[str])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    failed: Counter[str] = field(default_factory=Counter[str])
+    pending_changes: Unwritten = field(default_factory=nothing_unwritten)
+
+    @property
+    def held(self) -> int:
+        """Slots that were opened, and parts of them, which are neither consumed nor abandoned; leased ones are held."""
+        return self.opened + self.counts["cut"] - self.abandoned - self.counts["consumed"]
+
+    def first_prompt(self, samples_per_prompt: int) -> int:
+        """The first prompt of which anything is held; the one to be opened next if nothing is."""
+        leased = (slot for one in self.leases.values() for unit in one.units for slot in unit.slots)
+        held = [*(prompt for prompt, _ in self.slots), *(slot.identity.prompt for slot in leased)]
+        return min(held, default=self.opened // samples_per_prompt)
+
+    def issues(self, slot: Slot) -> None:
+        """Count `slot`, whose actor has its ticket."""
+        assert slot.actor is not None
+        self.issued[slot.actor] += 1
+
+    def returns(self, slot: Slot) -> None:
+        """Count `slot` no more: if its actor has the ticket, it is about to lose it."""
+        if slot.state is ISSUED and slot.actor is not None:
+            self.issued[slot.actor] -= 1
+            if not self.issued[slot.actor]:
+                del self.issued[slot.actor]
+
+    def forget(self, unit: Unit) -> None:
+        """Take a unit out of those that wait: it is leased, or abandoned."""
+        for slot in unit.slots:
+            key = slot.identity.prompt, slot.identity.sample
+            # Of a slot with segments the newest part alone is here.
+            if self.slots.get(key) is slot:
+                del self.slots[key]
+        del self.units[unit.slots[0].place]
+
+    def lease(self, version: int, min_version: int, units: list[Unit]) -> Batch:
+        """Make the batch of `version` of these whole units, which wait no longer."""
+        chosen: list[Trajectory] = []
+        for unit in units:
+            self.forget(unit)
+            for slot in unit.slots:
+                slot.move(LEASED)
+            chosen += unit.trajectories
+        batch = Batch(version=version, min_version=min_version, trajectories=tuple(chosen))
+        self.leases[version] = LeasedBatch(batch, units)
+        return batch
+
+    def consume(self, version: int) -> None:
+        """End the lease of `version`, and with it its slots."""
+        for unit in self.leases.pop(version).units:
+            for slot in unit.slots:
+                slot.move(CONSUMED)
+                self.pending_changes.gone.append(slot.place)
+            unit.end()
+
+    def waiting(self) -> Iterator[Slot]:
+        """Every part that is neither leased nor gone."""
+        return (slot for unit in self.units.values() for slot in unit.slots)

@@ -1,0 +1,187 @@
+"""Reasons why a trajectory cannot be trained on: it becomes a dead letter."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.types import Trajectory, branches, flags, floats, ints, routes
+
+LOGPROB_SLACK = 1e-4
+"""How far above 0 rounding may carry a log-prob."""
+
+
+class TokenLimits(NamedTuple):
+    """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number).
+
+    With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use; neither
+    is one without the `components` of the reward by which samples are compared, or, with `teacher`, without log-probs
+    of the teacher's server, or, with `routes`, without the experts that the engine chose. `linear` names the choices of
+    the configuration that take no branches.
+    """
+
+    vocabulary: int
+    completion: int
+    prompt: int | None
+    candidates: bool = False
+    components: frozenset[str] = frozenset()
+    teacher: bool = False
+    routes: bool = False
+    linear: tuple[str, ...] = ()
+
+
+def defects(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> list[str | None]:
+    """For each trajectory what `defect` says of it; those of a delivery that are sound are found out all at once."""
+    if trajectories and all(map(_is_even, trajectories)) and _are_sound(trajectories, limits):
+        return [None] * len(trajectories)
+    return [defect(one, limits) for one in trajectories]
+
+
+def _is_even(one: Trajectory) -> bool:
+    """True for columns of one length, and none but those that every trajectory has."""
+    size, prompt = len(one.tokens), len(one.prompt_tokens)
+    is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs or one.routes)
+    is_plain = is_plain and not one.branches
+    return is_plain and size == len(one.logprobs) == len(one.versions) == 4 * len(one.mask) > 0 < prompt == prompt & ~3
+
+
+def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
+    """True if even columns hold nothing that `defect` refuses. False says only that one has to look at each."""
+    marks = b"".join(one.mask for one in trajectories)
+    if max(marks) > 1 or not all(b"\1" in one.mask for one in trajectories):
+        return False
+    logprobs = floats(b"".join(one.logprobs for one in trajectories))[flags(marks)]
+    # No comparison holds for NaN.
+    if not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_SLACK):
+        return False
+    if not all(math.isfinite(one.reward) for one in trajectories):
+        return False
+    if limits is None:
+        return True
+    if (
+        limits.candidates
+        or limits.components
+        or limits.teacher
+        or limits.routes
+        or max(one.prefix + one.num_tokens for one in trajectories) > limits.completion
+    ):
+        return False
+    longest = max(len(one.prompt_tokens) - 4 * one.prefix for one in trajectories)
+    if limits.prompt is not None and longest > 4 * limits.prompt:
+        return False
+    tokens = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
+    return bool(tokens.min() >= 0 and tokens.max() < limits.vocabulary)
+
+
+def defect(trajectory: Trajectory, limits: TokenLimits | None) -> str | None:
+    """The reason why a trajectory cannot be trained on, or None."""
+    found = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
+    found = found or _routes(trajectory) or _branches(trajectory)
+    return found or (limits and _beyond(trajectory, limits))
+
+
+def _shape(trajectory: Trajectory) -> str | None:
+    lengths = {
+        "tokens": len(trajectory.tokens) / 4,
+        "log-probs": len(trajectory.logprobs) / 4,
+        "versions": len(trajectory.versions) / 4,
+        "mask": float(len(trajectory.mask)),
+    }
+    if len(set(lengths.values())) != 1 or not trajectory.tokens or len(trajectory.tokens) % 4:
+        return "columns of different lengths, or empty: " + ", ".join(f"{n:g} {what}" for what, n in lengths.items())
+    if not trajectory.prompt_tokens or len(trajectory.prompt_tokens) % 4:
+        return f"a prompt of {len(trajectory.prompt_tokens)} bytes"
+    if trajectory.token_rewards and len(trajectory.token_rewards) != len(trajectory.tokens):
+        return f"token rewards of {len(trajectory.token_rewards)} bytes for tokens of {len(trajectory.tokens)} bytes"
+    if max(trajectory.mask) > 1:
+        return f"the mask says {max(trajectory.mask)}, which is neither yes nor no"
+    if not any(trajectory.mask):
+        return "no token was sampled by the policy"
+    return None
+
+
+def _numbers(trajectory: Trajectory) -> str | None:
+    logprobs = floats(trajectory.logprobs)[flags(trajectory.mask)]
+    if not np.isfinite(logprobs).all():
+        return "a log-prob is not finite"
+    if (logprobs > LOGPROB_SLACK).any():
+        return f"a log-prob is positive: {logprobs.max():g}"
+    if not np.isfinite(trajectory.reward) or not np.isfinite(floats(trajectory.token_rewards)).all():
+        return f"the reward is {trajectory.reward}"
+    return None
+
+
+def _teacher(trajectory: Trajectory) -> str | None:
+    """Log-probs of a teacher for all tokens, and finite ones for those that the policy sampled."""
+    column = trajectory.teacher_logprobs
+    if not column:
+        return None
+    if len(column) != len(trajectory.tokens):
+        return f"log-probs of the teacher of {len(column)} bytes for tokens of {len(trajectory.tokens)} bytes"
+    logprobs = floats(column)[flags(trajectory.mask)]
+    if not np.isfinite(logprobs).all():
+        return "a log-prob of the teacher is not finite"
+    return f"a log-prob of the teacher is positive: {logprobs.max():g}" if logprobs.max() > LOGPROB_SLACK else None
+
+
+def _candidates(trajectory: Trajectory) -> str | None:
+    """Candidates of every token: in rising order, and a sampled token among its own."""
+    if not trajectory.candidate_counts and not trajectory.candidates:
+        return None
+    if len(trajectory.candidate_counts) != len(trajectory.tokens) or len(trajectory.candidates) % 4:
+        return f"candidates of {len(trajectory.candidates)} and counts of {len(trajectory.candidate_counts)} bytes"
+    counts, candidates = ints(trajectory.candidate_counts), ints(trajectory.candidates)
+    if (counts < 0).any() or counts.sum() != len(candidates):
+        return f"{len(candidates)} candidates, and counts that add up to {counts.sum()}"
+    token = np.repeat(np.arange(len(counts)), counts)
+    if ((np.diff(candidates) <= 0) & (np.diff(token) == 0)).any():
+        return "the candidates of a token are not in rising order"
+    is_found = np.bincount(token[candidates == ints(trajectory.tokens)[token]], minlength=len(counts)) > 0
+    if (lost := flags(trajectory.mask) & (counts > 0) & ~is_found).any():
+        return f"token {int(np.argmax(lost))} is none of its {counts[np.argmax(lost)]} candidates"
+    return None
+
+
+def _routes(trajectory: Trajectory) -> str | None:
+    """As many experts for each token of prompt and completion but the last."""
+    tokens = (len(trajectory.prompt_tokens) + len(trajectory.tokens)) // 4 - 1
+    if len(trajectory.routes) % (2 * tokens):
+        return f"routes of {len(trajectory.routes)} bytes for {tokens} tokens"
+    if trajectory.routes and routes(trajectory.routes).min() < -1:
+        return f"a route to expert {routes(trajectory.routes).min()}"
+    return None
+
+
+def _branches(trajectory: Trajectory) -> str | None:
+    """Branches that make a tree of a whole completion."""
+    if not trajectory.branches:
+        return None
+    if trajectory.finish == "cut" or trajectory.identity.segment or trajectory.prefix:
+        return "branches in a segment of a completion"
+    return branches.flaw(trajectory.branches, len(trajectory.prompt_tokens) // 4, flags(trajectory.mask))
+
+
+def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
+    if limits.candidates and not trajectory.candidate_counts:
+        return "sampled with top-p or top-k, and it does not say from which candidates"
+    if limits.teacher and not trajectory.teacher_logprobs:
+        return "it has no log-probs of the teacher at algorithm.teacher.url"
+    if limits.routes and not trajectory.routes:
+        return "it has no routes of a mixture of experts, and rollout.engine.routes asks for them"
+    if limits.linear and trajectory.branches:
+        return f"its tokens have branches, which {limits.linear[0]} does not take"
+    if lacking := sorted(limits.components - trajectory.components.keys()):
+        there = ", ".join(trajectory.components) or "none"
+        return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"
+    prompt, tokens = ints(trajectory.prompt_tokens), ints(trajectory.tokens)
+    before, so_far = len(prompt) - trajectory.prefix, len(tokens) + trajectory.prefix
+    if limits.prompt is not None and before > limits.prompt:
+        return f"too long: a prompt of {before} tokens, and {limits.prompt} are allowed"
+    if so_far > limits.completion:
+        return f"too long: a completion of {so_far} tokens, and {limits.completion} are allowed"
+    candidates = ints(trajectory.candidates)
+    for what, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
+        if (strange := column[(column < 0) | (column >= limits.vocabulary)]).size:
+            return f"token {strange[0]} of the {what} is none of the model's {limits.vocabulary}"
+    return None

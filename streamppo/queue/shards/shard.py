@@ -1,0 +1,160 @@
+"""The Ray actor of a queue's shard: it holds the columns of trajectories, of which the queue holds records.
+
+    rollout actor --trajectories--> shard --records--> rollout actor --records--> queue
+    rank          <--its part of a batch-- shard <--which trajectories-- queue
+    archive       <--its part of a batch-- shard
+
+Prompt p belongs to shard p modulo K, so that many processes receive, check, journal, hand out and archive tokens, and
+one admits, ages and leases: all rules are the queue's. A shard decides nothing and remembers nothing but its journal:
+its calls may be made twice, also to two processes of one shard, of which one was given up for dead.
+
+    a trajectory is in the journal of its shard before its record is in that of the queue
+    it is dropped once the queue's journal says that it is in the archive, or will never be trained on
+"""
+# Ray leaves parts of its signatures untyped.
+# pyright: reportUnknownMemberType=false
+
+import asyncio
+from pathlib import Path
+from typing import TypeAlias
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+import ray
+from ray import ObjectRef
+
+from streamppo import process
+from streamppo.config.sections import Config
+from streamppo.errors import JournalError
+from streamppo.queue.replication import standby
+from streamppo.queue.rules.slot import record_of
+from streamppo.queue.rules.validation import TokenLimits, defects
+from streamppo.queue.shards import batch_refs
+from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
+from streamppo.queue.store import archive
+from streamppo.queue.store.archive import WrittenFile
+from streamppo.queue.token_limits import limits_of
+from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct, decode, encode, floats, ints
+
+LearnedRef: TypeAlias = "ObjectRef[bytes]"
+"""An encoded `Learned` of a whole batch, in the object store."""
+LEARNED_S = 60.0
+"""Seconds for it to come: ranks of which one is out of reach start anew, and publish with another reference."""
+
+
+class BatchPart(WireStruct, frozen=True):
+    """The trajectories of a batch that one shard has, by the numbers of their `rows` (int32) in it.
+
+    `ends` (int64) says where the tokens of each row of the whole batch begin and end.
+    """
+
+    version: int
+    min_version: int
+    rows: bytes
+    identities: tuple[Identity, ...]
+    ends: bytes
+
+
+class QueueShard:
+    """Shard `number` of the queue of the run in the folder `run`. Every method is safe to call twice."""
+
+    def __init__(self, config: bytes, run: str, model_path: str, number: int, put: Put = batch_refs.put) -> None:
+        process.log_to_stdout(f"queue-shard-{number}")
+        self._config, self._model_path = msgspec.msgpack.decode(config, type=Config), model_path
+        self._archive = Path(run) / "archive"
+        self._bodies = standby.bodies_of(Path(run), number, self._config)
+        self._limits: TokenLimits | None = None
+        self._handout = Handout(put)
+        self._life = uuid4().hex
+        self._waiting: dict[Identity, bytes] = {}
+        self._writing = asyncio.Lock()
+        process.freeze_gc()
+
+    @ray.method
+    async def another_life(self, known: str) -> str:
+        """The name of this process, as soon as it is not `known`: that is how a restart is noticed."""
+        if self._life == known:
+            await asyncio.Event().wait()
+        return self._life
+
+    @ray.method
+    async def store(self, trajectories: bytes) -> bytes:
+        """Write trajectories down, and return their `Record`s in their order.
+
+        The record of one that cannot be trained on says why, and has all of it; nothing is written of it.
+        """
+        if self._limits is None:
+            self._limits = await asyncio.to_thread(limits_of, self._config, self._model_path)
+        rows = [bytes(raw) for raw in decode(trajectories, tuple[msgspec.Raw, ...])]
+        decoded = [decode(row, Trajectory) for row in rows]
+        found = zip(decoded, defects(decoded, self._limits), strict=True)
+        records = tuple(record_of(one, defect) for one, defect in found)
+        await self._write({one.identity: row for one, row in zip(records, rows, strict=True) if not one.defect})
+        return encode(records)
+
+    @ray.method
+    async def take(self, part: bytes) -> BatchRef:
+        """The trajectories of an encoded `Part`."""
+        named = decode(part, BatchPart)
+        return await self._handout.batch(named.version, lambda: self._batch(named))
+
+    @ray.method
+    async def outline(self, part: bytes) -> BatchRef:
+        """Their `Outline`."""
+        named = decode(part, BatchPart)
+        return await self._handout.outline(named.version, lambda: self._batch(named))
+
+    @ray.method
+    async def tokens(self, part: bytes, rows: bytes) -> BatchRef:
+        """Their `Tokens`, of those that are among `rows` (int32) of the whole batch."""
+        named = decode(part, BatchPart)
+        return await self._handout.tokens(named.version, rows, lambda: self._batch(named))
+
+    @ray.method
+    async def archive(self, part: bytes, learned: "list[LearnedRef]") -> bytes:
+        """Write them to a file of the archive that has no name yet, with the learner's numbers of their tokens.
+
+        `learned` is a reference of those of the whole batch, if there is one. Returns a `Written`. Raises
+        `TimeoutError` for a reference of a rank that cannot be reached: Ray alone waits for minutes.
+        """
+        async with asyncio.timeout(LEARNED_S):
+            numbers = decode(await learned[0], TokenRecord) if learned else TokenRecord()
+        return encode(await asyncio.to_thread(self._write_part, decode(part, BatchPart), numbers))
+
+    @ray.method
+    async def drop(self, identities: bytes, first_prompt: int) -> None:
+        """Forget these trajectories, and all of prompts before `first_prompt`."""
+        await asyncio.to_thread(self._bodies.drop, decode(identities, tuple[Identity, ...]), first_prompt)
+
+    @ray.method
+    async def report(self) -> bytes:
+        """The time that was spent here, by phase: a `Spent` by the name of each."""
+        return encode(process.spent())
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    async def _write(self, encoded: dict[Identity, bytes]) -> None:
+        """Return when these are in the journal; callers that come while one transaction runs share the next."""
+        self._waiting |= encoded
+        async with self._writing:
+            if not self._waiting.keys() & encoded.keys():
+                return
+            together, self._waiting = self._waiting, {}
+            try:
+                await asyncio.to_thread(self._bodies.write, together)
+            except JournalError:
+                # Each of the callers tries, and each of them is told.
+                self._waiting = together | self._waiting
+                raise
+
+    def _batch(self, part: BatchPart) -> Batch:
+        trajectories = tuple(self._bodies.read(part.identities))
+        return Batch(version=part.version, min_version=part.min_version, rows=part.rows, trajectories=trajectories)
+
+    def _write_part(self, part: BatchPart, learned: TokenRecord) -> WrittenFile:
+        ends = np.frombuffer(part.ends, dtype=np.int64).tolist()
+        mine = [slice(ends[row], ends[row + 1]) for row in ints(part.rows).tolist()]
+        columns = {name: floats(column) for name, column in msgspec.structs.asdict(learned).items() if column}
+        own = {name: b"".join(column[one].tobytes() for one in mine) for name, column in columns.items()}
+        return archive.write(self._archive, self._batch(part), TokenRecord(**own))

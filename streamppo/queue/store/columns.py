@@ -1,0 +1,245 @@
+"""The columns of a batch in the archive: arrays of numbers, and the words that they stand for. Pure: no Ray, no disk.
+
+    to_batch(*of_batch(batch, learned)) == batch
+
+archive.py says what the columns are. `verify` looks at columns of a file before anything is made of them: its author
+may be a stranger.
+"""
+
+# pyright: standard
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamppo.types import Batch, Floats, Identity, TokenRecord, Trajectory, branches, flags, floats, ints, routes
+
+Column: TypeAlias = NDArray[np.generic]
+Finish: TypeAlias = Literal["stop", "length", "cut"]
+FINISH: tuple[Finish, ...] = ("stop", "length", "cut")
+FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
+"""Columns with one entry for each token of a completion."""
+LEARNED = TokenRecord.__struct_fields__
+"""Columns that the learner adds to them."""
+RAGGED = {
+    "token_rewards": floats,
+    "candidates": ints,
+    "candidate_counts": ints,
+    "teacher_logprobs": floats,
+    "routes": routes,
+    "branches": ints,
+}
+"""Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
+EACH = ("token_rewards", "candidate_counts", "teacher_logprobs")
+"""Columns that have one entry for each token of a completion, or none."""
+IDENTITY = ("prompt", "sample", "attempt", "segment")
+"""Columns of an identity's numbers; the last one only with segments."""
+
+
+TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*IDENTITY, "prefix", "task", "actor", "finish"), ("int64",)),
+    **dict.fromkeys(("tokens", "versions", "prompt_tokens", "candidates", "candidate_counts", "branches"), ("int32",)),
+    **dict.fromkeys(("logprobs", "token_rewards", "teacher_logprobs"), ("float32",)),
+    **dict.fromkeys(LEARNED, ("float32", "float16")),
+    **dict.fromkeys(("reward", "components"), ("float64",)),
+    **dict.fromkeys(("mask", "versions_known"), ("bool",)),
+    "routes": ("int16",),
+    "explanations": ("uint8",),
+}
+"""The types of every column but offsets, which are int64."""
+
+
+class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """A batch's versions, and the words that columns of numbers stand for."""
+
+    version: int
+    min_version: int
+    tasks: list[str]
+    actors: list[str]
+    finishs: list[Finish]
+    component_names: list[str] = []
+    rows: list[int] = []
+
+    def words(self) -> dict[str, Sequence[str]]:
+        """The words of each column of words."""
+        return {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
+
+
+def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
+    """Raise `ValueError` or `LookupError` for columns that `of_batch` never gives: they lead out of each other."""
+    rows, offsets = len(columns["reward"]), {name for name in columns if name.endswith("offsets")}
+    for name, column in columns.items():
+        if column.dtype.name not in (("int64",) if name in offsets else TYPES.get(name, ())):
+            raise ValueError(f"a column {name!r} of {column.dtype}")
+        if column.ndim != (2 if name == "components" else 1):
+            raise ValueError(f"a column {name!r} with the shape {column.shape}")
+    tokens = _ends(columns, "offsets", rows, "tokens")
+    _ends(columns, "prompt_offsets", rows, "prompt_tokens")
+    for name in (*RAGGED, "explanations"):
+        if name in columns:
+            counts = _ends(columns, f"{name}_offsets", rows, name)
+            if name in EACH and not ((counts == 0) | (counts == tokens)).all():
+                raise ValueError(f"{name} of other tokens")
+    flat = {name: len(columns["tokens"]) for name in (*FLAT, *LEARNED)}
+    loose = {*flat, *offsets, "prompt_tokens", *RAGGED, "explanations"}
+    for name, column in columns.items():
+        if (name in flat and len(column) != flat[name]) or (name not in loose and len(column) != rows):
+            raise ValueError(f"{len(column)} entries of {name!r}")
+    _verify_values(columns, attributes, rows)
+
+
+def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Column:
+    """The lengths of the parts of a column between its offsets."""
+    ends = columns[name].astype(np.int64)
+    lengths = np.diff(ends)
+    if len(ends) != rows + 1 or ends[0] != 0 or ends[-1] != len(columns[of]) or lengths.min(initial=0) < 0:
+        raise ValueError(f"{name} that do not cut {of!r} in {rows} parts")
+    return lengths
+
+
+def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: int) -> None:
+    """Raise `ValueError` for numbers and words that no trajectory has."""
+    if not rows or not np.logical_or.reduceat(columns["mask"], columns["offsets"][:-1].astype(np.int64)).all():
+        raise ValueError("a trajectory without a token that the policy sampled")
+    for name, words in attributes.words().items():
+        if columns[name].min() < 0 or columns[name].max() >= len(words):
+            raise ValueError(f"words of {name!r} that are not there")
+    for name in ("tokens", "prompt_tokens", "candidates", "candidate_counts"):
+        if name in columns and columns[name].min(initial=0) < 0:
+            raise ValueError(f"a negative number in {name!r}")
+    if not np.isfinite(columns["reward"]).all():
+        raise ValueError("a reward that is not finite")
+    _verify_branches(columns)
+    names = attributes.component_names
+    if (names and columns["components"].shape[1] != len(names)) or ("components" in columns) != bool(names):
+        raise ValueError("components without names")
+    if attributes.rows and len(attributes.rows) != rows:
+        raise ValueError(f"{len(attributes.rows)} numbers of rows")
+    if not all(0 <= row < 2**31 for row in attributes.rows):
+        raise ValueError("the number of a row that no batch has")
+
+
+def _verify_branches(columns: Mapping[str, Column]) -> None:
+    """Raise `ValueError` for branches that make no tree of their row."""
+    if "branches" not in columns:
+        return
+    names = ("branches_offsets", "prompt_offsets", "offsets")
+    ends, prompts, tokens = (pairwise(columns[name].tolist()) for name in names)
+    for (begin, end), (first, last), own in zip(ends, prompts, tokens, strict=True):
+        column, mask = columns["branches"][begin:end].tobytes(), columns["mask"][slice(*own)]
+        if found := branches.flaw(column, last - first, mask.astype(np.bool_)):
+            raise ValueError(found)
+
+
+def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
+    """The learner's numbers that are kept, by their names: for every completion, one for each of its tokens."""
+    ends = columns["offsets"][1:-1].tolist()
+    return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
+
+
+def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column], Attributes]:
+    """The columns of a batch, with the `learned` numbers of its tokens, and their words."""
+    trajectories = batch.trajectories
+    words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
+    known = {name: sorted(set(column)) for name, column in words.items()}
+    known["finish"], words["finish"] = list(FINISH), [one.finish for one in trajectories]
+    columns: dict[str, Column] = {
+        "prompt": np.array([one.identity.prompt for one in trajectories]),
+        "sample": np.array([one.identity.sample for one in trajectories]),
+        "attempt": np.array([one.identity.attempt for one in trajectories]),
+        "reward": np.array([one.reward for one in trajectories], dtype=np.float64),
+        "prompt_tokens": ints(b"".join(one.prompt_tokens for one in trajectories)),
+        "prompt_offsets": _offsets([len(one.prompt_tokens) // 4 for one in trajectories]),
+        "offsets": _offsets([one.num_tokens for one in trajectories]),
+        **{name: read(b"".join(getattr(one, name) for one in trajectories)) for name, read in FLAT.items()},
+        **{name: np.array([known[name].index(word) for word in column]) for name, column in words.items()},
+    }
+    attributes = Attributes(
+        version=batch.version,
+        min_version=batch.min_version,
+        rows=ints(batch.rows).tolist(),
+        tasks=known["task"],
+        actors=known["actor"],
+        finishs=list(FINISH),
+    )
+    for name, read in RAGGED.items():
+        if any(parts := [getattr(one, name) for one in trajectories]):
+            columns[name] = read(b"".join(parts))
+            columns[f"{name}_offsets"] = _offsets([read(part).size for part in parts])
+    if any(one.finish == "cut" or one.identity.segment for one in trajectories):
+        columns["segment"] = np.array([one.identity.segment for one in trajectories])
+        columns["prefix"] = np.array([one.prefix for one in trajectories])
+    for name in LEARNED:
+        if found := getattr(learned, name):
+            columns[name] = floats(found)
+            assert len(columns[name]) == len(columns["tokens"]), "one number for each token"
+    if any(texts := [one.explanation.encode() for one in trajectories]):
+        columns["explanations"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        columns["explanations_offsets"] = _offsets([len(text) for text in texts])
+    if names := sorted({name for one in trajectories for name in one.components}):
+        columns["components"] = np.array([[one.components.get(name, np.nan) for name in names] for one in trajectories])
+        attributes.component_names = names
+    if not all(one.versions_known for one in trajectories):
+        columns["versions_known"] = np.array([one.versions_known for one in trajectories])
+    return columns, attributes
+
+
+def _offsets(lengths: list[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _present(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
+    return {name: number for name, number in zip(names, numbers, strict=True) if not math.isnan(number)}
+
+
+def decode_words(column: Column, known: Sequence[str]) -> list[str]:
+    """The words that a column of numbers stands for."""
+    return [known[int(number)] for number in column]
+
+
+def explanations(columns: Mapping[str, Column]) -> list[str]:
+    """The text of each trajectory, empty where there is none."""
+    if "explanations" not in columns:
+        return [""] * (len(columns["offsets"]) - 1)
+    text, ends = columns["explanations"].tobytes(), columns["explanations_offsets"].tolist()
+    return [text[begin:end].decode(errors="replace") for begin, end in pairwise(ends)]
+
+
+def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
+    """The batch of columns that `verify` has let pass."""
+    at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
+    words = {name: decode_words(columns[name], known) for name, known in attributes.words().items()}
+    ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}
+    components = columns["components"].tolist() if "components" in columns else None
+    known, texts = columns.get("versions_known"), explanations(columns)
+    trajectories: list[Trajectory] = []
+    for row, reward in enumerate(columns["reward"].tolist()):
+        tokens = slice(at[row], at[row + 1])
+        number = {name: int(columns[name][row]) for name in IDENTITY if name in columns}
+        ragged = {name: columns[name][ends[row] : ends[row + 1]].tobytes() for name, ends in ragged_at.items()}
+        trajectories.append(
+            Trajectory(
+                identity=Identity(task=words["task"][row], **number),
+                actor=words["actor"][row],
+                prompt_tokens=columns["prompt_tokens"][prompt_at[row] : prompt_at[row + 1]].tobytes(),
+                finish=words["finish"][row],  # pyright: ignore[reportArgumentType]
+                reward=reward,
+                components={} if components is None else _present(attributes.component_names, components[row]),
+                prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
+                explanation=texts[row],
+                versions_known=known is None or bool(known[row]),
+                **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
+                **ragged,
+            )
+        )
+    return Batch(
+        version=attributes.version,
+        min_version=attributes.min_version,
+        rows=np.array(attributes.rows, dtype="<i4").tobytes(),
+        trajectories=tuple(trajectories),
+    )

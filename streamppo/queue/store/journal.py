@@ -1,0 +1,267 @@
+"""The durable record of what waits in the queue: SQLite in WAL mode.
+
+runs/NAME/journal.sqlite       slots that are held, leases, attempts that came to nothing, dead letters, and one row
+                               for each published version
+runs/NAME/journal.tip          the number of the last transaction; a log that ends before it has lost some
+
+A writer begins with `fence`: earlier writers, which may not be as dead as they are taken for, cannot write from then
+on, and neither can they name a file of the archive.
+
+A slot's row goes when its batch is consumed, because the archive names it from then on. So the journal is as large as
+the queue, but for a short row for each attempt that was lost, failed, too old or given up.
+"""
+
+import sqlite3
+import struct
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+
+from streamppo import durable
+from streamppo.errors import JournalError
+from streamppo.process import phase
+from streamppo.queue.rules.records import (
+    Changes,
+    Counters,
+    DeadLetter,
+    EndedAttempt,
+    Lease,
+    PublishedVersion,
+    QueueSnapshot,
+    SavedSlot,
+)
+from streamppo.queue.store.database import Database, with_checksum
+
+FORMAT = 7
+"""The number of the tables' format; a journal of another one is refused."""
+DEAD_LETTERS = 1000
+"""Dead letters that are kept; the newest."""
+ALL = range(2**62)
+"""Every slot."""
+TIP = struct.Struct("<QI")
+TIP_FILE = "journal.tip"
+TIP_READS = 3
+"""Reads of a tip until it counts as damaged: a queue may be in the midst of writing it."""
+TABLES = """
+create table if not exists state (name text primary key, value blob, checksum int) strict;
+create table if not exists slots (
+    number int, part int, row blob, checksum int, primary key (number, part)
+) strict, without rowid;
+create table if not exists leases (version integer primary key, row blob, checksum int) strict;
+create table if not exists versions (version integer primary key, row blob, checksum int) strict;
+create table if not exists configs (version integer primary key, row blob, checksum int) strict;
+create table if not exists ended (
+    number int, attempt int, segment int, row blob, checksum int, primary key (number, attempt, segment)
+) strict, without rowid;
+create table if not exists dead_letters (
+    prompt int, sample int, attempt int, row blob, checksum int, primary key (prompt, sample, attempt)
+) strict;
+"""
+
+
+class Journal(Database):
+    """One writer at a time, and readers, which leave the files as they are.
+
+    A reader sees all of it as of one transaction, the last one when it was opened, whatever is written meanwhile.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._tip = path.with_name(TIP_FILE)
+        # A queue that may be at work writes the tip after each transaction: it is read before the transactions are.
+        with self._errors_named():
+            tip = self._read_tip()
+        super().__init__(path, TABLES, FORMAT, read_only=read_only)
+        with self._errors_named():
+            self._number = self._last_transaction(tip)
+
+    @classmethod
+    def open_run(cls, run: Path) -> "Journal":
+        """The journal of the run in the folder `run`, to be read. Raises `JournalError` if it has none."""
+        path = run / "journal.sqlite"
+        if not path.is_file():
+            raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
+        return cls(path, read_only=True)
+
+    @classmethod
+    def from_copy(cls, path: Path, number: int) -> "Journal":
+        """The journal at `path`, a copy that was made after transaction `number`."""
+        with durable.naming(path, JournalError):
+            durable.write(path.with_name(TIP_FILE), _tip(number))
+        return cls(path)
+
+    @property
+    def number(self) -> int:
+        """The number of the last transaction."""
+        return self._number
+
+    def fence(self) -> None:
+        """Keep everybody who opened it before from writing; all that they wrote is read from here on."""
+        with self._numbered_transaction(fencing=True):
+            pass
+
+    @phase("journal")
+    def write(
+        self,
+        changes: Changes,
+        made: Sequence[PublishedVersion] = (),
+        before_commit: Callable[[PublishedVersion], None] | None = None,
+    ) -> None:
+        """Write one transaction. Rows that are there already are replaced by the same.
+
+        `before_commit` is called within it for each of `made`: never for a writer that was fenced out, and before the
+        version is known as made.
+        """
+        with self._numbered_transaction() as db:
+            if before_commit is not None:
+                for version in made:
+                    before_commit(version)
+            db.executemany(
+                "insert or replace into slots values (?, ?, ?, ?)",
+                [(slot.number, slot.part, *with_checksum(slot)) for slot in changes.slots],
+            )
+            db.executemany(
+                "insert or replace into leases values (?, ?, ?)",
+                [(lease.version, *with_checksum(lease)) for lease in changes.leases],
+            )
+            db.executemany("delete from slots where number = ? and part = ?", changes.gone)
+            db.executemany(
+                "insert or ignore into ended values (?, ?, ?, ?, ?)",
+                [
+                    (one.number, one.identity.attempt, one.identity.segment, *with_checksum(one))
+                    for one in changes.ended
+                ],
+            )
+            db.executemany(
+                "insert or ignore into versions values (?, ?, ?)",
+                [(version.version, *with_checksum(version)) for version in made],
+            )
+            db.execute("delete from leases where version < ?", (changes.counters.version,))
+            if changes.dead:
+                db.executemany("insert or ignore into dead_letters values (?, ?, ?, ?, ?)", map(_dead, changes.dead))
+                db.execute(
+                    "delete from dead_letters where rowid <= (select max(rowid) from dead_letters) - ?", (DEAD_LETTERS,)
+                )
+            db.execute("insert or replace into state values ('counters', ?, ?)", with_checksum(changes.counters))
+
+    def read(self) -> QueueSnapshot | None:
+        """All that a queue is rebuilt from; None if nothing was ever written."""
+        counters = self.counters()
+        return counters and QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()))
+
+    def counters(self) -> Counters | None:
+        """The queue's counters; None if nothing was ever written."""
+        found = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
+        return found[0] if found else None
+
+    def slots(self, numbers: range = ALL) -> list[SavedSlot]:
+        """The slots that are held, of these numbers, by number and part."""
+        query = "select row, checksum from slots where number >= ? and number < ? order by number, part"
+        return self._rows("slots", query, SavedSlot, numbers.start, numbers.stop)
+
+    def leases(self) -> list[Lease]:
+        """The leased batches, by version."""
+        return self._rows("leases", "select row, checksum from leases order by version", Lease)
+
+    def versions(self) -> dict[int, PublishedVersion]:
+        """Every published version, in order."""
+        found = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
+        return {version.version: version for version in found}
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """The trajectories that arrived and could not be trained on, oldest first."""
+        return self._rows("dead_letters", "select row, checksum from dead_letters order by rowid", DeadLetter)
+
+    def ended_attempts(self, numbers: range = ALL) -> list[EndedAttempt]:
+        """Every attempt at the slots of these numbers that came to nothing, by its slot and its number."""
+        query = "select row, checksum from ended where number >= ? and number < ? order by number, attempt, segment"
+        return self._rows("ended", query, EndedAttempt, numbers.start, numbers.stop)
+
+    def configs(self) -> dict[int, bytes]:
+        """The encoded configurations of the run, by the version from which each of them holds."""
+        with self._errors_named():
+            found = self._db.execute("select version, row, checksum from configs order by version").fetchall()
+        for _, row, checksum in found:
+            self._check("configs", row, checksum)
+        return {version: row for version, row, _ in found}
+
+    def configure(self, version: int, config: bytes) -> None:
+        """Note that `config` holds from `version` on."""
+        with self._numbered_transaction() as db:
+            db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
+
+    def forget(self, before: int, first_slot: int) -> None:
+        """Note that the batches of versions below `before` are not kept; nor is why attempts below a slot ended."""
+        made = [one for one in self.versions().values() if one.archived is not None and one.version <= before]
+        rows = [(one.version, *with_checksum(msgspec.structs.replace(one, archived=None))) for one in made]
+        with self._numbered_transaction() as db:
+            db.executemany("insert or replace into versions values (?, ?, ?)", rows)
+            db.execute("delete from ended where number < ?", (first_slot,))
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _numbered_transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
+        """A transaction with the next number, which the tip has afterwards."""
+        with self._errors_named():
+            with self._transaction() as db:
+                number = self._transactions()
+                if not self.path.exists():
+                    raise JournalError(f"{self.path}: gone: the run's folder was moved or deleted while it is running")
+                if number != self._number and not fencing:
+                    raise JournalError(f"{self.path}: somebody else writes here: this queue was given up for dead")
+                if number == 0:
+                    # Its name and its size survive a power cut; what it says later is never ahead of the log.
+                    durable.write(self._tip, _tip(0))
+                yield db
+                db.execute("insert or replace into state values ('number', ?, ?)", with_checksum(number + 1))
+            self._number = number + 1
+            with open(self._tip, "r+b", buffering=0) as file:
+                file.write(_tip(self._number))
+
+    def _transactions(self) -> int:
+        """The number of the last transaction that is recorded."""
+        found = self._rows("state", "select value, checksum from state where name = 'number'", int)
+        return found[0] if found else 0
+
+    def _last_transaction(self, tip: bytes) -> int:
+        """The number of the last transaction. Raises if the `tip`, as it was before, knows of a later one."""
+        number = self._transactions()
+        # A queue makes the tip before its first transaction, which may have come since.
+        if not tip and number and not self._read_tip():
+            raise JournalError(f"{self._tip}: missing or empty, though {self.path} holds {number} transactions")
+        if not tip:
+            return number
+        if not _is_whole(tip):
+            raise JournalError(f"{self._tip}: damaged")
+        if (known := TIP.unpack(tip)[0]) > number:
+            raise JournalError(
+                f"{self.path}: damaged: it ends with transaction {number}, and {known} were acknowledged "
+                f"(its log {self.path.name}-wal is missing or damaged)"
+            )
+        return number
+
+    def _read_tip(self) -> bytes:
+        """The content of the tip; empty without one."""
+        tip = b""
+        for _ in range(TIP_READS):
+            tip = self._tip.read_bytes() if self._tip.exists() else b""
+            # Half of it may be of the transaction before.
+            if not tip or _is_whole(tip):
+                break
+        return tip
+
+
+def _tip(number: int) -> bytes:
+    return TIP.pack(number, crc32(struct.pack("<Q", number)))
+
+
+def _is_whole(tip: bytes) -> bool:
+    return len(tip) == TIP.size and crc32(tip[:8]) == TIP.unpack(tip)[1]
+
+
+def _dead(letter: DeadLetter) -> tuple[int | bytes, ...]:
+    identity = letter.trajectory.identity
+    return identity.prompt, identity.sample, identity.attempt, *with_checksum(letter)

@@ -1,0 +1,123 @@
+"""The queue's state written down and built again.
+
+drain     all changes since the last call; they go into one transaction of the journal
+rebuild   the inverse: the state as of the last transaction, leases and requests included
+"""
+
+import heapq
+from collections import Counter
+from pathlib import Path
+
+from streamppo.errors import JournalError
+from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
+from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, QueueState, TicketRequest, nothing_unwritten
+
+
+def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
+    """All that has changed since the last call, for the journal."""
+    unwritten, state.pending_changes = state.pending_changes, nothing_unwritten()
+    leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
+    return Changes(
+        counters=Counters(
+            shape=settings.shape,
+            version=state.version,
+            opened=state.opened,
+            abandoned=state.abandoned,
+            counts=dict(state.counts),
+            tokens=dict(state.tokens),
+            dropped=dict(state.dropped),
+            failed=dict(state.failed),
+            fenced=tuple(state.fenced),
+            admitted_lag=state.admitted_lag,
+        ),
+        slots=tuple(_read_snapshot(slot) for slot in unwritten.slots.values()),
+        leases=tuple(_lease(version, batch) for version, batch in leased),
+        gone=tuple(unwritten.gone),
+        dead=tuple(unwritten.dead_letters),
+        ended=tuple(unwritten.ended),
+    )
+
+
+def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
+    """The state that was saved in `path`. Raises `JournalError` for a queue of another shape."""
+    counters = saved.counters
+    refuse_other_shape(settings, counters, path)
+    state = QueueState(
+        version=counters.version,
+        admitted_lag=counters.admitted_lag,
+        opened=counters.opened,
+        abandoned=counters.abandoned,
+        counts=Counter(counters.counts),
+        tokens=Counter(counters.tokens),
+        dropped=Counter(counters.dropped),
+        failed=Counter(counters.failed),
+        fenced=set(counters.fenced),
+    )
+    for one in saved.slots:
+        _add(state, one, settings.unit_size)
+    for one in saved.leases:
+        firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in one.slots)
+        state.lease(one.version, one.min_version, [state.units[first] for first in firsts])
+    state.ready_units = sum(unit.missing == 0 for unit in state.units.values())
+    return state
+
+
+def refuse_other_shape(settings: QueueSettings, counters: Counters, path: Path) -> None:
+    """Raise `JournalError` if the journal at `path`, with these counters, is of a queue of another shape."""
+    if counters.shape != settings.shape:
+        raise JournalError(
+            f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
+            f"{tuple(counters.shape)}, which a run keeps, and the configuration says {tuple(settings.shape)}"
+        )
+
+
+def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
+    unit = state.units.setdefault((saved.number - saved.number % unit_size, saved.part), Unit(missing=unit_size))
+    slot = Slot(
+        number=saved.number,
+        identity=saved.identity,
+        unit=unit,
+        state=saved.state,
+        actor=saved.actor,
+        call=saved.call,
+        failures=saved.failures,
+        trajectory=saved.stored,
+        part=saved.part,
+    )
+    unit.slots.append(slot)
+    state.slots[saved.identity.prompt, saved.identity.sample] = slot
+    if slot.state is OPEN:
+        heapq.heappush(state.open, slot)
+    elif slot.state is READY:
+        unit.missing -= 1
+    elif slot.actor is not None:
+        state.issues(slot)
+        if slot.call != NO_CALL:
+            _add_to_request(state, slot.actor, slot)
+
+
+def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
+    """An actor's last request is the one with the highest call, and all slots of that call are its answer."""
+    last, slots = state.calls.get(actor, NEVER)
+    if slot.call >= last:
+        state.calls[actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])
+
+
+def _read_snapshot(slot: Slot) -> SavedSlot:
+    record = slot.trajectory if isinstance(slot.trajectory, TrajectoryRecord) else None
+    return SavedSlot(
+        number=slot.number,
+        identity=slot.identity,
+        actor=slot.actor,
+        call=slot.call,
+        failures=slot.failures,
+        trajectory=None if record else slot.trajectory,
+        record=record,
+        part=slot.part,
+    )
+
+
+def _lease(version: int, leased: LeasedBatch) -> Lease:
+    places = tuple(slot.place for unit in leased.units for slot in unit.slots)
+    return Lease(version=version, min_version=leased.batch.min_version, slots=places)

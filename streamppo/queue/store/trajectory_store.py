@@ -1,0 +1,88 @@
+"""A shard's journal: the trajectories that it was given and that are not known to be gone.
+
+runs/NAME/shards/0.sqlite      one row for each trajectory, by its identity
+
+Nothing here is kept in memory, and nothing is decided: a row that nobody asks for does no harm. So two processes may
+write here, one of which was given up for dead.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+
+from streamppo import durable
+from streamppo.errors import JournalError
+from streamppo.process import phase
+from streamppo.queue.store.database import Database, checked_row
+from streamppo.types import Identity, Trajectory
+
+FORMAT = 1
+"""The number of the table's format; a file of another one is refused."""
+TABLES = """
+create table if not exists bodies (
+    prompt int, sample int, attempt int, segment int, row blob, checksum int,
+    primary key (prompt, sample, attempt, segment)
+) strict, without rowid;
+"""
+ONE = "prompt = ? and sample = ? and attempt = ? and segment = ?"
+
+
+class Bodies(Database):
+    """The journal of shard `number` of the run in the folder `run`; threads may use it at a time.
+
+    Raises `JournalError`, which names the file, if SQLite or the disk refuses.
+    """
+
+    def __init__(self, run: Path, number: int) -> None:
+        file = path(run, number)
+        with durable.naming(file.parent, JournalError):
+            durable.folder(file.parent)
+        super().__init__(file, TABLES, FORMAT)
+        self._lock = Lock()
+
+    @phase("journal")
+    def write(self, encoded: Mapping[Identity, bytes]) -> None:
+        """Add encoded trajectories, in one transaction; those that are there stay."""
+        rows = [(*_key(identity), *checked_row(one)) for identity, one in encoded.items()]
+        with self._lock, self._transaction() as db:
+            db.executemany("insert or ignore into bodies values (?, ?, ?, ?, ?, ?)", rows)
+
+    def read(self, identities: Sequence[Identity]) -> list[Trajectory]:
+        """The trajectories of these names, in their order. Raises `JournalError` if one is missing or damaged."""
+        with self._lock:
+            return [self._read(identity) for identity in identities]
+
+    def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
+        """Delete these, and all of prompts before `first_prompt`; some may not be there."""
+        with self._lock, self._transaction() as db:
+            db.executemany(f"delete from bodies where {ONE}", [_key(identity) for identity in identities])
+            db.execute("delete from bodies where prompt < ?", (first_prompt,))
+
+    def all(self, together: int) -> Iterator[dict[Identity, bytes]]:
+        """All encoded trajectories, `together` at a time. Raises `JournalError` if one is damaged."""
+        with self._errors_named():
+            found = self._db.execute("select row, checksum from bodies")
+            while rows := found.fetchmany(together):
+                yield {self._decode("bodies", row, checksum, Trajectory).identity: row for row, checksum in rows}
+
+    def count(self) -> int:
+        """The trajectories that are here."""
+        with self._lock, self._errors_named():
+            ((found,),) = self._db.execute("select count(*) from bodies").fetchall()
+        return found
+
+    def _read(self, identity: Identity) -> Trajectory:
+        query = f"select row, checksum from bodies where {ONE}"
+        found = self._rows("bodies", query, Trajectory, *_key(identity))
+        if not found:
+            raise JournalError(f"{self.path}: the queue has the record of {identity}, and its tokens are missing here")
+        return found[0]
+
+
+def path(run: Path, number: int) -> Path:
+    """The journal of shard `number`."""
+    return run / "shards" / f"{number}.sqlite"
+
+
+def _key(identity: Identity) -> tuple[int, int, int, int]:
+    return identity.prompt, identity.sample, identity.attempt, identity.segment

@@ -1,0 +1,186 @@
+"""Writes a zarr group as one zip file, entry for entry as zarr does (format 3, https://zarr-specs.readthedocs.io).
+
+zarr itself takes more than a millisecond of CPU for every array, most of it to hand work to its threads and back; a
+batch has some fifteen arrays. zarr reads these files too. streamppo does not let it: zarr runs whichever codecs a file
+names, one of which unpickles. `unpacked` takes what `packed` writes and nothing else, whoever wrote it.
+"""
+
+# numcodecs has no types.
+# pyright: standard
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Annotated, BinaryIO, Literal
+
+import msgspec
+import numpy as np
+from numcodecs.registry import get_codec
+from numpy.typing import NDArray
+
+LEVEL = 1
+"""Of zstd: fast, and tokens and versions still become a tenth."""
+ZSTD = get_codec({"id": "zstd", "level": LEVEL})
+MAGIC, BLOCK_BYTES = b"\x28\xb5\x2f\xfd", 2**17
+"""The begin of a frame of zstd, and the bytes of one of its blocks at most."""
+MOST_BYTES, MOST_RATIO = 2**31, 100
+"""Columns of a file take so many bytes of memory at most, and so many times those of the file."""
+MOST_COLUMNS = 100
+TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
+
+
+class Strange(ValueError):
+    """A file is not as `packed` writes it."""
+
+
+class ColumnMetadata(msgspec.Struct):
+    """The part of a column's metadata by which the rest is known."""
+
+    shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
+    data_type: str
+
+
+class Group(msgspec.Struct, forbid_unknown_fields=True):
+    """The metadata of a file."""
+
+    attributes: msgspec.Raw
+    zarr_format: Literal[3]
+    node_type: Literal["group"]
+
+
+def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
+    """The content of a file with `columns`, each as one chunk, and `attributes`. `unpacked` takes it, however large."""
+    assert len(columns) <= MOST_COLUMNS, "more columns than are read"
+    contents = {name: _compress(column) for name, column in columns.items()}
+    if _is_bomb(sum(one.nbytes for one in columns.values()), sum(map(len, contents.values()))):
+        contents = {name: _store_raw(column) for name, column in columns.items()}
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, mode="w") as file:
+        _entry(file, "zarr.json", {"attributes": attributes, "zarr_format": 3, "node_type": "group"})
+        for name, column in columns.items():
+            _entry(file, f"{name}/zarr.json", _read_metadata(column.dtype, column.shape))
+            file.writestr(_chunk(name, column.shape), contents[name])
+    return whole.getbuffer()
+
+
+def _compress(column: NDArray[np.generic]) -> bytes:
+    assert column.dtype.itemsize == 1 or column.dtype.newbyteorder("<") == column.dtype, "a big-endian column"
+    assert column.dtype.name in TYPES and 1 <= column.ndim <= 2, "a column that is not read"
+    content = ZSTD.encode(np.ascontiguousarray(column))
+    assert isinstance(content, bytes)
+    return content
+
+
+def _store_raw(column: NDArray[np.generic]) -> bytes:
+    """A frame of zstd that is as long as its content: it says the size, and has raw blocks (RFC 8878, 3.1.1)."""
+    content = np.ascontiguousarray(column).tobytes()
+    parts = [MAGIC, b"\xe0", len(content).to_bytes(8, "little")]
+    for begin in range(0, len(content) or 1, BLOCK_BYTES):
+        block = content[begin : begin + BLOCK_BYTES]
+        is_last = begin + BLOCK_BYTES >= len(content)
+        parts += [(is_last | len(block) << 3).to_bytes(3, "little"), block]
+    return b"".join(parts)
+
+
+def _is_bomb(total: int, size: int) -> bool:
+    """True if columns of `total` bytes are more than a file of `size` bytes is taken to have."""
+    return total > MOST_BYTES + MOST_RATIO * size
+
+
+def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
+    """The columns and the attributes of a file, as JSON: the inverse of `packed`. Raises `Strange` for any other file.
+
+    Every size is looked at before memory is taken for it.
+    """
+    try:
+        with zipfile.ZipFile(file) as opened:
+            return _unpack(opened, file.seek(0, io.SEEK_END))
+    except Strange:
+        raise
+    # The last two are for entries that are encrypted, and for a central directory that lies.
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
+        raise Strange(f"{error or type(error).__name__}") from error
+
+
+def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
+    entries = {one.filename: one for one in file.infolist()}
+    if len(entries) != len(file.infolist()) or len(entries) > 2 * MOST_COLUMNS + 1:
+        raise Strange(f"{len(file.infolist())} entries, or several of one name")
+    if any(one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size for one in entries.values()):
+        raise Strange("an entry is compressed")
+    if sum(one.file_size for one in entries.values()) > size:
+        raise Strange("its entries are longer than the file")
+    group = msgspec.json.decode(file.read("zarr.json") if "zarr.json" in entries else b"", type=Group)
+    names = [name.removesuffix("/zarr.json") for name in entries if name.endswith("/zarr.json")]
+    described = {name: _read_description(file.read(f"{name}/zarr.json")) for name in names}
+    expected = {"zarr.json", *(f"{name}/zarr.json" for name in names)}
+    expected |= {_chunk(name, shape) for name, (_, shape) in described.items()}
+    if expected != entries.keys():
+        raise Strange(f"entries of no column, or none of one: {sorted(expected ^ entries.keys())[:3]}")
+    if _is_bomb(total := sum(_bytes(*one) for one in described.values()), size):
+        raise Strange(f"columns of {total:,} bytes in a file of {size:,}")
+    return {name: _column(file.read(_chunk(name, one[1])), *one) for name, one in described.items()}, group.attributes
+
+
+def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+    """The type and the shape of a column whose metadata are those that `packed` writes for them."""
+    told = msgspec.json.decode(content, type=ColumnMetadata)
+    if told.data_type not in TYPES or not 1 <= len(told.shape) <= 2:
+        raise Strange(f"a column of {told.data_type!r} with the shape {told.shape}")
+    found = np.dtype(told.data_type), tuple(told.shape)
+    if content != msgspec.json.encode(_read_metadata(*found)):
+        raise Strange("a column with other metadata than streamppo's")
+    return found
+
+
+def _column(content: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
+    if _frame_bytes(content) != _bytes(dtype, shape):
+        raise Strange(f"a chunk of {_frame_bytes(content)} bytes for a column of {_bytes(dtype, shape)}")
+    column = np.zeros(shape, dtype)
+    if column.nbytes:
+        ZSTD.decode(content, out=column.reshape(-1).view(np.uint8))
+    return column
+
+
+def _bytes(dtype: np.dtype[np.generic], shape: Sequence[int]) -> int:
+    return dtype.itemsize * prod(shape)
+
+
+def _frame_bytes(content: bytes) -> int | None:
+    """The bytes that a frame of zstd says to hold (RFC 8878, 3.1.1.1); None if it does not say it."""
+    if content[:4] != MAGIC or len(content) < 6:
+        return None
+    is_single = bool(content[4] & 0x20)
+    at = 5 + (not is_single) + (0, 1, 2, 4)[content[4] & 3]
+    width = (int(is_single), 2, 4, 8)[content[4] >> 6]
+    if not width or len(content) < at + width:
+        return None
+    return int.from_bytes(content[at : at + width], "little") + (256 if width == 2 else 0)
+
+
+def _chunk(name: str, shape: Sequence[int]) -> str:
+    return f"{name}/c/{'/'.join('0' for _ in shape)}"
+
+
+def _read_metadata(dtype: np.dtype[np.generic], shape: Sequence[int]) -> dict[str, object]:
+    return {
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": dtype.type(0).item(),
+        "codecs": [
+            {"name": "bytes", **({} if dtype.itemsize == 1 else {"configuration": {"endian": "little"}})},
+            {"name": "zstd", "configuration": {"level": LEVEL, "checksum": False}},
+        ],
+        "attributes": {},
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
+
+
+def _entry(file: zipfile.ZipFile, name: str, content: Mapping[str, object]) -> None:
+    file.writestr(name, msgspec.json.encode(content))

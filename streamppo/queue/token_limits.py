@@ -1,0 +1,50 @@
+"""Reads the limits of a run's tokens: from its configuration, and from the model's config.json."""
+
+# transformers leaves parts of its signatures untyped, and exports what it does not list.
+# pyright: standard
+
+import json
+from pathlib import Path
+
+from streamppo.config.sections import Config, longest_completion
+from streamppo.config.task import DataTask
+from streamppo.errors import ModelError
+from streamppo.queue.rules.validation import TokenLimits
+
+
+def limits_of(config: Config, model_path: str) -> TokenLimits:
+    """The limits by the configuration and the model's config.json, in a folder or under a hub name.
+
+    Raises `ModelError` if that cannot be read.
+    """
+    try:
+        settings = json.loads(_config_file(model_path).read_bytes())
+        # Models of more than text keep the settings of their text apart.
+        vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
+    return TokenLimits(
+        vocabulary=vocabulary,
+        completion=longest_completion(config),
+        prompt=_prompt_limit(config),
+        candidates=config.rollout.cuts,
+        components=config.algorithm.compared_components,
+        teacher=bool(config.algorithm.teacher.url),
+        routes=config.rollout.engine.routes,
+        linear=config.linear,
+    )
+
+
+def _config_file(model_path: str) -> Path:
+    if (folder := Path(model_path)).is_dir():
+        # The queue has no other need of transformers, which takes most of a second to import.
+        return folder / "config.json"
+    from transformers.utils.hub import cached_file
+
+    return Path(str(cached_file(model_path, "config.json")))
+
+
+def _prompt_limit(config: Config) -> int | None:
+    if config.environment is not None or not isinstance(config.task, DataTask):
+        return None
+    return max(source.max_prompt_tokens for source in config.task.sources.values())

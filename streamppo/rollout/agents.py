@@ -1,0 +1,215 @@
+"""Plays prompts by agents: programs that know nothing of us, and find the policy behind an endpoint.
+
+    prompt -> session -> a process runs the agent, which asks the endpoint -> its end -> what was received, and rewards
+
+consumes     prompts
+produces     runs; one that fails is an error with its reason, and its prompt is sampled again
+waits for    a process, the agent in it, and through it the engine
+unblocks     nobody: what is under way at an agent's end is cancelled
+"""
+
+import asyncio
+import contextlib
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from streamppo.config.reward import FunctionScorer
+from streamppo.config.task import AgentEnvironment
+from streamppo.errors import EnvironmentFailed
+from streamppo.rollout.endpoint.server import Endpoint
+from streamppo.rollout.endpoint.session import SampledPolicy, Session
+from streamppo.rollout.engine import Sampling, TokenCandidates
+from streamppo.tasks import agent
+from streamppo.tasks.environments import Done
+from streamppo.tasks.rewards.outcome import Outcome
+from streamppo.tasks.rewards.processes import template
+from streamppo.tasks.rewards.processes.forks import Forks
+from streamppo.tasks.rewards.processes.pool import Pool
+from streamppo.tasks.rewards.processes.process import CallLost, Process
+from streamppo.tasks.rewards.signature import Columns, Texts
+from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, ScoredText, Template
+
+AT_ONCE = 1024
+"""Agents that run at once, at most: an evaluation asks for all of its prompts."""
+GRACE_S = 5.0
+"""A process that does not end its run in time is killed so much later."""
+MEMORY_MIB = 8192
+"""Memory that one process may allocate after it has imported the agent (Linux)."""
+
+
+class AgentRun(NamedTuple):
+    """A run that has ended, by the names of an `Episode`: the turns are those that were received.
+
+    `observations` are the messages that came to the policy after each of these turns but the last.
+    """
+
+    prompt_tokens: Ints
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    mask: Flags
+    finish: Literal["stop", "length"]
+    turn_ends: tuple[int, ...]
+    versions_known: bool
+    turns: tuple[str, ...]
+    turn_rewards: tuple[float, ...]
+    end: Done
+    candidates: TokenCandidates | None
+    routes_SE: Routes | None
+    opening: Prompt
+    observations: tuple[tuple[Message, ...], ...]
+    branches: bytes
+
+
+class Agents:
+    """Plays prompts; `start` makes it ready. Without `scored`, an agent has to give a reward."""
+
+    def __init__(self, policy: SampledPolicy, config: AgentEnvironment, *, scored: bool) -> None:
+        self._policy, self._config, self._scored = policy, config, scored
+        self._endpoint = Endpoint(config.host)
+        self.counts = self._endpoint.counts
+        self._pool: Pool | None = None
+        self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def start(self) -> None:
+        """Load the agent, and begin to listen. Raises `TaskError` or `RunError`; again: no change."""
+        async with self._starting:
+            if self._pool is not None:
+                return
+            config = self._config
+            if config.agent:
+                agent.load(config.agent)
+            words = msgspec.json.encode(config.command).decode()
+            runs = FunctionScorer(
+                function="streamppo.tasks.agent:Agent",
+                arguments={"agent": config.agent, "command": words},
+                timeout_s=config.timeout_s + GRACE_S,
+                memory_mib=MEMORY_MIB,
+            )
+            await self._endpoint.start()
+            async with contextlib.AsyncExitStack() as on_failure:
+                on_failure.push_async_callback(self._endpoint.stop)
+                self._pool = _OnDemand(runs, Forks(runs, await template.start(runs)))
+                on_failure.pop_all()
+
+    async def close(self) -> None:
+        """End every run and process, and listen no more."""
+        if self._pool is not None:
+            await self._endpoint.stop()
+            await self._pool.close()
+
+    async def play(self, prompt: Prompt, sampling: Sampling) -> AgentRun:
+        """Play one prompt. Raises `EnvironmentFailed` with the reason."""
+        await self.start()
+        async with self._places:
+            session = self._endpoint.open(lambda key: self._session(key, prompt, sampling))
+            try:
+                outcome = await self._run(session, prompt)
+            finally:
+                self._endpoint.close(session)
+        if outcome.reason:
+            self.counts["failed"] += 1
+            raise EnvironmentFailed(outcome.reason, session.sampled)
+        return self._ended(session, outcome, prompt)
+
+    def _session(self, key: str, prompt: Prompt, sampling: Sampling) -> Session:
+        arguments = {**prompt.template.arguments, **self._config.template}
+        settings = Template(arguments=arguments, control_tokens=self._config.control_tokens)
+        return Session(key, self._policy, sampling, self._config, settings, counts=self.counts)
+
+    async def _run(self, session: Session, prompt: Prompt) -> agent.AgentOutcome:
+        """Run the agent in a process."""
+        assert self._pool is not None
+        call = agent.AgentCall(address=self._endpoint.address, key=session.key, timeout_s=self._config.timeout_s)
+        text = ScoredText(
+            prompt=prompt.text,
+            completion="",
+            finish="stop",
+            num_tokens=0,
+            messages=prompt.messages,
+            source=prompt.source,
+        )
+        columns = {**prompt.columns, agent.CALL: msgspec.json.encode(call).decode()}
+        (found,) = await self._pool.call((text,), (columns,))
+        if found.reward is None:
+            too_late = found.reason.startswith("no score after")
+            return agent.AgentOutcome(
+                reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {found.reason}"
+            )
+        return msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)
+
+    def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
+        """What became of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
+        turns = session.received()
+        given = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
+        if not given and not self._scored:
+            reason = "the agent gave no reward: return a number, POST one to /v1/reward, or name a scorer in [reward]"
+            raise EnvironmentFailed(reason, session.sampled)
+        if outcome.turns and len(outcome.turns) != len(turns):
+            reason = f"the agent returned rewards for {len(outcome.turns)} turns, and {len(turns)} were received"
+            raise EnvironmentFailed(reason, session.sampled)
+        rewards = np.array([turn.reward for turn in turns]) + np.array(outcome.turns or (0.0,))
+        rewards[-1] += (outcome.score or 0.0) + sum(session.rewards)
+        first = session.turns[0].request
+        opening = Prompt(
+            text=prompt.text,
+            columns={},
+            messages=first.messages if self._policy.tokenizer.has_template else (),
+            template=Template(tools=first.tools),
+        )
+        self.counts["runs"] += 1
+        # Of a run that has failed they are among the tokens of the failure.
+        self.counts["undelivered tokens"] += session.undelivered
+        columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
+        # The tokens of turns lie in the order of the turns.
+        ends = np.flatnonzero(columns.mask[row])[np.cumsum([turn.tokens for turn in turns]) - 1]
+        return AgentRun(
+            columns.tokens[: session.row.prompt],
+            columns.tokens[row],
+            columns.logprobs[row],
+            columns.versions[row],
+            columns.mask[row],
+            "length" if session.truncated else "stop",
+            tuple(ends.tolist()),
+            session.row.versions_known,
+            tuple(turn.text for turn in turns),
+            tuple(rewards.tolist()),
+            Done(0.0, outcome.components, outcome.explanation),
+            columns.candidates,
+            columns.routes_SE,
+            opening,
+            tuple(turn.new for turn in turns[1:]),
+            columns.branches.tobytes(),
+        )
+
+
+class _OnDemand(Pool):
+    """Processes with one run at a time each; one is forked where none is free."""
+
+    def __init__(self, config: FunctionScorer, forks: Forks) -> None:
+        super().__init__(config, forks)
+        self._free: list[Process] = []
+
+    async def fill(self) -> None:
+        """Fork none."""
+
+    async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
+        """Run a call in some process. Raises `Orphaned`."""
+        self._free = [one for one in self._free if not one.ended]
+        process = self._free.pop() if self._free else await self._forks.fork()
+        answered = False
+        try:
+            outcomes = await self._ask(process, texts, columns, left_s)
+            answered = True
+        except CallLost:
+            return (Outcome(reason="its process was killed"),)
+        finally:
+            if not answered:
+                # After a cancellation the call is still in it.
+                self._forks.end(process)
+            elif not process.ended:
+                self._free.append(process)
+        return outcomes

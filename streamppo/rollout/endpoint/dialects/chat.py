@@ -1,0 +1,152 @@
+"""OpenAI's chat completions: POST /v1/chat/completions."""
+
+from typing import Any
+
+from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint.dialects import wire
+from streamppo.rollout.endpoint.dialects.wire import Body
+from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.reply import Reply, ToolCall
+from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.types import Message
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+STOP = "rollout.stop sets the strings that end a turn, for all of them"
+FORMAT = "the policy is sampled without a grammar: ask for the form in the messages, and reward it"
+
+
+class Chat:
+    """The dialect."""
+
+    keep_alive = b": keep-alive\n\n"
+
+    def read(self, body: Body) -> Request:
+        """See `Dialect.read`."""
+        wire.refuse(body, "n", "send one request for each answer", 1)
+        wire.refuse(body, "stop", STOP)
+        wire.refuse(body, "logit_bias", "the policy's own probabilities are trained")
+        wire.refuse(body, "logprobs", "they are kept with the run's trajectories")
+        wire.refuse(body, "response_format", FORMAT, {"type": "text"})
+        wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
+        listed = wire.listed(body.get("messages"), "messages")
+        if not listed:
+            raise refusal.bad("messages is empty")
+        tools = () if body.get("tool_choice") == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
+        return Request(
+            messages=tuple(map(_message, listed)),
+            tools=tuple(tools),
+            arguments=wire.arguments_of(body),
+            max_tokens=wire.most_tokens(body, "max_completion_tokens", "max_tokens"),
+            stream=body.get("stream") is True,
+        )
+
+    def whole(self, turn: Turn, model: str) -> Body:
+        """See `Dialect.whole`."""
+        assert turn.reply is not None
+        message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
+        if not turn.reply.calls:
+            message["content"] = turn.reply.content
+        if turn.reply.reasoning:
+            message["reasoning_content"] = turn.reply.reasoning
+        if turn.reply.calls:
+            message["tool_calls"] = [_call(one) for one in turn.reply.calls]
+        choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
+        return {**_head(turn, model, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
+
+    def stream(self, turn: Turn, model: str, body: Body) -> "ChatStream":
+        """See `Dialect.stream`."""
+        options = body.get("stream_options") or {}
+        return ChatStream(turn, model, usage=isinstance(options, dict) and options.get("include_usage") is True)
+
+    def error(self, error: RequestRefused) -> Body:
+        """See `Dialect.error`."""
+        kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+        return {
+            "error": {
+                "message": str(error),
+                "type": kind.get(error.status, "invalid_request_error"),
+                "param": None,
+                "code": error.code,
+            }
+        }
+
+
+class ChatStream:
+    """Chunks, and [DONE] behind them."""
+
+    def __init__(self, turn: Turn, model: str, *, usage: bool) -> None:
+        self._head, self._usage = _head(turn, model, "chat.completion.chunk"), usage
+        self._said = Reply("")
+
+    def begin(self) -> bytes:
+        """See `Stream.begin`."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def more(self, partial: Reply) -> bytes:
+        """See `Stream.more`."""
+        said, self._said = self._said, partial
+        thought, content = (wire.behind(a, b) for a, b in ((said.reasoning, partial.reasoning), (said[0], partial[0])))
+        chunks = [self._chunk({"reasoning_content": thought})] if thought else []
+        return b"".join([*chunks, *([self._chunk({"content": content})] if content else [])])
+
+    def end(self, turn: Turn) -> bytes:
+        """See `Stream.end`."""
+        assert turn.reply is not None
+        chunks = [self.more(turn.reply)]
+        for number, one in enumerate(turn.reply.calls):
+            chunks.append(self._chunk({"tool_calls": [{"index": number, **_call(one)}]}))
+        chunks.append(self._chunk({}, _finish(turn)))
+        if self._usage:
+            chunks.append(wire.event({**self._head, "choices": [], "usage": _usage(turn)}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def _chunk(self, delta: Body, finish: str | None = None) -> bytes:
+        return wire.event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
+def _message(item: Body) -> Message:
+    role = item.get("role")
+    if role not in ROLES:
+        raise refusal.bad(f"a message's role is one of {', '.join(ROLES)}, not {role!r}")
+    content = wire.text(item.get("content"), f"a message of the {role}")
+    name = item.get("name")
+    if role == "assistant":
+        calls = [_read_call(one) for one in wire.listed(item.get("tool_calls") or [], "tool_calls")]
+        return wire.assistant(content, calls, item.get("reasoning_content") or item.get("reasoning"))
+    return Message(
+        role=ROLES[role],
+        content=content,
+        name=name if isinstance(name, str) else None,
+        tool_call_id=str(item["tool_call_id"]) if item.get("tool_call_id") else None,
+    )
+
+
+def _read_call(item: Body) -> dict[str, Any]:
+    function = item.get("function")
+    if not isinstance(function, dict):
+        raise refusal.bad(f"a tool call is that of a function, not {item.get('type')!r}")
+    return wire.call(item.get("id"), function.get("name"), function.get("arguments"))
+
+
+def _tool(item: Body) -> dict[str, Any]:
+    function = item.get("function")
+    if item.get("type", "function") != "function" or not isinstance(function, dict):
+        raise refusal.bad(f"a tool is a function, not {item.get('type')!r}")
+    return wire.tool(function.get("name"), function.get("description"), function.get("parameters"))
+
+
+def _call(one: ToolCall) -> Body:
+    return {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+
+
+def _finish(turn: Turn) -> str:
+    return "tool_calls" if turn.reply and turn.reply.calls else turn.finish
+
+
+def _usage(turn: Turn) -> Body:
+    total = turn.context + turn.tokens
+    return {"prompt_tokens": turn.context, "completion_tokens": turn.tokens, "total_tokens": total}
+
+
+def _head(turn: Turn, model: str, kind: str) -> Body:
+    return {"id": turn.id, "object": kind, "created": wire.now(), "model": model}

@@ -1,0 +1,195 @@
+"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint.dialects import wire
+from streamppo.rollout.endpoint.dialects.chat import STOP
+from streamppo.rollout.endpoint.dialects.wire import Body
+from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.reply import Reply
+from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.types import Message
+
+ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+}
+
+
+class Messages:
+    """The dialect."""
+
+    keep_alive = wire.event({"type": "ping"}, "ping")
+
+    def read(self, body: Body) -> Request:
+        """See `Dialect.read`."""
+        wire.refuse(body, "stop_sequences", STOP)
+        choice = body.get("tool_choice") or {"type": "auto"}
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        if kind not in ("auto", "none"):
+            raise refusal.bad(f"tool_choice {kind!r} is not possible here: the policy chooses by itself")
+        listed = wire.listed(body.get("messages"), "messages")
+        if not listed:
+            raise refusal.bad("messages is empty")
+        system = wire.text(body.get("system"), "the system prompt")
+        first = (Message(role="system", content=system),) if system else ()
+        tools = () if kind == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
+        return Request(
+            messages=(*first, *(made for one in listed for made in _messages(one))),
+            tools=tuple(tools),
+            arguments=wire.arguments_of(body),
+            max_tokens=wire.most_tokens(body, "max_tokens"),
+            stream=body.get("stream") is True,
+        )
+
+    def whole(self, turn: Turn, model: str) -> Body:
+        """See `Dialect.whole`."""
+        assert turn.reply is not None
+        usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
+        head = {**_head(turn, model), "content": _blocks(turn.reply)}
+        return {**head, "stop_reason": _reason(turn), "stop_sequence": None, "usage": usage}
+
+    def stream(self, turn: Turn, model: str, body: Body) -> "MessageStream":
+        """See `Dialect.stream`."""
+        return MessageStream(turn, model)
+
+    def error(self, error: RequestRefused) -> Body:
+        """See `Dialect.error`."""
+        kind = ERRORS.get(error.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+class MessageStream:
+    """Blocks one after another: reasoning, text, tool calls."""
+
+    def __init__(self, turn: Turn, model: str) -> None:
+        self._turn, self._model = turn, model
+        self._said = Reply("")
+        self._block, self._open = -1, ""
+
+    def begin(self) -> bytes:
+        """See `Stream.begin`."""
+        usage = {"input_tokens": self._turn.context, "output_tokens": 0}
+        empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return _event("message_start", message={**_head(self._turn, self._model), **empty})
+
+    def more(self, partial: Reply) -> bytes:
+        """See `Stream.more`."""
+        said, self._said = self._said, partial
+        parts: list[bytes] = []
+        if thought := wire.behind(said.reasoning, partial.reasoning):
+            parts += [self._enter("thinking"), self._delta(type="thinking_delta", thinking=thought)]
+        if content := wire.behind(said.content, partial.content):
+            parts += [self._enter("text"), self._delta(type="text_delta", text=content)]
+        return b"".join(parts)
+
+    def end(self, turn: Turn) -> bytes:
+        """See `Stream.end`."""
+        assert turn.reply is not None
+        parts = [self.more(turn.reply)]
+        if not turn.reply.calls and not turn.reply.content:
+            parts.append(self._enter("text"))
+        for one in turn.reply.calls:
+            parts += [self._leave(), self._begin({"type": "tool_use", "id": one.id, "name": one.name, "input": {}})]
+            parts.append(self._delta(type="input_json_delta", partial_json=one.arguments))
+            self._open = "tool_use"
+        usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
+        delta = {"stop_reason": _reason(turn), "stop_sequence": None}
+        parts += [self._leave(), _event("message_delta", delta=delta, usage=usage), _event("message_stop")]
+        return b"".join(parts)
+
+    def _enter(self, kind: str) -> bytes:
+        """Begin a block of a kind, unless one is open."""
+        if self._open == kind:
+            return b""
+        empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
+        left = self._leave()
+        self._open = kind
+        return left + self._begin({"type": kind, **empty})
+
+    def _begin(self, block: Body) -> bytes:
+        self._block += 1
+        return _event("content_block_start", index=self._block, content_block=block)
+
+    def _delta(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+    def _leave(self) -> bytes:
+        """End the block that is open, if there is one."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return _event("content_block_stop", index=self._block)
+
+
+def _messages(item: Body) -> Iterator[Message]:
+    """The messages in one of the dialect's: results of tools are messages of their own, before the user's text."""
+    role, content = item.get("role"), item.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise refusal.bad(f"a message's role is user or assistant, not {role!r}")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else wire.listed(content, "content")
+    if role == "assistant":
+        yield _assistant(blocks)
+        return
+    for one in (one for one in blocks if one.get("type") == "tool_result"):
+        said = wire.text(one.get("content"), "a tool's result")
+        yield Message(role="tool", content=said, tool_call_id=str(one.get("tool_use_id")))
+    rest = [one for one in blocks if one.get("type") != "tool_result"]
+    if rest or not blocks:
+        yield Message(role=role, content=wire.text(rest, f"a message of the {role}"))
+
+
+def _assistant(blocks: Any) -> Message:
+    thoughts = [one for one in blocks if one.get("type") in ("thinking", "redacted_thinking")]
+    calls = [
+        wire.call(one.get("id"), one.get("name"), one.get("input")) for one in blocks if one.get("type") == "tool_use"
+    ]
+    known = ("thinking", "redacted_thinking", "tool_use")
+    said = wire.text([one for one in blocks if one.get("type") not in known], "a message of the assistant")
+    return wire.assistant(said, calls, "".join(str(one.get("thinking", "")) for one in thoughts))
+
+
+def _tool(item: Body) -> dict[str, Any]:
+    if item.get("type") not in (None, "custom"):
+        raise refusal.bad(f"a tool is one of the program's, not {item.get('type')!r}, which is Anthropic's")
+    return wire.tool(item.get("name"), item.get("description"), item.get("input_schema"))
+
+
+def _blocks(found: Reply) -> list[Body]:
+    blocks: list[Body] = []
+    if found.reasoning:
+        blocks.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
+    if found.content or not found.calls:
+        blocks.append({"type": "text", "text": found.content})
+    return [
+        *blocks,
+        *({"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)} for c in found.calls),
+    ]
+
+
+def _input(arguments: str) -> object:
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {"arguments": arguments}
+    return values if isinstance(values, dict) else {"arguments": values}
+
+
+def _reason(turn: Turn) -> str:
+    if turn.reply and turn.reply.calls:
+        return "tool_use"
+    return "max_tokens" if turn.finish == "length" else "end_turn"
+
+
+def _head(turn: Turn, model: str) -> Body:
+    return {"id": turn.id, "type": "message", "role": "assistant", "model": model}
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return wire.event({"type": kind, **fields}, kind)

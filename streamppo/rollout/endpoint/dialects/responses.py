@@ -1,0 +1,250 @@
+"""OpenAI's responses: POST /v1/responses. `previous_response_id` goes on from an answer without its messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint.dialects import wire
+from streamppo.rollout.endpoint.dialects.chat import FORMAT, ROLES, Chat
+from streamppo.rollout.endpoint.dialects.wire import Body
+from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.reply import Reply
+from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.types import Message
+
+OF_ASSISTANT = ("reasoning", "function_call")
+"""Types of items that are parts of one assistant's message, beside its text."""
+
+
+class Responses:
+    """The dialect."""
+
+    keep_alive = b": keep-alive\n\n"
+
+    def read(self, body: Body) -> Request:
+        """See `Dialect.read`."""
+        wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
+        wire.refuse(body, "background", "an answer comes on the connection that asks for it")
+        wire.refuse(body, "conversation", "send the messages, or previous_response_id")
+        form = body.get("text") or {}
+        if isinstance(form, dict):
+            wire.refuse(form, "format", FORMAT, {"type": "text"})
+        given = body.get("input")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else wire.listed(given, "input")
+        instructions = wire.text(body.get("instructions"), "the instructions")
+        first = (Message(role="system", content=instructions),) if instructions else ()
+        tools = () if body.get("tool_choice") == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
+        messages = (*first, *_messages(items))
+        if not messages:
+            raise refusal.bad("input is empty")
+        return Request(
+            messages=messages,
+            tools=tuple(tools),
+            arguments=wire.arguments_of(body),
+            max_tokens=wire.most_tokens(body, "max_output_tokens"),
+            stream=body.get("stream") is True,
+            after=str(body.get("previous_response_id") or ""),
+        )
+
+    def whole(self, turn: Turn, model: str) -> Body:
+        """See `Dialect.whole`."""
+        assert turn.reply is not None
+        return _response(turn, model, _items(turn, turn.reply))
+
+    def stream(self, turn: Turn, model: str, body: Body) -> "ResponseStream":
+        """See `Dialect.stream`."""
+        return ResponseStream(turn, model)
+
+    def error(self, error: RequestRefused) -> Body:
+        """See `Dialect.error`."""
+        return Chat().error(error)
+
+
+class ResponseStream:
+    """Items one after another: reasoning, the message, function calls."""
+
+    def __init__(self, turn: Turn, model: str) -> None:
+        self._turn, self._model = turn, model
+        self._said, self._shown = Reply(""), Reply("")
+        self._item, self._open, self._number = -1, "", -1
+
+    def begin(self) -> bytes:
+        """See `Stream.begin`."""
+        return self._event("created", response=_response(self._turn, self._model, []))
+
+    def more(self, partial: Reply) -> bytes:
+        """See `Stream.more`."""
+        said, self._said = self._said, partial
+        parts: list[bytes] = []
+        if thought := wire.behind(said.reasoning, partial.reasoning):
+            parts += [self._enter("reasoning"), self._delta("reasoning_text", thought)]
+        if content := wire.behind(said.content, partial.content):
+            parts += [self._enter("message"), self._delta("output_text", content)]
+        return b"".join(parts)
+
+    def end(self, turn: Turn) -> bytes:
+        """See `Stream.end`."""
+        assert turn.reply is not None
+        parts = [self.more(turn.reply)]
+        items = _items(turn, turn.reply)
+        if not turn.reply.content and not turn.reply.calls:
+            parts.append(self._enter("message"))
+        parts.append(self._leave())
+        for item in (one for one in items if one["type"] == "function_call"):
+            self._item += 1
+            parts.append(self._event("output_item.added", item={**item, "arguments": "", "status": "in_progress"}))
+            known = {"item_id": item["id"], "name": item["name"]}
+            parts.append(self._event("function_call_arguments.delta", item_id=item["id"], delta=item["arguments"]))
+            parts.append(self._event("function_call_arguments.done", **known, arguments=item["arguments"]))
+            parts.append(self._event("output_item.done", item=item))
+        response = _response(turn, self._model, items)
+        parts.append(self._event("completed" if turn.finish == "stop" else "incomplete", response=response))
+        return b"".join(parts)
+
+    def _enter(self, kind: str) -> bytes:
+        """Begin an item of a kind, unless one is open."""
+        if self._open == kind:
+            return b""
+        left = self._leave()
+        self._open = kind
+        self._item += 1
+        empty = _reasoning(self._turn, "") if kind == "reasoning" else _text(self._turn, "")
+        item = {**empty, "content": [], "status": "in_progress"}
+        added = self._event("output_item.added", item=item)
+        return left + added + self._event("content_part.added", **self._place(), part=empty["content"][0])
+
+    def _delta(self, kind: str, text: str) -> bytes:
+        more = {"logprobs": []} if kind == "output_text" else {}
+        return self._event(f"{kind}.delta", **self._place(), delta=text, **more)
+
+    def _leave(self) -> bytes:
+        """End the item that is open, if there is one."""
+        kind, self._open = self._open, ""
+        if not kind:
+            return b""
+        thought = kind == "reasoning"
+        text = self._said.reasoning if thought else self._said.content
+        item = _reasoning(self._turn, text) if thought else _text(self._turn, text)
+        place, name = self._place_of(item), "reasoning_text" if thought else "output_text"
+        more = {} if thought else {"logprobs": []}
+        done = self._event(f"{name}.done", **place, text=text, **more)
+        done += self._event("content_part.done", **place, part=item["content"][0])
+        return done + self._event("output_item.done", item=item)
+
+    def _place(self) -> Body:
+        return self._place_of(_reasoning(self._turn, "") if self._open == "reasoning" else _text(self._turn, ""))
+
+    def _place_of(self, item: Body) -> Body:
+        return {"item_id": item["id"], "content_index": 0}
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        self._number += 1
+        index = {} if "response" in fields else {"output_index": self._item}
+        kind = f"response.{kind}"
+        return wire.event({"type": kind, "sequence_number": self._number, **index, **fields}, kind)
+
+
+def _messages(items: Sequence[Body]) -> list[Message]:
+    """The messages that items make: those of an assistant that follow one another are one."""
+    made, parts = list[Message](), list[Body]()
+    for item in [*items, {}]:
+        kind = item.get("type", "message" if "role" in item else "")
+        if kind in OF_ASSISTANT or (kind == "message" and item.get("role") == "assistant"):
+            parts.append(item)
+            continue
+        if parts:
+            made.append(_assistant(parts))
+            parts = []
+        if item:
+            made.append(_message(item, str(kind)))
+    return made
+
+
+def _message(item: Body, kind: str) -> Message:
+    if kind == "function_call_output":
+        return Message(
+            role="tool", content=wire.text(item.get("output"), "a tool's output"), tool_call_id=str(item.get("call_id"))
+        )
+    role = item.get("role")
+    if kind != "message" or role not in ROLES:
+        raise refusal.bad(f"an item of the input is a message, a function call or its output, not {kind or item!r}")
+    return Message(role=ROLES[role], content=wire.text(item.get("content"), f"a message of the {role}"))
+
+
+def _assistant(parts: Sequence[Body]) -> Message:
+    calls = [
+        wire.call(one.get("call_id"), one.get("name"), one.get("arguments"))
+        for one in parts
+        if one.get("type") == "function_call"
+    ]
+    said = [one for one in parts if one.get("type", "message") == "message"]
+    thoughts = [
+        str(part.get("text", ""))
+        for one in parts
+        if one.get("type") == "reasoning"
+        for part in wire.listed(one.get("content") or [], "content")
+    ]
+    text = "".join(wire.text(one.get("content"), "a message of the assistant") for one in said)
+    made = wire.assistant(text, calls, "".join(thoughts))
+    name = next((one["id"] for one in said if isinstance(one.get("id"), str)), "")
+    return Message(
+        role=made.role,
+        content=made.content,
+        tool_calls=made.tool_calls,
+        fields={**made.fields, **({"id": name} if name else {})},
+    )
+
+
+def _tool(item: Body) -> dict[str, Any]:
+    if item.get("type") != "function":
+        raise refusal.bad(f"a tool is a function, not {item.get('type')!r}")
+    return wire.tool(item.get("name"), item.get("description"), item.get("parameters"))
+
+
+def _items(turn: Turn, found: Reply) -> list[Body]:
+    items = [_reasoning(turn, found.reasoning)] if found.reasoning else []
+    if found.content or not found.calls:
+        items.append(_text(turn, found.content))
+    calls = ({"call_id": one.id, "name": one.name, "arguments": one.arguments} for one in found.calls)
+    return [
+        *items,
+        *({"type": "function_call", "id": f"fc_{one['call_id']}", "status": "completed", **one} for one in calls),
+    ]
+
+
+def _reasoning(turn: Turn, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "status": "completed"}
+
+
+def _text(turn: Turn, text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    known = {"role": "assistant", "status": "completed", "content": content}
+    return {"type": "message", "id": turn.message_id, **known}
+
+
+def _response(turn: Turn, model: str, items: Sequence[Body]) -> Body:
+    ended, cut = turn.reply is not None, turn.finish == "length"
+    usage = {
+        "input_tokens": turn.context,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": turn.tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": turn.context + turn.tokens,
+    }
+    return {
+        "id": turn.id,
+        "object": "response",
+        "created_at": wire.now(),
+        "status": ("incomplete" if cut else "completed") if ended else "in_progress",
+        "incomplete_details": {"reason": "max_output_tokens"} if ended and cut else None,
+        "error": None,
+        "model": model,
+        "output": list(items),
+        "parallel_tool_calls": True,
+        "previous_response_id": turn.request.after or None,
+        "tool_choice": "auto",
+        "tools": [],
+        "metadata": {},
+        "usage": usage if ended else None,
+    }

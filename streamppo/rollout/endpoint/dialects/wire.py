@@ -1,0 +1,150 @@
+"""What the dialects share: how a request's parts are read, and what each dialect gives the server."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.reply import Reply
+from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.types import Message
+
+MODEL = "policy"
+"""The model's name, where a request has none."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+"""Parameters that are the run's to choose: of a request they are counted and left out."""
+Body = Mapping[str, Any]
+
+
+class Stream(Protocol):
+    """Writes the events of one turn."""
+
+    def begin(self) -> bytes:
+        """The events before the first text."""
+        ...
+
+    def more(self, partial: Reply) -> bytes:
+        """The events of what is new in a turn that goes on."""
+        ...
+
+    def end(self, turn: Turn) -> bytes:
+        """The events of the rest, and of the end."""
+        ...
+
+
+class Dialect(Protocol):
+    """Reads requests, and writes answers and errors."""
+
+    keep_alive: bytes
+
+    def read(self, body: Body) -> Request:
+        """Read a request. Raises `Refused`."""
+        ...
+
+    def whole(self, turn: Turn, model: str) -> Body:
+        """Write a turn that has ended."""
+        ...
+
+    def stream(self, turn: Turn, model: str, body: Body) -> Stream:
+        """Write a turn as it is sampled."""
+        ...
+
+    def error(self, error: RequestRefused) -> Body:
+        """Write a refusal."""
+        ...
+
+
+def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
+    """Refuse a request that sets a parameter to something but `allowed`, nothing or a default. Raises `Refused`."""
+    given = body.get(name)
+    if given not in (None, [], {}, False, *allowed):
+        raise refusal.bad(f"{name} is not possible here: {why}", "unusable parameter")
+
+
+def ignored(body: Body) -> tuple[str, ...]:
+    """Name the parameters of sampling that a request has."""
+    return tuple(name for name in SAMPLING if body.get(name) is not None)
+
+
+def listed(value: object, name: str) -> Sequence[Body]:
+    """Return a list of objects. Raises `Refused` if it is none."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise refusal.bad(f"{name} is a list of objects")
+    return cast("Sequence[Body]", value)
+
+
+def text(content: object, where: str) -> str:
+    """Return the text of a message's content: a text, or a list of parts that are texts. Raises `Refused`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_part(one, where) for one in listed(content, f"the content of {where}"))
+
+
+def _part(part: Body, where: str) -> str:
+    kind, said = part.get("type"), part.get("text")
+    if kind in ("text", "input_text", "output_text") and isinstance(said, str):
+        return said
+    raise refusal.bad(f"the content of {where} is text alone, and this has a part of the type {kind!r}")
+
+
+def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
+    """Make a tool call as chat templates take it: with arguments that are values. Raises `Refused` without a name."""
+    if not isinstance(name, str) or not name:
+        raise refusal.bad("a tool call has no name")
+    try:
+        values = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        values = arguments
+    return {"id": one_id, "type": "function", "function": {"name": name, "arguments": values or {}}}
+
+
+def tool(name: object, description: object, parameters: object) -> dict[str, Any]:
+    """Make a tool as chat templates take it. Raises `Refused` without a name."""
+    if not isinstance(name, str) or not name:
+        raise refusal.bad("a tool has no name")
+    about = {"description": description} if isinstance(description, str) else {}
+    return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {}}}
+
+
+def most_tokens(body: Body, *names: str) -> int | None:
+    """Return the first of the named bounds that is set. Raises `Refused` for one that is no number above 0."""
+    for name in names:
+        given = body.get(name)
+        if given is None:
+            continue
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise refusal.bad(f"{name} is a number of tokens above 0, not {given!r}")
+        return given
+    return None
+
+
+def assistant(content: str, calls: Sequence[dict[str, Any]], reasoning: object) -> Message:
+    """Make an assistant's message."""
+    fields = {"reasoning_content": reasoning} if isinstance(reasoning, str) and reasoning else {}
+    return Message(role="assistant", content=content or None, tool_calls=tuple(calls), fields=fields)
+
+
+def arguments_of(body: Body) -> Body:
+    """Return the arguments of the chat template that a request gives, as vLLM and SGLang take them."""
+    given = body.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise refusal.bad("chat_template_kwargs are arguments by name")
+    return given
+
+
+def event(value: object, name: str = "") -> bytes:
+    """Write one server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(value)}\n\n".encode()
+
+
+def behind(seen: str, whole: str) -> str:
+    """Return what comes behind `seen` in `whole`."""
+    return whole[len(seen) :] if whole.startswith(seen) else ""
+
+
+def now() -> int:
+    """Return the time as answers carry it."""
+    return int(time.time())

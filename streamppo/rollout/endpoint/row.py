@@ -1,0 +1,134 @@
+"""The tokens of one agent's run in the order in which turns ended, and the branches that they form.
+
+    places      0 1 2 3 4 5 6 7 8 9 ...          token 9 follows token 3 where (9, 3) is a branch, else token 8
+    context     the tokens from a root to a place: what the engine has seen before it samples the next one
+
+The first turn's context is the row's prompt. A branch begins with a token that is not sampled, so that every sampled
+token follows the one before it: a second answer to one context begins with that context's last token once more.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.rollout.endpoint.tree import NOTHING
+from streamppo.rollout.engine import Completion, TokenCandidates
+from streamppo.types import Flags, Floats, Ints, Routes
+
+
+class RowColumns(NamedTuple):
+    """All columns, the prompt's tokens included; candidates and `mask` are those of the turns that were asked for."""
+
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    mask: Flags
+    branches: Ints
+    candidates: TokenCandidates | None
+    routes_SE: Routes | None
+
+
+class Row:
+    """Grows by a turn at a time. `prompt` are the tokens before the first turn's."""
+
+    def __init__(self) -> None:
+        self.prompt = 0
+        self.versions_known = True
+        self._tokens, self._versions = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self._logprobs = np.zeros(0, np.float32)
+        self._turn = np.zeros(0, np.int32)
+        self._branches: dict[int, int] = {}
+        self._candidates: dict[int, TokenCandidates] = {}
+        self._routes: Routes | None = None
+
+    def __len__(self) -> int:
+        """Count all tokens, the prompt's included."""
+        return len(self._tokens)
+
+    @property
+    def length(self) -> int:
+        """Count the tokens behind the prompt."""
+        return len(self) - self.prompt
+
+    def token(self, at: int) -> int:
+        """Return the token at a place."""
+        return int(self._tokens[at])
+
+    def context(self, at: int) -> Ints:
+        """Join the tokens from the root up to the place `at`."""
+        return self._tokens[self._path(at)]
+
+    def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
+        """Add a completion behind the context that ends at `at` and goes on with `unsampled`.
+
+        Returns the places of that context's last token and of the completion's. `turn` is its number, from 1 on.
+        """
+        sibling = not len(unsampled) and at != len(self) - 1
+        if sibling:
+            unsampled, at = self._tokens[at : at + 1], self._before(at)
+        begin, count = len(self), len(completion.tokens)
+        if begin and at != begin - 1:
+            self._branches[begin] = at
+        path = self._path(at)
+        version = self._versions[at] if at >= self.prompt else completion.versions[0]
+        self._append(unsampled, np.zeros(len(unsampled), np.float32), np.full(len(unsampled), version, np.int32), 0)
+        self.prompt = self.prompt or len(self)
+        opened = len(self) - 1
+        self._append(completion.tokens, completion.logprobs, completion.versions, turn)
+        if completion.candidates is not None:
+            self._candidates[turn] = completion.candidates
+        self.versions_known &= completion.versions_known
+        if completion.routes_SE is not None:
+            self._note_routes(np.concatenate([path, np.arange(begin, len(self), dtype=np.int32)]), completion.routes_SE)
+        return opened, opened + count
+
+    def columns(self, turns: Iterable[int]) -> RowColumns:
+        """Return the row, with the tokens of `turns` as those that were sampled."""
+        mask = np.isin(self._turn, [*turns])
+        branches = np.asarray(sorted(self._branches.items()), np.int32).reshape(-1, 2)
+        routes = self._routes if self._routes is None else self._routes[: len(self) - 1]
+        logprobs = np.where(mask, self._logprobs, np.float32(0))
+        return RowColumns(self._tokens, logprobs, self._versions, mask, branches, self._joined_candidates(mask), routes)
+
+    def _append(self, tokens: Ints, logprobs: Floats, versions: Ints, turn: int) -> None:
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+        self._versions = np.concatenate([self._versions, versions])
+        self._turn = np.concatenate([self._turn, np.full(len(tokens), turn, np.int32)])
+
+    def _before(self, at: int) -> int:
+        """The place of the token that the one at `at` follows."""
+        return self._branches.get(at, at - 1)
+
+    def _path(self, at: int) -> Ints:
+        """The places from the root to `at`."""
+        parts: list[np.ndarray] = []
+        while at != NOTHING:
+            begin = max((start for start in self._branches if start <= at), default=0)
+            parts.append(np.arange(begin, at + 1))
+            at = self._before(begin)
+        return np.concatenate(parts[::-1]).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+    def _note_routes(self, path: Ints, routes_SE: Routes) -> None:
+        """Note the routes of a turn's tokens; those under which earlier turns were sampled stay."""
+        known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
+        if self._routes is not None:
+            known[: len(self._routes)] = self._routes
+        # A sibling's first token is the last one of its context a second time.
+        path = path[: len(routes_SE)]
+        missing = (known[path] == -1).all(axis=1)
+        known[path[missing]] = routes_SE[: len(path)][missing]
+        self._routes = known
+
+    def _joined_candidates(self, mask: Flags) -> TokenCandidates | None:
+        """Join the candidates of the turns in `mask`, one count for each token behind the prompt."""
+        if not self._candidates:
+            return None
+        counts, found = np.zeros(len(self), np.int32), list[Ints]()
+        for turn, one in self._candidates.items():
+            places = (self._turn == turn) & mask
+            if places.any():
+                counts[places] = one.counts
+                found.append(one.tokens)
+        return TokenCandidates(np.concatenate(found), counts[self.prompt :])

@@ -1,0 +1,364 @@
+"""The endpoint of one rollout actor: one port, answered in the actor's event loop; a key leads to its session.
+
+    POST /v1/chat/completions                    OpenAI's chat completions
+    POST /v1/responses                           OpenAI's responses
+    POST /v1/messages, /v1/messages/count_tokens    Anthropic's messages
+    POST /v1/reward                              {"reward": 1.0, "response_id": "..."} of the run, or of one response
+    GET  /v1/models, /v1/models/NAME             the policy, by any name
+
+A key comes as `Authorization: Bearer`, as `x-api-key`, or in the address: /key/KEY/v1/... On loopback a request has to
+name a loopback host, so that no page of a browser reaches it through a name of its own (DNS rebinding).
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Generator
+from typing import cast
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from streamppo.errors import RunError, TaskError
+from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint.dialects import wire
+from streamppo.rollout.endpoint.dialects.chat import Chat
+from streamppo.rollout.endpoint.dialects.messages import Messages
+from streamppo.rollout.endpoint.dialects.responses import Responses
+from streamppo.rollout.endpoint.dialects.wire import Body, Dialect
+from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.session import Session, Turn
+from streamppo.tasks.rewards.outcome import number
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+BODY_BYTES = 16 * 2**20
+"""A request's body is no longer."""
+KEEP_ALIVE_S = 5.0
+"""Between two signs of life in a stream that waits."""
+REMEMBERED = 10_000
+"""Runs that have ended whose keys are still known."""
+CLOSING_S = 1
+IDLE_S = 300
+"""A connection stays open between two requests of a program whose tools take long."""
+
+log = logging.getLogger(__name__)
+Answering = Callable[[HttpRequest, Session, Body], Awaitable[Response]]
+
+
+class Endpoint:
+    """Listens at `host` on a free port, from `start` to `stop`; `counts` are requests and refusals by reason."""
+
+    def __init__(self, host: str) -> None:
+        self.counts: Counter[str] = Counter()
+        self._host, self._local = host, host in LOOPBACK
+        self._sessions: dict[str, Session] = {}
+        self._over: OrderedDict[str, str] = OrderedDict()
+        self._noted: set[str] = set()
+        self._opened = 0
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Begin to listen. Raises `RunError` if the address is not this machine's."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.bind((self._host, 0))
+        except OSError as error:
+            listening.close()
+            raise RunError(f"environment.host = {self._host!r} is no address of this machine: {error}") from error
+        host, port = (reachable(self._host), listening.getsockname()[1])
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        config = uvicorn.Config(
+            self._application(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=CLOSING_S,
+            timeout_keep_alive=IDLE_S,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.001)
+
+    async def stop(self) -> None:
+        """End every session, and listen no more."""
+        for session in list(self._sessions.values()):
+            self.close(session)
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait([self._serving])
+
+    def open(self, make: Callable[[str], Session]) -> Session:
+        """Open a session with a new key."""
+        self._opened += 1
+        name = f"{self._opened:x}"
+        session = self._sessions[name] = make(f"sp-{name}-{secrets.token_urlsafe(32)}")
+        return session
+
+    def close(self, session: Session) -> None:
+        """End a session; its key is answered with its end."""
+        name = _name(session.key)
+        session.end()
+        if self._sessions.pop(name, None) is not None:
+            self._over[name] = session.key
+            while len(self._over) > REMEMBERED:
+                self._over.popitem(last=False)
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def _application(self) -> Starlette:
+        chat, messages, responses = Chat(), Messages(), Responses()
+        routes = [
+            self._route("/v1/chat/completions", chat, self._generating(chat)),
+            self._route("/v1/responses", responses, self._generating(responses)),
+            self._route("/v1/messages", messages, self._generating(messages)),
+            self._route("/v1/messages/count_tokens", messages, _counting(messages)),
+            self._route("/v1/reward", chat, _rewarding),
+            self._route("/v1/models", chat, _models, "GET"),
+            self._route("/v1/models/{name:path}", chat, _model, "GET"),
+        ]
+        return Starlette(routes=[*routes, Mount("/key/{key}", routes=routes)])
+
+    def _route(self, path: str, dialect: Dialect, answer: Answering, method: str = "POST") -> Route:
+        async def endpoint(request: HttpRequest) -> Response:
+            try:
+                self._check_host(request)
+                session = self._session(request)
+                body = await _body(request) if method == "POST" else {}
+                return await answer(request, session, body)
+            except RequestRefused as error:
+                self.counts[error.reason] += 1
+                return JSONResponse(dialect.error(error), status_code=error.status)
+            except ClientDisconnect:
+                self.counts["disconnected"] += 1
+                return Response(status_code=499)
+
+        return Route(path, endpoint, methods=[method])
+
+    def _check_host(self, request: HttpRequest) -> None:
+        if self._local and request.url.hostname not in LOOPBACK:
+            message = f"the endpoint answers under the names {', '.join(LOOPBACK)} alone"
+            raise RequestRefused(403, "host_not_allowed", message, "another host's name")
+
+    def _session(self, request: HttpRequest) -> Session:
+        header = request.headers.get("authorization", "")
+        key = request.path_params.get("key") or request.headers.get("x-api-key") or header.removeprefix("Bearer ")
+        name = _name(key.strip())
+        session = self._sessions.get(name)
+        known = session.key if session else self._over.get(name, "")
+        # The name is public; the key behind it is compared in constant time.
+        if not secrets.compare_digest(known.encode(), key.strip().encode()) or not known:
+            raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
+        if session is None:
+            raise refusal.ended()
+        return session
+
+    def _generating(self, dialect: Dialect) -> Answering:
+        async def answer(request: HttpRequest, session: Session, body: Body) -> Response:
+            asked = dialect.read(body)
+            for name in wire.ignored(body):
+                self._note(name)
+            return _Answer(dialect, session, session.begin(asked), body)
+
+        return answer
+
+    def _note(self, name: str) -> None:
+        """Count a parameter that the run chooses; the first request that has it is logged."""
+        self.counts["sampling parameters left out"] += 1
+        if name not in self._noted:
+            self._noted.add(name)
+            log.info("agents set %s: the run's own rules of sampling hold, and it is left out", name)
+
+
+class _Answer(Response):
+    """Sends a turn as it is sampled, or once it has ended, and finds out if it was received."""
+
+    def __init__(self, dialect: Dialect, session: Session, turn: Turn, body: Body) -> None:
+        super().__init__()
+        self._dialect, self._session, self._turn, self._body = dialect, session, turn, body
+        self._model = str(body.get("model") or wire.MODEL)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        gone, delivered = asyncio.create_task(_gone(receive)), False
+        try:
+            delivered = await (self._stream if self._body.get("stream") is True else self._whole)(scope, send, gone)
+        except OSError:
+            # The client's connection broke while it was written to.
+            pass
+        finally:
+            gone.cancel()
+            self._session.leave(self._turn, delivered=delivered)
+
+    async def _whole(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
+        assert self._turn.task is not None
+        await asyncio.wait([self._turn.task, gone], return_when=asyncio.FIRST_COMPLETED)
+        # A connection that has ended meanwhile is seen in the next round of the loop.
+        await asyncio.sleep(0)
+        if gone.done():
+            return False
+        return await self._send_at_once(scope, send, gone)
+
+    async def _send_at_once(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
+        if self._turn.error is not None:
+            error = _refused(self._turn.error)
+            response = JSONResponse(self._dialect.error(error), status_code=error.status)
+        else:
+            response = JSONResponse(self._dialect.whole(self._turn, self._model))
+        await response(scope, _pending, send)
+        return self._turn.error is None
+
+    async def _stream(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
+        turn = self._turn
+        await asyncio.wait([turn.admitted, gone], return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            return False
+        if turn.error is not None:
+            return await self._send_at_once(scope, send, gone)
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        stream = self._dialect.stream(turn, self._model, self._body)
+        await _send(send, stream.begin())
+        while turn.reply is None and turn.error is None:
+            turn.changed.clear()
+            await _send(send, stream.more(turn.partial))
+            if not await _first(turn, gone):
+                await _send(send, self._dialect.keep_alive)
+            if gone.done():
+                return False
+        if turn.error is not None:
+            await _send(send, wire.event(self._dialect.error(_refused(turn.error)), "error"), last=True)
+            return False
+        rest = stream.end(turn)
+        await asyncio.sleep(0)
+        if gone.done():
+            return False
+        await _send(send, rest, last=True)
+        return True
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the process that it is in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Capture none."""
+        yield
+
+
+async def _first(turn: Turn, gone: "asyncio.Task[None]") -> bool:
+    """Wait for something new in a turn, or its client's end; False if there is nothing for `KEEP_ALIVE_S`."""
+    assert turn.task is not None
+    changed = asyncio.create_task(turn.changed.wait())
+    try:
+        found, _ = await asyncio.wait(
+            [changed, gone, turn.task], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        changed.cancel()
+    return bool(found)
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _pending() -> dict[str, object]:
+    """A request that says nothing more."""
+    return await asyncio.get_running_loop().create_future()
+
+
+async def _send(send: Send, body: bytes, *, last: bool = False) -> None:
+    if body or last:
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+async def _body(request: HttpRequest) -> Body:
+    """Read a body that is JSON, of `BODY_BYTES` at most. Raises `Refused`."""
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > BODY_BYTES:
+            message = f"a request has at most {BODY_BYTES // 2**20} MiB"
+            raise RequestRefused(413, "request_too_large", message, "too large a body")
+        parts.append(part)
+    try:
+        found = msgspec.json.decode(b"".join(parts))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise refusal.bad(f"the body is no JSON: {error}", "broken JSON") from error
+    if not isinstance(found, dict):
+        raise refusal.bad("the body is no JSON object", "broken JSON")
+    return found
+
+
+def _counting(dialect: Dialect) -> Answering:
+    async def answer(request: HttpRequest, session: Session, body: Body) -> Response:
+        try:
+            return JSONResponse({"input_tokens": session.count(dialect.read(body))})
+        except TaskError as error:
+            raise refusal.bad(str(error)) from error
+
+    return answer
+
+
+async def _rewarding(request: HttpRequest, session: Session, body: Body) -> Response:
+    try:
+        reward = number(body.get("reward"))
+    except ValueError as error:
+        raise refusal.bad(f"reward is {body.get('reward')!r}, {error}", "reward that is no number") from error
+    name = body.get("response_id") or ""
+    session.give(reward, str(name))
+    return JSONResponse({"reward": reward, "response_id": name or None})
+
+
+async def _models(request: HttpRequest, session: Session, body: Body) -> Response:
+    return JSONResponse({"object": "list", "data": [_listed(wire.MODEL)], "has_more": False})
+
+
+async def _model(request: HttpRequest, session: Session, body: Body) -> Response:
+    return JSONResponse(_listed(request.path_params["name"]))
+
+
+def _listed(name: str) -> Body:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "streamppo", "type": "model", "display_name": name}
+
+
+def _refused(error: Exception) -> RequestRefused:
+    return (
+        error if isinstance(error, RequestRefused) else RequestRefused(500, "server_error", str(error), "engine failed")
+    )
+
+
+def _name(key: str) -> str:
+    """The part of a key that says whose it is, and is no secret."""
+    parts = key.split("-", 2)
+    return parts[1] if len(parts) == 3 and parts[0] == "sp" else ""
+
+
+def reachable(host: str) -> str:
+    """Return the address under which others reach `host`: of all addresses, that of the way out of this machine."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out:
+        try:
+            # Nothing is sent.
+            way_out.connect(("192.0.2.1", 9))
+            return cast(str, way_out.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

@@ -1,0 +1,383 @@
+"""One agent's run at the endpoint: its requests, what they are answered with, and what came of it.
+
+consumes     requests, from a server or a test
+produces     turns, each sampled behind the stored tokens of its context; an episode at the end
+waits for    the engine, and for room in the row where requests under way may fill it
+unblocks     those who wait for a turn
+
+    request -> known and undelivered, nobody listens? -> join it
+            -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
+
+A turn goes on when its client is gone: the program will ask again. What nobody received when the run ends is masked.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from streamppo.config.task import AgentEnvironment
+from streamppo.errors import EnvironmentFailed, ModelError, TaskError
+from streamppo.rollout.endpoint import refusal, reply
+from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.reply import Reply
+from streamppo.rollout.endpoint.row import Row
+from streamppo.rollout.endpoint.tree import NOTHING, Tree, TreePlace, digest
+from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
+from streamppo.tasks.chat_template import PLAIN
+from streamppo.tasks.stop import Stop
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Ints, Message, Prompt, Template
+
+STREAMED, STREAM_S = 4, 0.2
+"""Tokens, and seconds, between two pieces of a stream: each is read from the turn's beginning."""
+MOST_UNDER_WAY = 256
+"""Requests of one run under way at once."""
+NO_REPLY = Reply("")
+TAIL = 16
+"""Tokens of a context's end in which its template may have begun the reasoning."""
+
+
+class Request(NamedTuple):
+    """A request without its dialect. `arguments` are those of the chat template, beside the tools."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    arguments: Mapping[str, Any] = {}
+    max_tokens: int | None = None
+    stream: bool = False
+    after: str = ""
+
+    @property
+    def setting(self) -> dict[str, object]:
+        """All that a context depends on beside its messages."""
+        return {"tools": self.tools, "arguments": self.arguments}
+
+    def key(self) -> tuple[object, ...]:
+        """What equal requests have in common; whether it is streamed makes no other request of it."""
+        return (*map(digest, self.messages), digest(Message(role="", content="", fields=self.setting)), self.max_tokens)
+
+
+@dataclass(eq=False)
+class Turn:
+    """A turn of the policy: under way, or ended with `reply`. `listeners` are the connections that wait for it.
+
+    `number` counts from 1 in the order in which turns ended; a turn under way has 0.
+    """
+
+    id: str
+    request: Request
+    admitted: asyncio.Future[None]
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    listeners: int = 0
+    number: int = 0
+    context: int = 0
+    partial: Reply = NO_REPLY
+    shown_s: float = 0.0
+    opened: bool = False
+    text: str = ""
+    reply: Reply | None = None
+    finish: Literal["stop", "length"] = "stop"
+    tokens: int = 0
+    delivered: bool = False
+    reward: float = 0.0
+    error: Exception | None = None
+    task: asyncio.Task[None] | None = None
+    names: tuple[str, ...] = ()
+    """The ids by which the turn is known, beside its own."""
+    new: tuple[Message, ...] = ()
+
+    @property
+    def message_id(self) -> str:
+        """The id of its message, in dialects that have one."""
+        return f"msg_{self.id}"
+
+
+class SampledPolicy(NamedTuple):
+    """What all runs of an actor are answered by."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    stop: Stop
+
+
+class Session:
+    """One run with the bounds of `limits`; `counts` are the endpoint's counters by reason."""
+
+    def __init__(
+        self,
+        key: str,
+        policy: SampledPolicy,
+        sampling: Sampling,
+        limits: AgentEnvironment,
+        template: Template = PLAIN,
+        *,
+        counts: Counter[str],
+    ) -> None:
+        self.key, self.ended, self.truncated = key, False, False
+        self.row, self.turns = Row(), list[Turn]()
+        self.rewards = list[float]()
+        self.failure = ""
+        self._policy, self._sampling, self._limits = policy, sampling, limits
+        self._template, self._counts = template, counts
+        self._tree = Tree()
+        self._under_way = list[Turn]()
+        self._requests, self._reserved = 0, 0
+        self._freed = asyncio.Event()
+        self._began = time.monotonic()
+
+    @property
+    def sampled(self) -> int:
+        """The tokens of all turns that have ended."""
+        return sum(turn.tokens for turn in self.turns)
+
+    @property
+    def undelivered(self) -> int:
+        """Those of them that nobody received."""
+        return sum(turn.tokens for turn in self.turns if not turn.delivered)
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> Turn:
+        """Begin the turn that answers a request, or join one that nobody listens to. Raises `Refused`.
+
+        The caller listens to it, until it calls `leave`.
+        """
+        if self.ended:
+            raise refusal.ended()
+        self._counts["requests"] += 1
+        request = self._followed(request)
+        if (turn := self._abandoned(request)) is not None:
+            self._counts["joined"] += 1
+            turn.listeners += 1
+            return turn
+        if self._requests >= self._limits.max_turns:
+            self.truncated = True
+            raise refusal.spent(f"the run has made its {self._limits.max_turns} requests (environment.max_turns)")
+        if len(self._under_way) >= MOST_UNDER_WAY:
+            raise RequestRefused(
+                429, "rate_limit_exceeded", f"{MOST_UNDER_WAY} requests are under way", "too many at once"
+            )
+        self._requests += 1
+        turn = Turn(reply.new_id("resp"), request, asyncio.get_running_loop().create_future(), listeners=1)
+        self._under_way.append(turn)
+        turn.task = asyncio.create_task(self._answer(turn))
+        turn.task.add_done_callback(partial(self._over, turn))
+        return turn
+
+    def leave(self, turn: Turn, *, delivered: bool) -> None:
+        """End to listen to a turn, all of which was received if it is `delivered`."""
+        turn.listeners -= 1
+        turn.delivered |= delivered
+        if not delivered and turn.error is None:
+            self._counts["disconnected"] += 1
+
+    def give(self, reward: float, turn_id: str = "") -> None:
+        """Add a reward: of the run, or of one turn by its id. Raises `Refused`."""
+        if self.ended:
+            raise refusal.ended()
+        if not turn_id:
+            self.rewards.append(reward)
+            return
+        found = next((turn for turn in self.turns if turn.id == turn_id or turn_id in turn.names), None)
+        if found is None:
+            raise refusal.bad(f"no response of this run is called {turn_id!r}", "reward for an unknown response")
+        found.reward += reward
+
+    def end(self) -> None:
+        """End the run: what is under way is cancelled, and every later request refused."""
+        self.ended = True
+        for turn in self._under_way:
+            if turn.task is not None and not turn.task.done():
+                self._counts["cut off at the end"] += 1
+                turn.task.cancel()
+
+    def _followed(self, request: Request) -> Request:
+        """Put the messages up to the answer that a request goes on from before its own. Raises `Refused`."""
+        if not request.after:
+            return request
+        turn = next((one for one in self.turns if one.id == request.after), None)
+        if turn is None or turn.reply is None:
+            raise refusal.bad(f"no response of this run is called {request.after!r}", "unknown response")
+        answer, own = turn.reply.message, request.messages
+        named = Message(
+            role="assistant",
+            content=answer.content,
+            tool_calls=answer.tool_calls,
+            fields={**answer.fields, "id": turn.id},
+        )
+        before, first = turn.request.messages, own[:1]
+        if first and first[0].role == "system":
+            # Instructions are those of the request, not of the one before.
+            rest = before[1:] if before[0].role == "system" else before
+            before, own = (*first, *rest), own[1:]
+        return request._replace(messages=(*before, named, *own))
+
+    def _abandoned(self, request: Request) -> Turn | None:
+        """An equal request that nobody listens to and whose answer nobody received."""
+        waiting = [one for one in (*self._under_way, *self.turns) if not one.listeners and not one.delivered]
+        if not waiting:
+            return None
+        key = request.key()
+        return next((one for one in waiting if one.error is None and one.request.key() == key), None)
+
+    # --- a turn ----------------------------------------------------------------------------------------------
+
+    async def _answer(self, turn: Turn) -> None:
+        """Sample a turn, to its end or its refusal."""
+        try:
+            await self._sample(turn)
+        except RequestRefused as error:
+            self._refuse(turn, error)
+        except TaskError as error:
+            self._refuse(turn, refusal.bad(str(error)))
+        except ModelError as error:
+            self.truncated = True
+            self._refuse(turn, refusal.spent(str(error)))
+
+    def _over(self, turn: Turn, task: asyncio.Task[None]) -> None:
+        """Tell all that wait for a turn. A fault of ours or of the engine's fails the run."""
+        self._under_way.remove(turn)
+        if task.cancelled():
+            turn.error = refusal.ended()
+        elif (error := task.exception()) is not None:
+            self.failure = self.failure or f"the engine failed: {type(error).__name__}: {error}"
+            self._refuse(turn, RequestRefused(500, "server_error", self.failure, "engine failed"))
+        if not turn.admitted.done():
+            turn.admitted.set_result(None)
+        turn.changed.set()
+
+    def _refuse(self, turn: Turn, error: RequestRefused) -> None:
+        turn.error = error
+        self._counts[error.reason] += 1
+
+    async def _sample(self, turn: Turn) -> None:
+        request = turn.request
+        place, rest, tokens = await self._admitted(request)
+        reserved = max(1, len(rest)) + tokens
+        self._reserved += reserved
+        try:
+            context = np.concatenate([self.row.context(place.at), rest])
+            tail = self._policy.tokenizer.spell(context[-TAIL:].tolist())
+            turn.opened, turn.context = tail.rstrip().endswith(reply.THINK), len(context)
+            turn.admitted.set_result(None)
+            sampling = self._sampling._replace(max_tokens=tokens)
+            cuts = Cuts(lambda part: self._progress(turn, part), max_tokens=STREAMED) if request.stream else None
+            completion = await self._policy.engine.generate(context, sampling, cuts)
+            self._store(turn, place, rest, context, completion)
+        finally:
+            self._reserved -= reserved
+            self._freed.set()
+
+    def _store(self, turn: Turn, place: TreePlace, rest: Ints, context: Ints, completion: Completion) -> None:
+        """Add a completion to row and tree, behind as much of its context as is stored."""
+        request, setting = turn.request, turn.request.setting
+        # Another turn may have stored more of it meanwhile.
+        later = self._tree.match(request.messages, setting)
+        rest_later = self._render(later, request)
+        if np.array_equal(np.concatenate([self.row.context(later.at), rest_later]), context):
+            place, rest = later, rest_later
+        opened, ended = self.row.add(place.at, rest, completion, len(self.turns) + 1)
+        turn.new = tuple(place.rest)
+        assert np.array_equal(self.row.context(opened), context), "the engine has seen what the row stores"
+        self._finish(turn, completion)
+        assert turn.reply is not None
+        answer, names = turn.reply.message, (turn.id, *turn.names)
+        self._tree.add(request.messages, answer, setting, after=place, opened=opened, ended=ended, names=names)
+
+    def _finish(self, turn: Turn, completion: Completion) -> None:
+        """Read the turn, and list it."""
+        assert completion.finish != "cut"
+        tokenizer = self._policy.tokenizer
+        turn.finish, turn.tokens = completion.finish, len(completion.tokens)
+        turn.text = self._policy.stop.text(completion.tokens, completion.finish, tokenizer.completion)
+        turn.reply = reply.read(turn.text, opened=turn.opened, parse=tokenizer.response_parser())
+        turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))
+        self.turns.append(turn)
+        turn.number = len(self.turns)
+
+    def _progress(self, turn: Turn, part: Completion) -> None:
+        """Note what is sampled so far; a schema's text is read at its end alone."""
+        tokenizer, present = self._policy.tokenizer, time.monotonic()
+        if present - turn.shown_s < STREAM_S:
+            return
+        turn.shown_s = present
+        if tokenizer.response_parser() is None and not self._policy.stop.strings:
+            text = tokenizer.completion(part.tokens)
+            # Bytes of a character that is not whole yet.
+            turn.partial = reply.so_far(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)
+            turn.changed.set()
+
+    async def _admitted(self, request: Request) -> tuple[TreePlace, Ints, int]:
+        """Wait until the row has room for the turn; its place, what is new of its context, and its most tokens.
+
+        Raises `Refused` if there will be none.
+        """
+        limits = self._limits
+        wanted = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)
+        while True:
+            place = self._tree.match(request.messages, request.setting)
+            rest = self._render(place, request)
+            # The first context is the prompt, which the row's bound is beside.
+            new = max(1, len(rest)) if len(self.row) or self._reserved else 0
+            left = limits.max_tokens - self.row.length - self._reserved - new
+            if left >= wanted or not self._reserved:
+                break
+            self._freed.clear()
+            await self._freed.wait()
+        if left < 1:
+            self.truncated = True
+            raise refusal.spent(
+                f"the run's {limits.max_tokens} tokens (environment.max_tokens) leave no room for this request: it "
+                f"brings {new} new ones to {self.row.length}"
+            )
+        self.truncated |= left < wanted
+        return place, rest, min(left, wanted)
+
+    def _render(self, place: TreePlace, request: Request) -> Ints:
+        """The tokens of what is new in a context. Raises `TaskError` for messages that the template refuses."""
+        if not place.rest:
+            return np.zeros(0, np.int32)
+        template = Template(
+            arguments={**self._template.arguments, **request.arguments},
+            tools=request.tools,
+            control_tokens=self._template.control_tokens,
+        )
+        tokenizer, messages = self._policy.tokenizer, tuple(place.rest)
+        if not tokenizer.has_template:
+            return self._plain(place, messages, template)
+        if place.at == NOTHING:
+            text = "\n\n".join(message.text for message in messages)
+            return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
+        return tokenizer.observation(messages, template, self.row.token(place.at))
+
+    def _plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
+        """Without a chat template a context is the texts of its messages, one after another."""
+        if template.tools:
+            raise TaskError("the model's tokenizer has no chat template: no tools can be described to it")
+        text = "".join(message.text for message in messages)
+        if place.at == NOTHING:
+            return self._policy.tokenizer.encode(Prompt(text=text, columns={}, template=template))
+        return self._policy.tokenizer.observation(text, template)
+
+    def count(self, request: Request) -> int:
+        """Count the tokens of a request's context. Raises `TaskError` for messages that the template refuses."""
+        place = self._tree.match(request.messages, request.setting)
+        return len(self.row.context(place.at)) + len(self._render(place, request))
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def received(self) -> list[Turn]:
+        """The turns that were received, in the order in which they ended. Raises `EnvironmentFailed` if none was."""
+        found = [turn for turn in self.turns if turn.delivered]
+        if self.failure:
+            raise EnvironmentFailed(self.failure, self.sampled)
+        if not found:
+            reason = "made no request" if not self.turns else "received no answer: it hung up on each of its requests"
+            raise EnvironmentFailed(f"the agent {reason}", self.sampled)
+        return found

@@ -1,0 +1,168 @@
+"""The messages of one agent's run as a tree, and the places of the row up to which they are stored as tokens. Pure.
+
+A node is one message behind another. Two of its places are known:
+
+    opened    the last token of a context that ends with it: the template's opening of the next turn
+    ended     the last token that was sampled for it, if it is an answer of the policy
+
+    system, user          opened 20          request 1
+      assistant "a"       ended 25           its answer
+        tool "4"          opened 33          request 2 brings all four messages: the first three are tokens 0 .. 25
+          assistant "b"   ended 36
+
+A message of a request is a known one if it is equal to it. An answer is known by an id of ours, too, whatever was done
+to its text: that of its first tool call, or of itself. The deepest answer that a request begins with counts; what comes
+behind it is new. A request that begins with none, or with other tools, stands at a new root.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import msgspec
+
+from streamppo.types import Message
+
+ROOT = -1
+"""The node above all first messages."""
+NOTHING = -1
+"""The place before the first token."""
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Fields of an assistant's message that hold its reasoning, which many programs leave out."""
+
+
+class TreePlace(NamedTuple):
+    """The beginning of a request that is stored: token `at` is its last one, and the messages `rest` are not in it.
+
+    `node` is the message that it ends with. Without `rest` the opening of the next turn is stored, too.
+    """
+
+    node: int
+    at: int
+    rest: Sequence[Message]
+
+
+class _Node(NamedTuple):
+    parent: int
+    key: bytes
+    reasoning: str = ""
+
+
+class Tree:
+    """Grows by a turn at a time. A `setting` is all that a context depends on beside its messages: tools, for one."""
+
+    def __init__(self) -> None:
+        self._nodes: list[_Node] = []
+        self._children: dict[tuple[int, bytes], list[int]] = {}
+        self._names: dict[str, int] = {}
+        self._opened: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+
+    def match(self, messages: Sequence[Message], setting: object = ()) -> TreePlace:
+        """Find the longest beginning of a request that is stored; of several the newest one."""
+        best, frontier = TreePlace(ROOT, NOTHING, messages), [ROOT]
+        for count, message in enumerate(messages, 1):
+            frontier = self._next(frontier, message, _first_key(setting) if count == 1 else b"")
+            if not frontier:
+                break
+            places, rest = (self._ended, messages[count:]) if count < len(messages) else (self._opened, ())
+            if known := [node for node in frontier if node in places]:
+                best = TreePlace(known[-1], places[known[-1]], rest)
+        return best
+
+    def add(
+        self,
+        messages: Sequence[Message],
+        answer: Message,
+        setting: object = (),
+        *,
+        after: TreePlace,
+        opened: int,
+        ended: int,
+        names: Iterable[str] = (),
+    ) -> int:
+        """Add the turn that answered `messages`, whose beginning is stored up to `after`; its node.
+
+        Its context ends at the place `opened`, and its last token is at `ended`. `names` are its ids.
+        """
+        node, begin = after.node, len(messages) - len(after.rest)
+        for count, message in enumerate(after.rest, begin + 1):
+            node = self._child(node, message, _first_key(setting) if count == 1 else b"")
+        self._opened.setdefault(node, opened)
+        made = self._made(node, digest(answer), answer)
+        self._ended[made] = ended
+        self._names.update(dict.fromkeys(names, made))
+        return made
+
+    def _next(self, frontier: Sequence[int], message: Message, first: bytes) -> list[int]:
+        """The nodes behind those of `frontier` that `message` is, oldest first."""
+        key, reasoning = first + digest(message), _reasoning(message)
+        known = {self._names[one] for one in ids(message) if one in self._names}
+        named = [node for node in known if self._nodes[node].parent in frontier]
+        if named:
+            return named
+        same = sorted(node for parent in frontier for node in self._children.get((parent, key), ()))
+        return [node for node in same if not (reasoning and self._nodes[node].reasoning not in ("", reasoning))]
+
+    def _child(self, parent: int, message: Message, first: bytes) -> int:
+        same = self._next([parent], message, first)
+        return same[-1] if same else self._made(parent, first + digest(message), message)
+
+    def _made(self, parent: int, key: bytes, message: Message) -> int:
+        self._nodes.append(_Node(parent, key, _reasoning(message)))
+        node = len(self._nodes) - 1
+        self._children.setdefault((parent, key), []).append(node)
+        return node
+
+
+def ids(message: Message) -> list[str]:
+    """Return the ids of an assistant's message: its tool calls' and its own."""
+    if message.role != "assistant":
+        return []
+    found = [call.get("id") for call in message.tool_calls] + [message.fields.get("id")]
+    return [one for one in found if isinstance(one, str) and one]
+
+
+def digest(message: Message) -> bytes:
+    """Hash a message so that equal ones have one hash.
+
+    What is empty counts as absent, and a tool call's arguments as the JSON values that they are. An assistant's message
+    is its text, without the white space around it, and its calls; reasoning and ids are left out.
+    """
+    fields: dict[str, object] = {"role": message.role}
+    if message.role == "assistant":
+        fields |= {"content": message.text.strip(), "calls": [_call(one) for one in message.tool_calls]}
+    else:
+        known = {"content": message.text, "name": message.name, "call": message.tool_call_id}
+        fields |= {**message.fields, **known, "calls": [dict(one) for one in message.tool_calls]}
+    present = {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}
+    return _hash(present)
+
+
+def _call(call: Mapping[str, object]) -> object:
+    function = call.get("function")
+    called = cast("Mapping[str, object]", function if isinstance(function, Mapping) else call)
+    return {"name": called.get("name"), "arguments": _value(called.get("arguments")) or {}}
+
+
+def _value(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments) if arguments.strip() else None
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _reasoning(message: Message) -> str:
+    given = (message.fields.get(name) for name in THOUGHTS)
+    return next((one.strip() for one in given if isinstance(one, str) and one.strip()), "")
+
+
+def _first_key(setting: object) -> bytes:
+    return _hash(setting)
+
+
+def _hash(value: object) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=16).digest()

@@ -1,0 +1,222 @@
+"""SGLang in processes of the actor's own, which live and die with one thread of the actor."""
+
+# SGLang is not part of what this project is checked with.
+# pyright: reportMissingImports=false
+
+import asyncio
+import atexit
+import ctypes
+import inspect
+import os
+import signal
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import BinaryIO, NamedTuple, Protocol
+
+from streamppo.errors import ModelError
+from streamppo.rollout.sglang import child, failure, wire
+from streamppo.rollout.sglang.client import Answer
+from streamppo.rollout.sglang.thread import EngineThread
+
+
+class Handler(NamedTuple):
+    """A call's request class and method in SGLang's tokenizer manager."""
+
+    request: str
+    method: str
+
+
+HANDLERS = {
+    "pause_generation": Handler("PauseGenerationReqInput", "pause_generation"),
+    "continue_generation": Handler("ContinueGenerationReqInput", "continue_generation"),
+    "begin_weight_update": Handler("BeginWeightUpdateReqInput", "begin_weight_update"),
+    "end_weight_update": Handler("EndWeightUpdateReqInput", "end_weight_update"),
+    "update_weights_from_tensor": Handler("UpdateWeightsFromTensorReqInput", "update_weights_from_tensor"),
+    "update_weights_from_disk": Handler("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
+    "update_weights_from_distributed": Handler(
+        "UpdateWeightsFromDistributedReqInput", "update_weights_from_distributed"
+    ),
+    "init_weights_update_group": Handler("InitWeightsUpdateGroupReqInput", "init_weights_update_group"),
+    "get_weights_by_name": Handler("GetWeightsByNameReqInput", "get_weights_by_name"),
+    "weights_checker": Handler("CheckWeightsReqInput", "check_weights"),
+}
+"""Names of SGLang's endpoints, and their handlers in its tokenizer manager."""
+
+
+class ProcessWatchdog(Protocol):
+    """SGLang's thread that looks at its processes."""
+
+    def stop(self) -> None:
+        """End it."""
+        ...
+
+
+class TokenizerManager(Protocol):
+    """The part of SGLang's tokenizer manager that is used here by name; `HANDLERS` holds the rest."""
+
+    _subprocess_watchdog: ProcessWatchdog
+
+    def abort_request(self, rid: str) -> None:
+        """Give up a request."""
+        ...
+
+    def generate_request(self, request: object, http: None) -> AsyncIterator[Answer]:
+        """Sample a completion; without `stream`, the answer is the only item."""
+        ...
+
+
+class SGLang(Protocol):
+    """The part of `sglang.Engine` that is used here."""
+
+    tokenizer_manager: TokenizerManager
+
+    def shutdown(self) -> None:
+        """Kill every process that this one ever started: not to be called."""
+        ...
+
+
+class OwnEngine:
+    """A `Link` to the processes of `engine`, which `thread` has started and which write to `output`."""
+
+    def __init__(self, thread: EngineThread, engine: SGLang, output: BinaryIO, settings: "LaunchSettings") -> None:
+        self.version = settings.version
+        self.capacity, self.ranks = settings.capacity, settings.ranks
+        self._thread, self._engine, self._output = thread, engine, output
+        self._processes = thread.processes()
+
+    async def call(self, name: str, /, **fields: object) -> Answer:
+        """See `Link.call`."""
+        return await self._thread.run(self._call(name, fields))
+
+    async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
+        """See `Link.stream`."""
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        give = partial(loop.call_soon_threadsafe, answers.put_nowait)
+        work = asyncio.ensure_future(self._thread.run(self._stream(fields, give)))
+        work.add_done_callback(lambda done: answers.put_nowait(None))
+        try:
+            while (answer := await answers.get()) is not None:
+                yield answer
+            await work
+        finally:
+            work.cancel()
+
+    async def abort(self, rid: str) -> None:
+        """See `Link.abort`."""
+        self._thread.call_soon(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
+
+    async def death(self) -> str:
+        """See `Link.death`."""
+        ended = [process.exitcode or 0 for process in self._processes if not process.is_alive()]
+        if not ended:
+            return ""
+        killed = [signal.Signals(-code).name for code in ended if code < 0]
+        return (
+            f"one of its processes was killed by {killed[0]}" if killed else _reason(self._output) or "a process ended"
+        )
+
+    async def stop(self) -> None:
+        """See `Link.stop`. Again: no change."""
+        if self._thread.has_ended:
+            return
+        atexit.unregister(self._engine.shutdown)
+        self._engine.tokenizer_manager._subprocess_watchdog.stop()
+        await self._thread.end()
+        self._output.close()
+
+    async def _stream(self, fields: Mapping[str, object], give: Callable[[Answer], object]) -> None:
+        """Call `generate` and give every answer as it comes. Runs in SGLang's thread."""
+        from sglang.srt.managers import io_struct
+
+        async for answer in self._engine.tokenizer_manager.generate_request(io_struct.GenerateReqInput(**fields), None):
+            give(answer)
+
+    async def _call(self, name: str, fields: Mapping[str, object]) -> Answer:
+        """Make a call. Runs in SGLang's thread."""
+        from sglang.srt.managers import io_struct
+
+        manager = self._engine.tokenizer_manager
+        if name == "generate":
+            return await anext(manager.generate_request(io_struct.GenerateReqInput(**fields), None))
+        handler = HANDLERS[name]
+        method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, handler.method, None)
+        if method is None:
+            raise NotImplementedError(name)
+        answer = await method(getattr(io_struct, handler.request)(**fields))
+        if not isinstance(answer, tuple):
+            return answer
+        success, message, *more = answer
+        if not success:
+            raise ValueError(message)
+        return more[0] if more else None
+
+
+class LaunchSettings(NamedTuple):
+    """How the processes are started: SGLang's `version` and `arguments`, and the `environment` of the processes."""
+
+    version: tuple[int, ...]
+    arguments: Mapping[str, object]
+    environment: Mapping[str, str]
+    capacity: int
+    ranks: int
+    seed: int
+    start_s: float
+
+
+async def start(settings: LaunchSettings, life: int) -> OwnEngine:
+    """Start SGLang's processes; life number `life` has a seed of its own. Raises `ModelError` if they do not start."""
+    # SGLang's processes send their parent SIGQUIT when they die; its default is to end the parent.
+    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
+    descriptor, log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
+    async with AsyncExitStack() as undo:
+        output = undo.enter_context(os.fdopen(descriptor, "rb"))
+        # The processes have the file open: nothing is left of it when the last of them dies.
+        undo.callback(os.unlink, log)
+        thread = EngineThread(f"sglang-{life}")
+        undo.push_async_callback(thread.end)
+        try:
+            async with asyncio.timeout(settings.start_s):
+                engine = await thread.run(_build(settings, settings.seed + life, log))
+        except ModelError:
+            await thread.end()
+            raise
+        except Exception as error:
+            # SGLang raises errors of every kind. Its output is complete once its processes have ended.
+            await thread.end()
+            late = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
+            why = late if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
+            raise ModelError(f"SGLang cannot start: {_reason(output) or why}") from error
+        undo.pop_all()
+        os.unlink(log)
+    return OwnEngine(thread, engine, output, settings)
+
+
+async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
+    """Construct SGLang's engine. Runs in SGLang's thread. Raises `ModelError` for an argument that it has not."""
+    arguments = settings.arguments
+    os.environ.update(settings.environment)
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.server_args import ServerArgs
+
+    wire.check_arguments(arguments, inspect.signature(ServerArgs).parameters)
+
+    class Logged(Engine):
+        run_scheduler_process_func = staticmethod(_logged(run_scheduler_process, log))
+        run_detokenizer_process_func = staticmethod(_logged(run_detokenizer_process, log))
+
+    return Logged(**arguments, random_seed=seed)
+
+
+def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:
+    """Let `function`, the main function of one of SGLang's processes, write its output to the file `log`."""
+    return partial(child.run, log, f"{function.__module__}:{function.__name__}")
+
+
+def _reason(output: BinaryIO) -> str:
+    output.seek(0)
+    return failure.reason(output.read().decode(errors="replace"))

@@ -1,0 +1,129 @@
+"""One life of SGLang: from a start, with weights in it, to a death.
+
+begin    start -> make the way for weights -> stage -> load -> see that every tensor has arrived
+swap     stage -> pause -> load -> continue -> see that every tensor has arrived
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.sglang import verify_weights, wire
+from streamppo.rollout.sglang.client import HEALTH_S, Link, Start
+from streamppo.rollout.sglang.push import Carrier, Connect
+from streamppo.rollout.sglang.verify_weights import Attestation
+
+
+class SessionSetup(NamedTuple):
+    """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
+
+    With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them; with
+    `routes`, they say which experts each token went to. They end where they complete one of `strings`, and `unknown`
+    tokens, which the tokenizer does not have, are never sampled.
+    """
+
+    start: Start
+    connect: Connect
+    kv: Literal["keep", "recompute"]
+    vocabulary: int
+    start_s: float
+    cuts: bool = False
+    segments: bool = False
+    routes: bool = False
+    strings: Sequence[str] = ()
+    unknown: Sequence[int] = ()
+
+
+class Life:
+    """A running SGLang that holds weights; `end` is resolved with the reason of its death."""
+
+    def __init__(
+        self, link: Link, carrier: Carrier, attestation: Attestation, kv: Literal["keep", "recompute"]
+    ) -> None:
+        self.link, self.carrier, self.attestation = link, carrier, attestation
+        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._kv: Literal["keep", "recompute"] = kv
+
+    async def swap(
+        self, version: int, tensors: Mapping[str, Tensor], loaded: Callable[[int], None] = lambda version: None
+    ) -> None:
+        """Load `tensors`, which were staged, as `version`; call `loaded` with it before SGLang goes on.
+
+        Raises `ValueError` or `WeightsError` if SGLang does not take them.
+        """
+        await self.attestation.record_state()
+        await _load(self.link, self.carrier, self._kv, version)
+        loaded(version)
+        await self.link.call("continue_generation")
+        await self.attestation.check(tensors)
+
+
+async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> Life:
+    """Start SGLang for life number `number` on `tensors` as `version`.
+
+    Raises `ModelError` if it does not start, dies, or does not hold them within `start_s`; `WeightsError` if it refuses
+    them.
+    """
+    link = await setup.start(number)
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(link.stop)
+        if setup.cuts:
+            wire.check_candidates(link.version)
+        if setup.segments:
+            wire.check_streams(link.version)
+        if setup.routes:
+            wire.check_routes(link.version)
+        try:
+            async with asyncio.timeout(setup.start_s):
+                life = await _until_death(link, _fill(setup, link, version, tensors))
+        except TimeoutError:
+            limit = f"rollout.engine.start_s ({setup.start_s:g} s)"
+            raise ModelError(f"SGLang has started, and has not taken version {version} within {limit}") from None
+        except ConnectionError as died:
+            raise ModelError(f"SGLang died while it took version {version}: {died}") from died
+        except ValueError as refused:
+            raise WeightsError(f"version {version}: {refused}") from refused
+        undo.pop_all()
+    return life
+
+
+async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> Life:
+    """Load the first weights into an SGLang that has just started."""
+    carrier = await setup.connect(link)
+    attestation = await verify_weights.begin(link, tensors, setup.vocabulary)
+    await attestation.record_state()
+    await carrier.stage(tensors)
+    await _load(link, carrier, setup.kv, version)
+    await link.call("continue_generation")
+    await attestation.check(tensors)
+    return Life(link, carrier, attestation, setup.kv)
+
+
+async def _until_death(link: Link, work: Coroutine[object, object, Life]) -> Life:
+    """Return the result of `work`. Raises `ConnectionError` if SGLang dies: a call to the dead may never return."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=HEALTH_S)
+            if not task.done() and (why := await link.death()):
+                raise ConnectionError(why)
+        return await task
+    finally:
+        task.cancel()
+
+
+async def _load(link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int) -> None:
+    """Pause and load. Running completions keep their cache or, retracted, will compute it again."""
+    await link.call("pause_generation", mode="in_place" if kv == "keep" else "retract")
+    has_sessions = True
+    try:
+        await link.call("begin_weight_update")
+    except NotImplementedError:
+        has_sessions = False
+    await carrier.carry(version, flush=kv == "recompute" and link.version >= wire.FLUSHES_PAUSED)
+    if has_sessions:
+        await link.call("end_weight_update")

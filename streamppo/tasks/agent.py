@@ -1,0 +1,285 @@
+"""Runs agents: other people's programs that ask an endpoint. Lives in a process that can be killed, one run at a time.
+
+    async def run(prompt, base_url, api_key, **columns)     a function of yours, `def` or `async def`
+    ["python", "agent.py"]                                  a program, with the endpoint in its environment
+
+A function gets the parameters that it names; `prompt` is a text, or messages. OPENAI_BASE_URL, OPENAI_API_KEY,
+ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and STREAMPPO_PROMPT are set for both. It returns a number, a `Reward`, a `Done`,
+or None, where its reward comes from elsewhere; the last line of a program's output may be {"reward": 1.0}.
+
+The pool of processes is that of rewards (tasks/rewards/processes): what a run came to travels as an `Outcome` in the
+explanation of a reward.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from typing import IO, Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
+import psutil
+
+from streamppo.errors import TaskError
+from streamppo.tasks import plugins
+from streamppo.tasks.environments import Done
+from streamppo.tasks.rewards.outcome import plain
+from streamppo.tasks.rewards.processes.reaper import PR_SET_CHILD_SUBREAPER
+from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
+
+CALL = "streamppo/call"
+"""The column with the JSON of a `Call`."""
+KEPT_BYTES = 2**16
+"""Of a run's output so much is kept, from its end."""
+SHOWN = 1000
+"""Characters of it that a failure quotes."""
+LATE = object()
+"""In place of what a run returned that was too late."""
+OURS = ("prompt", "base_url", "api_key")
+"""Parameters that are no columns."""
+
+
+class AgentCall(WireStruct, frozen=True):
+    """One run: the address of the endpoint without /v1, the key of its session, and the time that it has."""
+
+    address: str
+    key: str
+    timeout_s: float
+
+
+class AgentOutcome(WireStruct, frozen=True):
+    """What a run came to: its rewards, or the reason of its failure. Without a reward of its own `score` is None."""
+
+    score: float | None = None
+    turns: tuple[float, ...] = ()
+    components: dict[str, float] = {}  # noqa: RUF012
+    explanation: str = ""
+    reason: str = ""
+
+
+class Agent:
+    """Runs one agent again and again: the function `agent`, or the program whose words `command` has as JSON."""
+
+    def __init__(self, agent: str = "", command: str = "[]") -> None:
+        self._words = msgspec.json.decode(command, type=list[str])
+        self._function = load(agent) if agent else None
+        self._runner: asyncio.Runner | None = None
+
+    def __call__(self, trajectory: ScoredText, **columns: object) -> Reward:
+        """Play one run. The text to score is its prompt."""
+        call = msgspec.json.decode(str(columns.pop(CALL)), type=AgentCall)
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+            _adopt_orphans()
+        shown = msgspec.json.encode([one.plain() for one in trajectory.messages]).decode()
+        os.environ |= variables(call, shown if trajectory.messages else trajectory.prompt)
+        try:
+            made = self._program(call) if self._function is None else self._called(trajectory, call, columns)
+        finally:
+            end_children()
+        return Reward(explanation=utf8_safe(msgspec.json.encode(made).decode()))
+
+    # --- a function ------------------------------------------------------------------------------------------
+
+    def _called(self, trajectory: ScoredText, call: AgentCall, columns: Mapping[str, object]) -> AgentOutcome:
+        assert self._function is not None and self._runner is not None
+        prompt = [one.plain() for one in trajectory.messages] if trajectory.messages else trajectory.prompt
+        ours = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
+        if missing := _missing(self._function, {**columns, **ours}):
+            return AgentOutcome(reason=missing)
+        given = _asked_for(self._function, {**columns, **ours})
+        output = _Tail()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                value = plugins.call("the agent", _run, self._runner, self._function, given, call.timeout_s)
+        except TaskError as error:
+            return AgentOutcome(reason=f"{error}{output.quoted()}")
+        return AgentOutcome(reason=late(call.timeout_s)) if value is LATE else _outcome(value)
+
+    # --- a program -------------------------------------------------------------------------------------------
+
+    def _program(self, call: AgentCall) -> AgentOutcome:
+        name = self._words[0]
+        try:
+            process = subprocess.Popen(
+                self._words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except (OSError, ValueError) as error:
+            return AgentOutcome(reason=f"the agent {name!r} cannot be started: {error}")
+        assert process.stdout is not None and process.stderr is not None
+        printed, errors = _Tail(), _Tail()
+        threads = [
+            threading.Thread(target=tail.follow, args=(pipe,), daemon=True)
+            for tail, pipe in ((printed, process.stdout), (errors, process.stderr))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            code = process.wait(call.timeout_s)
+        except subprocess.TimeoutExpired:
+            return AgentOutcome(reason=f"{late(call.timeout_s)}{errors.quoted()}")
+        finally:
+            # Whoever holds the other ends of the pipes, too.
+            end_children()
+            for thread in threads:
+                thread.join(1.0)
+        if code:
+            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+            return AgentOutcome(reason=f"the agent {how}{errors.quoted() or printed.quoted()}")
+        return _outcome(_last_line(printed.text))
+
+
+class _Tail(io.TextIOBase):
+    """Keeps the end of what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def writable(self) -> bool:
+        """It is written to."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Keep the last of it."""
+        self.text = (self.text + text[-KEPT_BYTES:])[-KEPT_BYTES:]
+        return len(text)
+
+    def follow(self, pipe: IO[bytes]) -> None:
+        """Keep the end of a pipe, until nobody writes to it."""
+        with pipe:
+            while chunk := os.read(pipe.fileno(), KEPT_BYTES):
+                self.write(chunk.decode(errors="replace"))
+
+    def quoted(self) -> str:
+        """Its end as a failure quotes it; nothing if nothing was written."""
+        text = self.text.strip()
+        return f"; its output ends: {text[-SHOWN:]!r}" if text else ""
+
+
+def load(name: str) -> Callable[..., object]:
+    """Load an agent's function. Raises `TaskError` if it is none, or does not take what it is to be called with."""
+    found = plugins.function(name, "environment.agent")
+    kinds = inspect.signature(found).parameters.values()
+    if any(one.kind is one.POSITIONAL_ONLY for one in kinds):
+        raise TaskError(f"environment.agent {name!r} has parameters without names: it is called by name")
+    return found
+
+
+def variables(call: AgentCall, prompt: str) -> dict[str, str]:
+    """Return the environment variables in which programs find their endpoint."""
+    found = {"OPENAI_BASE_URL": f"{call.address}/v1", "OPENAI_API_KEY": call.key}
+    found |= {"ANTHROPIC_BASE_URL": call.address, "ANTHROPIC_API_KEY": call.key}
+    # No proxy of the machine's is on the way to the endpoint.
+    host = urlsplit(call.address).hostname or ""
+    direct = [one for one in os.environ.get("NO_PROXY", "").split(",") if one and one != host]
+    found |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join([*direct, host]))
+    return {**found, "STREAMPPO_PROMPT": prompt.replace("\0", "")}
+
+
+def late(timeout_s: float) -> str:
+    """Say that a run took too long."""
+    return f"the agent took longer than {timeout_s:g} s (environment.timeout_s)"
+
+
+def end_children() -> None:
+    """Kill every process below this one."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what a run's processes leave behind, so that it is found. Linux alone has this."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _asked_for(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
+    """Choose what a function names, or all of it with **kwargs."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
+
+
+def _missing(function: Callable[..., object], given: Mapping[str, object]) -> str:
+    """Say which column a function asks for that is not there; "" for none."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    missing = [one.name for one in named if one.name not in given and one.default is one.empty]
+    columns = ", ".join(sorted(given.keys() - set(OURS))) or "none"
+    return f"the agent asks for the column {missing[0]!r}; columns are {columns}" if missing else ""
+
+
+def _run(
+    runner: asyncio.Runner, function: Callable[..., object], given: Mapping[str, object], timeout_s: float
+) -> object:
+    value = function(**given)
+    return runner.run(_in_time(value, timeout_s)) if inspect.isawaitable(value) else value
+
+
+async def _in_time(awaitable: Any, timeout_s: float) -> object:
+    """Await a run, and cancel what it leaves behind; `LATE` if it takes too long."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await cast("Coroutine[Any, Any, object]", awaitable)
+    except TimeoutError:
+        # Another one is the agent's own.
+        if not limit.expired():
+            raise
+        return LATE
+    finally:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+
+def _last_line(text: str) -> object:
+    """Read the last line that a program printed: the reward in it; None if it is no JSON object."""
+    lines = text.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    components = {name: value for name, value in found.get("components", {}).items()} if "reward" in found else {}
+    return Done(found["reward"], components, str(found.get("explanation", ""))) if "reward" in found else None
+
+
+def _outcome(value: object) -> AgentOutcome:
+    """Read what a run returned."""
+    match value:
+        case None:
+            return AgentOutcome()
+        case Done():
+            reward = Reward(
+                score=value.reward,
+                components=cast("dict[str, float]", value.components),
+                explanation=value.explanation,
+            )
+        case Reward():
+            reward = value
+        case _:
+            reward = Reward(score=cast(float, value))
+    try:
+        made = plain(reward)
+    except ValueError as error:
+        return AgentOutcome(reason=f"the agent returned {repr(value)[:SHOWN]}, {error}")
+    if made.tokens:
+        return AgentOutcome(
+            reason="the agent returned rewards of single tokens, which it does not see: give score and turns"
+        )
+    return AgentOutcome(score=made.score, turns=made.turns, components=made.components, explanation=made.explanation)

@@ -1,0 +1,152 @@
+"""Rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from streamppo.errors import TaskError
+from streamppo.tasks import files
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Row: TypeAlias = Mapping[str, Any]
+"""The columns of one row of data, by name: any values, which the user's own functions take."""
+BATCH = 1024
+"""Rows of a parquet file that are in memory as Python objects at one time."""
+SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow")
+
+
+class Unread(NamedTuple):
+    """Stands for a value of a column that cannot be read."""
+
+    reason: str
+
+
+def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
+    """Yield every row, after the words that say where it stands. Raises `TaskError` for data that cannot be read."""
+    path = Path(data)
+    if not path.exists():
+        yield from ((f"{data}, row {number}", row) for number, row in enumerate(_hub(data, split, subset), start=1))
+        return
+    for file in files.find(path, split).of_split if path.is_dir() else [path]:
+        yield from ((f"{file}, row {number}", row) for number, row in enumerate(_file(file), start=1))
+
+
+def has_splits(data: str) -> bool:
+    """Tell if there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
+    path = Path(data)
+    return not path.is_file() and not files.is_saved_dataset(path)
+
+
+def _file(path: Path) -> Iterator[Row]:
+    match files.ending(path):
+        case ".jsonl" | ".jsonl.gz":
+            return _jsonl(path)
+        case ".parquet":
+            return _parquet(path)
+        case ".arrow":
+            return _arrow(path)
+        case _:
+            raise TaskError(f"{path}: {path.suffix or 'no suffix'} is not read: use .jsonl, .jsonl.gz or .parquet")
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(_lines(lines, path), start=1):
+            if line.strip():
+                yield parse(line, f"{path}, line {number}")
+
+
+def _lines(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, which may be compressed."""
+    try:
+        yield from lines
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise TaskError(f"{path}: not a gzip file, or a part of one: {error}") from error
+
+
+def parse(text: bytes, where: str) -> Row:
+    """Read one row as JSON. Raises `TaskError`, which begins with `where`, for a text that is no JSON object."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TaskError(f"{where}: a row must be an object, this is a {type(row).__name__}")
+    return row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=BATCH):
+                yield from _rows(batch)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise TaskError(f"{path}: not a parquet file: {error}") from error
+
+
+def _arrow(path: Path) -> Iterator[Row]:
+    """Read the stream format that `datasets` writes."""
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            for batch in pyarrow.ipc.open_stream(source):
+                yield from _rows(batch)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise TaskError(f"{path}: not an arrow stream: {error}") from error
+
+
+def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
+    """Yield the rows of a batch. A column that Python cannot hold is `Unread` in each of them."""
+    import pyarrow
+
+    columns: list[list[Any]] = []
+    for column in batch.columns:
+        try:
+            columns.append(column.cast(_in_microseconds(column.type), safe=False).to_pylist())
+        # Dates beyond the year 9999, texts that are not UTF-8, two fields of one name, kinds without a Python type.
+        except (pyarrow.ArrowException, ValueError, OverflowError, TypeError, NotImplementedError) as error:
+            columns.append([Unread(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
+    names = batch.schema.names
+    for values in zip(*columns, strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def _in_microseconds(kind: "pyarrow.DataType") -> "pyarrow.DataType":
+    """Return the type with times in microseconds where it has nanoseconds, which no moment of Python's has."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if types.is_time64(kind) and kind.unit == "ns":
+        return pa.time64("us")
+    if types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
+    for is_list, make in ((types.is_list, pa.list_), (types.is_large_list, pa.large_list)):
+        if is_list(kind):
+            return make(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+    return kind
+
+
+def _hub(name: str, split: str, subset: str) -> Iterator[Row]:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise TaskError(
+            f"{name}: no such file or folder; to load it by that name from the hub, pip install 'streamppo[data]'"
+        ) from error
+    try:
+        yield from load_dataset(name, subset or None, split=split)
+    # A data set on the hub may bring code of its own, and the way there fails in many ways.
+    except Exception as error:
+        raise TaskError(f"{name}: neither a file or folder nor loaded from the hub: {error!r}") from error

@@ -1,0 +1,397 @@
+"""Keep a test and the program that it tests in two processes: only calls, and values as data, cross between them.
+
+    checker    runs the tests with stand-ins for the program's names, and says which operations it needs
+    program    runs the program, does the operations, and answers each with data or with "an object"
+
+Neither process talks to the other: the scorer hands the operations of the one to the other, and the answers back, until
+every test has ended. So a program sees inputs alone. Its answers become plain values of Python's own types in the
+checker, whose comparisons no class of the program can take part in.
+
+It runs in sandboxes, which have nothing of ours: values.py and exceptions.py are sent along in front of it, and are all
+that it imports.
+"""
+
+import ast
+import builtins
+import itertools
+import json
+import os
+import select
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TextIO, TypeAlias, cast
+
+from streamppo.tasks.scorers.exceptions import QUOTED, Exceptions, Refused, line_of, python_error, rewritten, told
+from streamppo.tasks.scorers.plain_data import Data, NotData, as_list, data_alone, decode, encode
+
+Operation: TypeAlias = dict[str, Data]
+"""{"do": "name" | "call" | "attribute" | "items", ...}; {"answer": n} stands for what the n-th operation gave."""
+
+ITEMS = 100_000
+"""Items that are taken from an iterator of the program at most."""
+OPERATIONS = 2_000
+"""Operations of one test at most."""
+OBJECT = object()
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError),
+    *(NotData, RuntimeError, SyntaxError, TypeError, ValueError),
+)
+NUMPY = {"np": "numpy", "numpy": "numpy"}
+
+
+class Unusable(Exception):
+    """The test asks for something that cannot cross; no program could pass it."""
+
+
+class Stopped(BaseException):
+    """The test cannot go on without answers. No `except Exception` of a test catches it."""
+
+
+# --- the program's side --------------------------------------------------------------------------------------
+
+
+def answer(program: str, operations: list[Operation], out: TextIO) -> None:
+    """Run the program and do the operations; write a line of JSON for each, and a last one."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    exec(compile(program, "program", "exec"), module.__dict__)
+    found: list[object] = []
+    for operation in operations:
+        try:
+            arguments = [decode(one, found.__getitem__) for one in as_list(operation.get("arguments"))]
+            before = [_written(one) for one in arguments]
+            value = _run_operation(operation, arguments, module.__dict__, found)
+            line: dict[str, Data] = _shown(value)
+            if value is None:
+                changed = [_written(one) for one in arguments]
+                line["changed"] = [None if old == new else new for old, new in zip(before, changed, strict=True)]
+        # The program raises anything, and so do its values when they are looked at.
+        except Exception as error:
+            value, line = None, _raised(error)
+        found.append(value)
+        _say(out, line)
+    _say(out, "done")
+
+
+def _run_operation(
+    operation: Operation, arguments: list[object], names: Mapping[str, object], found: list[object]
+) -> object:
+    name = str(operation.get("name"))
+    if operation["do"] == "name":
+        if name not in names:
+            raise NameError(f"name {name!r} is not defined")
+        return names[name]
+    target = decode(operation["of"], found.__getitem__)
+    match operation["do"]:
+        case "attribute":
+            return getattr(target, name)
+        case "items":
+            return list(itertools.islice(cast(Iterable[object], target), ITEMS))
+        case _:
+            named = operation["named"]
+            assert callable(target) and isinstance(named, dict)
+            return target(*arguments, **{key: decode(one, found.__getitem__) for key, one in named.items()})
+
+
+def _written(value: object) -> Data:
+    try:
+        return encode(value, data_alone)
+    except NotData:
+        return None
+
+
+def _shown(value: object) -> dict[str, Data]:
+    try:
+        return {"value": encode(value, data_alone)}
+    except NotData:
+        return {"object": type(value).__name__}
+
+
+def _raised(error: Exception) -> dict[str, Data]:
+    known = next(one for one in type(error).__mro__ if one.__module__ == "builtins")
+    return {"raised": known.__name__, "text": str(error)[:QUOTED], "arguments": _written(list(error.args))}
+
+
+# --- the checker's side --------------------------------------------------------------------------------------
+
+
+class Trace:
+    """The operations of one test: the first are answered, later ones are guessed to go as the test wants."""
+
+    def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
+        self._known = list(zip(operations, answers, strict=False))
+        self.asked: list[Operation] = []
+        self.guesses = False
+        self.certain = 0
+        """The operations at the start whose answers are known."""
+        self.exceptions = Exceptions()
+
+    def ask(self, operation: Operation, arguments: tuple[object, ...] = ()) -> object:
+        """Return the operation's value. Raises what the program raised."""
+        place = len(self.asked)
+        if place >= OPERATIONS:
+            raise Stopped
+        self.asked.append(operation)
+        if self.guesses or place >= len(self._known) or self._known[place][0] != operation:
+            self.guesses = True
+            return RemoteObject(self, place)
+        self.certain += 1
+        said = self._known[place][1]
+        # The program may have written this line itself.
+        try:
+            value = _value_of(said, arguments)
+        except UNREADABLE as error:
+            raise self.refusal(f"the program's answer is no data: {type(error).__name__}") from None
+        if value is OBJECT:
+            return RemoteObject(self, place)
+        if not isinstance(value, Exception):
+            return value
+        # `hasattr` asks for attributes that objects of the program may lack.
+        if operation["do"] == "name" or (operation["do"] == "attribute" and isinstance(value, AttributeError)):
+            raise value
+        raise self.exceptions.record(value)
+
+    def refusal(self, message: str) -> BaseException:
+        """Return an exception that fails the test, whatever the test does with it."""
+        return self.exceptions.record(Refused(message))
+
+
+def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
+    """Return the value, the exception or `OBJECT` that an answer stands for, and change arguments as it says."""
+    if "raised" in said:
+        given = said.get("arguments")
+        read = None if given is None else decode(given, data_alone)
+        return python_error(str(said["raised"]), str(said.get("text")), read if isinstance(read, list) else None)
+    if "object" in said:
+        return OBJECT
+    value = decode(said["value"], data_alone)
+    for argument, new in zip(arguments, as_list(said.get("changed")), strict=False):
+        if new is not None:
+            _become(argument, decode(new, data_alone))
+    return value
+
+
+class RemoteObject:
+    """An object of the program, or a value that is not known yet. It can be called, and its attributes be had.
+
+    A test that compares an object of the program, or asks for its truth or length, fails: the answer would be the
+    program's. Raises `TypeError` then.
+    """
+
+    def __init__(self, trace: Trace, place: int | None) -> None:
+        self._trace = trace
+        self._place = place
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._trace.ask({"do": "attribute", "of": self.reference(), "name": name})
+
+    def __call__(self, *arguments: object, **named: object) -> object:
+        written = [encode(one, _crossing) for one in arguments]
+        by_name = {key: encode(one, _crossing) for key, one in named.items()}
+        call: Operation = {"do": "call", "of": self.reference(), "arguments": written, "named": by_name}
+        return self._trace.ask(call, arguments)
+
+    def __iter__(self) -> Iterator[object]:
+        if self._trace.guesses:
+            return iter(())
+        items = self._trace.ask({"do": "items", "of": self.reference()})
+        if isinstance(items, RemoteObject) and not self._trace.guesses:
+            raise self._trace.refusal("the program's iterator gives objects; tests look at data")
+        return iter(items) if isinstance(items, Iterable) else iter(())
+
+    def reference(self) -> Data:
+        """Name it for the program's side."""
+        if self._place is None:
+            raise Stopped
+        return {"answer": self._place}
+
+    def stand_in(self, *_: object) -> object:
+        """Return a stand-in for a result that is not known yet."""
+        if not self._trace.guesses:
+            raise self._trace.refusal(
+                "an object of the program takes part in no comparison or arithmetic; tests look at data"
+            )
+        return RemoteObject(self._trace, None)
+
+    def __bool__(self) -> bool:
+        self.stand_in()
+        return True
+
+    def __len__(self) -> int:
+        # `list` asks for a length, and goes on without it.
+        if not self._trace.guesses:
+            raise TypeError("an object of the program has no length in a test; tests look at data")
+        return 0
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+OPERATORS = ["eq", "ne", "lt", "le", "gt", "ge", "getitem", "contains", "neg", "pos", "abs", "round", "invert", *BINARY]
+for _name in (*OPERATORS, *(f"r{one}" for one in BINARY)):
+    setattr(RemoteObject, f"__{_name}__", RemoteObject.stand_in)
+
+
+def _crossing(value: object) -> Data:
+    if isinstance(value, RemoteObject):
+        return value.reference()
+    name = getattr(value, "__name__", "")
+    if name and getattr(builtins, name, None) is value:
+        return {"builtin": name}
+    raise Unusable(f"it hands {value!r} to the program, and only data crosses")
+
+
+def _become(argument: object, new: object) -> None:
+    """Change an argument as the program changed its copy."""
+    match argument, new:
+        case (list(), list()) | (bytearray(), bytearray()):
+            argument[:] = new
+        case (dict(), dict()) | (set(), set()):
+            argument.clear()
+            argument.update(new)
+        case _:
+            pass
+
+
+def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data]]) -> dict[str, Data]:
+    """Run one test: {"passed": true}, {"failed": reason}, {"unusable": reason}, or {"ask": operations}."""
+    trace = Trace(operations, answers)
+    try:
+        tree = ast.parse(code)
+        first_time = not operations
+        compile(tree, "test", "exec")
+    except (SyntaxError, ValueError) as error:
+        return {"unusable": f"{type(error).__name__}: {error}"}
+    reason = ""
+    try:
+        names = _bound(tree, trace) | trace.exceptions.names()
+        tree = _without_asserts(tree) if first_time and trace.guesses else tree
+        exec(compile(rewritten(tree), "test", "exec"), names)
+    except Unusable as error:
+        return {"unusable": str(error)}
+    except Stopped:
+        reason = f"it needs more than {OPERATIONS} calls"
+    # A test raises anything. `SystemExit` is a failure too.
+    except BaseException as error:
+        reason = told(error) + ("" if error.args else line_of(code, error))
+    if trace.guesses:
+        return {"ask": json.dumps(trace.asked), "certain": trace.certain}
+    reason = reason or "".join(f"the program raised {told(error)}" for error in trace.exceptions.left[:1])
+    return {"failed": reason} if reason else {"passed": True}
+
+
+def steady(text: str) -> None:
+    """Have random numbers and ids be the same in each run of one text: a test or a program is run several times."""
+    if any(word in text for word in ("random", "uuid", "secrets", "shuffle")):
+        import random
+
+        draw = random.Random(text).randbytes
+        for module, name in ((os, "urandom"), (random, "_urandom")):
+            setattr(module, name, draw)
+        random.seed(text)
+
+
+def looked_at(test: dict[str, Data]) -> dict[str, Data]:
+    """Run one test of a task; see `verdict`."""
+    code = str(test["code"])
+    steady(code)
+    try:
+        operations = json.loads(str(test["operations"]))
+        answers = [json.loads(str(line)) for line in as_list(test["answers"])]
+    # The program may have written them itself.
+    except (ValueError, RecursionError) as error:
+        return {"failed": f"the program's answers cannot be read: {type(error).__name__}"}
+    return verdict(code, operations, answers)
+
+
+def _bound(tree: ast.Module, trace: Trace) -> dict[str, object]:
+    """Stand-ins for the names that a test takes from the program.
+
+    Python's own functions are never the program's, but where the test names nothing else, and calls one of them: then
+    that is what is tested. Modules of the standard library, and numpy, are the checker's own.
+    """
+    loads = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    based = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    wanted = dict.fromkeys(name for name in loads if not hasattr(builtins, name))
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    if not wanted and len(called) == 1:
+        wanted = dict.fromkeys(called)
+    bound: dict[str, object] = {"__name__": "test"}
+    for name in wanted:
+        module = NUMPY.get(name, name if name in sys.stdlib_module_names else "")
+        try:
+            if module and loads.count(name) == based.count(name):
+                bound[name] = __import__(module)
+            else:
+                bound[name] = trace.ask({"do": "name", "name": name})
+        except (NameError, ImportError):
+            continue
+    return bound
+
+
+class _Asserts(ast.NodeTransformer):
+    def visit_Assert(self, node: ast.Assert) -> ast.Expr:
+        return ast.copy_location(ast.Expr(node.test), node)
+
+
+def _without_asserts(tree: ast.Module) -> ast.Module:
+    """Let all of a test be seen before anything is known."""
+    return ast.fix_missing_locations(_Asserts().visit(tree))
+
+
+def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[str, Data]:
+    """Call `look` in a fork, which is killed when its time is over."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(writer, "w") as out:
+            out.write(json.dumps(look()))
+        os._exit(0)
+    os.close(writer)
+    said = b""
+    end, poll = time.monotonic() + timeout_s, select.poll()
+    poll.register(reader, select.POLLIN)
+    while poll.poll(1e3 * max(0.0, end - time.monotonic())):
+        more = os.read(reader, 2**16)
+        if not more:
+            break
+        said += more
+    else:
+        said = json.dumps({"failed": f"its test has no end after {timeout_s:.3g} s"}).encode()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+    try:
+        return json.loads(said)
+    except ValueError:
+        return {"failed": "its test ended without a result"}
+
+
+def _say(out: TextIO, line: Data) -> None:
+    out.write(json.dumps(line) + "\n")
+    out.flush()
+
+
+def main() -> None:
+    """Take one side's task as JSON from stdin, and write its answers where stdout was; prints of others go nowhere."""
+    task = json.load(sys.stdin)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if "program" in task:
+        steady(task["program"])
+        answer(task["program"], json.loads(task["operations"]), out)
+        return
+    sys.set_int_max_str_digits(0)
+    end = time.monotonic() + task["all_timeout_s"]
+    for test in task["tests"]:
+        left_s = min(task["timeout_s"], max(0.0, end - time.monotonic()))
+        _say(out, _in_a_child(lambda test=test: looked_at(test), left_s))
+
+
+if __name__ == "__main__":
+    main()

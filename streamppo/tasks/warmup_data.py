@@ -1,0 +1,113 @@
+"""The lesson of builtin:tiny: the characters and the answers that a task gives it to learn. Needs no torch."""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from streamppo.config.sections import BUILTIN, Config
+from streamppo.errors import TaskError
+from streamppo.tasks import task as tasks
+from streamppo.tasks.task import Task
+from streamppo.types import Prompt
+
+CONTEXT = 256
+"""Tokens that the model reads at once: a prompt and its answer are no longer."""
+CHARACTERS = 256
+"""Different characters at most: a model of this size does not learn to write more."""
+SPECIAL = re.compile("<eos>")
+"""The end of a turn, as a demonstration of several turns writes it: one token."""
+
+
+class Lesson(NamedTuple):
+    """`problems` are prompts with the answers to imitate, of up to `longest` tokens together."""
+
+    alphabet: str
+    problems: Sequence[Prompt]
+    longest: int
+
+
+class Characters:
+    """Measures prompts as the character tokenizer of builtin:tiny would write them."""
+
+    def render(self, prompt: Prompt) -> str:
+        """Return the text of a prompt. Raises `TaskError` if it has messages."""
+        if prompt.messages:
+            raise TaskError(f"{BUILTIN} has no chat template: its prompts are texts, without `chat` and `system`")
+        return prompt.text
+
+    def ids(self, prompt: Prompt) -> bytes:
+        """Return the tokens of a prompt: its bytes, which are its characters where all of them are ASCII."""
+        return _bytes(self.render(prompt))
+
+
+def prepare(config: Config) -> Lesson:
+    """Read the task of a configuration as builtin:tiny reads it. Raises `TaskError` as `of` does."""
+    return warmup_of_task(tasks.build(config.task, config.seed, Characters()))
+
+
+def warmup_of_task(task: Task) -> Lesson:
+    """Find the lesson of a task: the characters of all prompts and answers, held-out ones too, and its demonstrations.
+
+    Raises `TaskError` for prompts that are messages, answers that are no texts, rows longer than `CONTEXT` and more
+    than `CHARACTERS` characters.
+    """
+    measure = Characters()
+    problems = [_problem(prompt, measure) for prompt in task.demonstrations]
+    used: set[str] = set()
+    for prompt in (*problems, *task.training, *task.held_out(None)):
+        used.update(_normal(SPECIAL.sub("", measure.render(prompt)) + _answer(prompt)))
+    if len(used) > CHARACTERS:
+        raise TaskError(
+            f"{BUILTIN} learns {CHARACTERS} different characters at most, and the prompts and answers have "
+            f"{len(used)}: name a model that knows them (model.path)"
+        )
+    if any("\ud800" <= one <= "\udfff" for one in used):
+        raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is no character")
+    return Lesson(_sort_characters(used), problems, max(map(_length, problems)))
+
+
+def _problem(prompt: Prompt, measure: Characters) -> Prompt:
+    text = measure.render(prompt)
+    if prompt.max_tokens is not None:
+        text = text[-prompt.max_tokens :]
+    answer = prompt.columns.get("answer")
+    if not isinstance(answer, str) or not answer:
+        raise TaskError(
+            f"{BUILTIN} learns from answers that are texts: that of the prompt {_quoted(text)} is {answer!r}"
+        )
+    problem = Prompt(text=text, columns={"answer": answer})
+    if (length := _length(problem)) > CONTEXT:
+        raise TaskError(
+            f"{BUILTIN} reads {CONTEXT} characters at once (one that is not ASCII counts as two to four): the prompt "
+            f"{_quoted(text)} has {length} with its answer; lower max_prompt_tokens, or name another model (model.path)"
+        )
+    return problem
+
+
+def _length(problem: Prompt) -> int:
+    """Count the tokens of a prompt with its answer, whose end is one too."""
+    return len(_bytes(SPECIAL.sub(".", problem.text) + _answer(problem))) + 1
+
+
+def _bytes(text: str) -> bytes:
+    return _normal(text).encode(errors="surrogatepass")
+
+
+def _normal(text: str) -> str:
+    """Compose letters and their accents, as the tokenizer does."""
+    return unicodedata.normalize("NFC", text)
+
+
+def _answer(prompt: Prompt) -> str:
+    answer = prompt.columns.get("answer")
+    return answer if isinstance(answer, str) else ""
+
+
+def _sort_characters(characters: Iterable[str]) -> str:
+    """Sort characters, letters and digits first."""
+    return "".join(sorted(characters, key=lambda one: (not one.isalnum(), one)))
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")

@@ -1,0 +1,378 @@
+"""The signs that a run learns badly, each a small function over its numbers. Pure: no disk, no clock.
+
+A rule sees the last `WINDOW` updates, the means of every `WINDOW` updates since the first, the evaluations, and at the
+end of a run its summary. It returns the numbers that speak for it, or None. None fires on a healthy default run: a task
+that is all but solved has little entropy, equal groups and nothing left to explain, and is no fault. Nor is a policy
+that has little entropy because it learns, or one evaluation that is worse than the one before.
+"""
+
+from collections.abc import Callable
+from statistics import fmean, median
+from typing import NamedTuple
+
+from streamppo.telemetry import progress
+from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
+
+EARLY = 3
+"""Updates after which a rule that is early looks for the first time."""
+
+CLIPPED, UNMOVED = 0.3, 1e-3
+SPIKE, SPIKE_KL, SPIKES = 10.0, 0.5, 4
+DIVERGED, UNEXPLAINED = 4.0, -0.1
+COLLAPSED, DRIFTED = 0.1, 2.0
+FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
+WAITS, IDLE, IDLE_CPU = 0.8, 0.5, 0.75
+LEAST_AHEAD = 2
+"""Versions that engines may be ahead by, from which on they work beside the learner."""
+FALLEN = 0.1
+"""A reward that is lower by so much of reward.correct_at behind an update has fallen."""
+TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
+NEARLY_ALL = 0.9
+CUT, EXPLAINED = 0.3, 0.1
+
+
+class SignRule(NamedTuple):
+    """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it.
+
+    An `early` one looks after the first `EARLY` updates too, when there is no window yet.
+    """
+
+    name: str
+    fires: str
+    advice: str
+    look: Callable[[Evidence], str | None]
+    early: bool = False
+
+
+# --- the policy ----------------------------------------------------------------------------------------------
+
+
+def _unmoved(seen: Evidence) -> str | None:
+    steps, low, high = (seen.mean(name) for name in ("steps", "ratio_p01", "ratio_p99"))
+    if steps is None or low is None or high is None or steps <= 1:
+        return None
+    clipped = sum(seen.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
+    if clipped or high - low > UNMOVED:
+        return None
+    return f"no token clipped, 98% of the ratios between {low:.4f} and {high:.4f} after {steps:g} steps an update"
+
+
+def _clipped(seen: Evidence) -> str | None:
+    share = sum(seen.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
+    return f"{share:.0%} of the trained tokens are clipped" if share > CLIPPED else None
+
+
+def _kl_spikes(seen: Evidence) -> str | None:
+    for name in ("proximal_kl", "behavior_kl", "reference_kl"):
+        values = seen.series(name)
+        high = [value for value in values if value > max(SPIKE_KL, SPIKE * median(values))]
+        # A KL is a mean with a heavy tail: a rare token that has become likely is no fault by itself.
+        if len(high) >= SPIKES or (high and _falls_after_the_largest(seen, name)):
+            return f"{name} was {max(values):.3g} nats, {median(values):.3g} in the median"
+    return None
+
+
+def _entropy_collapses(seen: Evidence) -> str | None:
+    first, entropy = _first(seen, "entropy"), seen.mean("entropy")
+    if first is None or entropy is None or entropy > COLLAPSED * first * seen.left or seen.rises:
+        return None
+    return f"entropy {entropy:.3g} nats a token, {first:.3g} in the first {WINDOW} updates"
+
+
+def _gradient_spikes(seen: Evidence) -> str | None:
+    bad, norms = sum(seen.series("bad_steps")), seen.series("grad_norm")
+    if bad:
+        return f"{bad:g} optimizer steps were left out: their gradient was not finite"
+    # Where nearly all groups are right most gradients are next to nothing, and the rare signal is large beside them.
+    if (
+        norms
+        and max(norms) > SPIKE * median(norms) > 0
+        and (seen.right < SOLVED or _falls_after_the_largest(seen, "grad_norm"))
+    ):
+        return f"grad_norm was {max(norms):.3g}, {median(norms):.3g} in the median"
+    return None
+
+
+def _falls_after_the_largest(seen: Evidence, name: str) -> bool:
+    """True if the reward is lower after the largest value of a metric than before it."""
+    pairs = [(update[name], update["reward"]) for update in seen.recent if {name, "reward"} <= {*update}]
+    place = max(range(len(pairs)), key=lambda number: pairs[number][0], default=0)
+    before, behind = ([reward for _, reward in part] for part in (pairs[:place], pairs[place + 1 :]))
+    return bool(before and behind) and fmean(before) - fmean(behind) > FALLEN * seen.config.reward.correct_at
+
+
+# --- the critic ----------------------------------------------------------------------------------------------
+
+
+def _value_loss_diverges(seen: Evidence) -> str | None:
+    means = [window["value_loss"] for window in seen.windows if "value_loss" in window]
+    if len(means) < 3 or not 0 < DIVERGED * min(means[:-1]) < means[-1] or means[-1] < means[-2] or seen.is_solved:
+        return None
+    return f"value loss {means[-1]:.3g}, and {min(means[:-1]):.3g} at its lowest"
+
+
+def _explains_nothing(seen: Evidence) -> str | None:
+    explained = [window["explained_variance"] for window in seen.windows[-2:] if "explained_variance" in window]
+    # One window may have rewards that are nearly all equal, of which there is nothing to explain.
+    if len(explained) < 2 or max(explained) > UNEXPLAINED or not seen.mean("value_loss") or seen.is_solved:
+        return None
+    return f"explained variance {explained[-1]:.2f}: the critic is worse than a constant"
+
+
+def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
+    # An update that has cut nothing has no such number.
+    share, explained = sum(seen.series("segments_cut")) / max(len(seen.recent), 1), seen.mean("explained_variance")
+    if explained is None or share <= CUT or explained >= EXPLAINED or seen.is_solved:
+        return None
+    return f"{share:.0%} of the segments end in a cut, and the critic explains nothing there ({explained:.2f})"
+
+
+# --- the data ------------------------------------------------------------------------------------------------
+
+
+def _worse_than_at_first(seen: Evidence) -> str | None:
+    known = progress.evaluations_with_score(seen.evaluations)
+    if len(known) < 2 or not progress.is_below(known[-1], known[0]):
+        return None
+    best = max(known, key=lambda one: one.accuracy)
+    return (
+        f"held-out accuracy {known[-1].accuracy:.3f}, and {known[0].accuracy:.3f} at first; the best is "
+        f"{best.accuracy:.3f}, of version {best.version}"
+    )
+
+
+def _held_out_falls(seen: Evidence) -> str | None:
+    known = progress.evaluations_with_score(seen.evaluations)
+    if not known or not seen.windows:
+        return None
+    best = max(known, key=lambda one: (one.accuracy, one.version))
+    # One evaluation may be of an unlucky version: two in a row are a fall.
+    later = [one for one in known if one.version > best.version][-2:]
+    then = seen.windows[min(max(best.version - 1, 0) // WINDOW, len(seen.windows) - 1)].get("reward")
+    reward = seen.mean("reward")
+    falls = len(later) == 2 and all(progress.is_below(one, best) for one in later)
+    if not falls or then is None or reward is None or reward <= then:
+        return None
+    return (
+        f"held-out accuracy {later[-1].accuracy:.3f} after {best.accuracy:.3f} of version {best.version}, while the "
+        f"reward rose from {then:.3f} to {reward:.3f}"
+    )
+
+
+def _few_effective(seen: Evidence) -> str | None:
+    values = sorted(seen.series("ess"))
+    # A few such updates are enough to lose a policy, and the mean of all hides them.
+    if not values or (quartile := values[len(values) // 4]) >= FEW_EFFECTIVE:
+        return None
+    return f"ess at most {quartile:.2f} in a quarter of the updates: so few of the tokens count"
+
+
+def _too_old(seen: Evidence) -> str | None:
+    share, bound = seen.share("tokens_too_old", "tokens"), seen.config.queue.bound
+    if share > TOO_OLD:
+        return f"{share:.0%} of the tokens are beyond queue.max_lag ({bound}) and stay out of the loss"
+    dropped = ((seen.summary and seen.summary["dropped"]) or {}).get("too_old", 0)
+    trained = (seen.summary and seen.summary["trajectories"]) or 0
+    if dropped > TOO_OLD * (dropped + trained):
+        return f"{dropped} trajectories beyond queue.max_lag ({bound}) were dropped, {trained} trained on"
+    return None
+
+
+def _mismatched(seen: Evidence) -> str | None:
+    mismatch = seen.mean("mismatch")
+    if mismatch is None or mismatch < MISMATCH:
+        return None
+    return f"mismatch {mismatch:.3g} nats a token between engine and learner with the same weights"
+
+
+def _length_drifts(seen: Evidence) -> str | None:
+    first, length = _first(seen, "length"), seen.mean("length")
+    if not first or length is None or 1 / DRIFTED < length / first < DRIFTED:
+        return None
+    return f"{length:.1f} tokens a completion, {first:.1f} in the first {WINDOW} updates"
+
+
+def _truncated(seen: Evidence) -> str | None:
+    share = seen.mean("truncated") or 0.0
+    if share >= NEARLY_ALL:
+        bound = seen.config.rollout.max_tokens
+        return f"nearly all completions ({share:.0%}) are cut off: rollout.max_tokens ({bound}) ends them"
+    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and len(seen.windows) > 1 else None
+
+
+def _equal_groups(seen: Evidence) -> str | None:
+    share = seen.mean("equal_groups") or 0.0
+    if seen.config.algorithm.compares_samples is None or share < EQUAL or seen.is_solved:
+        return None
+    return f"{share:.0%} of the trajectories are in groups that all scored the same, and teach nothing"
+
+
+def _rewards_fail(seen: Evidence) -> str | None:
+    failed = sum(((seen.summary and seen.summary["failed"]) or {}).values())
+    stored = (seen.summary and seen.summary["trajectories"]) or 0
+    if failed > FAILED * (failed + stored):
+        return f"{failed} attempts failed, {stored} trajectories were trained on"
+    if seen.evaluations and (last := seen.evaluations[-1])["failed"] > FAILED * (last["failed"] + last["count"]):
+        return f"{last['failed']} of {last['failed'] + last['count']} held-out prompts have no score"
+    return None
+
+
+def _nothing_to_learn(seen: Evidence) -> str | None:
+    empty, made = sum(seen.series("empty_steps")), sum(seen.series("steps"))
+    return f"{empty:g} of {empty + made:g} steps had no token left" if empty > EMPTY * (empty + made) else None
+
+
+# --- the pipeline --------------------------------------------------------------------------------------------
+
+
+def _starved(seen: Evidence) -> str | None:
+    share = seen.share("wait_s", "update_s")
+    return f"the learner waits {share:.0%} of its time" if share > WAITS else None
+
+
+def _blocked(seen: Evidence) -> str | None:
+    engines = seen.summary and seen.summary["engines"]
+    # Admission keeps a version for cuts. Engines that are at most one ahead take turns with the learner.
+    queue = seen.config.queue
+    ahead = queue.bound - (queue.segments is not None)
+    most = IDLE if seen.config.rollout.gpus else IDLE_CPU
+    if not engines or engines["idle_share"] < most or ahead < LEAST_AHEAD:
+        return None
+    return f"the engines had nothing to decode {engines['idle_share']:.0%} of their time"
+
+
+def _first(seen: Evidence, name: str) -> float | None:
+    """The mean of a metric over the first updates, once there are others."""
+    return seen.windows[0].get(name) if len(seen.windows) > 1 else None
+
+
+RULES = (
+    SignRule(
+        "failures",
+        f"more than {FAILED:.0%} of the attempts, or of the held-out prompts",
+        "`streamppo reward-test` and the reasons below; raise timeout_s or attempts of the scorer",
+        _rewards_fail,
+    ),
+    SignRule(
+        "steps without a token",
+        f"more than {EMPTY:.0%} of the steps",
+        "look at filters, rejections, equal groups and queue.max_lag: together they leave nothing to learn from",
+        _nothing_to_learn,
+    ),
+    SignRule(
+        "engine and learner differ",
+        f"mismatch above {MISMATCH:g} nats a token at lag 0",
+        "model.float32_head = true, the same dtype in both, rollout.engine.kv = 'recompute'; see docs/engines.md",
+        _mismatched,
+    ),
+    SignRule(
+        "lag at its bound",
+        f"more than {TOO_OLD:.0%} of the data beyond queue.max_lag",
+        "raise queue.max_lag, lower rollout.in_flight, add rollout actors, or shorten the longest completions",
+        _too_old,
+    ),
+    SignRule(
+        "cuts rest on the critic",
+        f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
+        "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
+        "completions: a policy that follows such a critic unlearns what it can",
+        _cuts_rest_on_the_critic,
+    ),
+    SignRule(
+        "gradient spikes",
+        f"grad_norm above {SPIKE:g} times its median, in a solved task only if the reward falls behind it; or a step "
+        "left out because it was not finite",
+        "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
+        _gradient_spikes,
+    ),
+    SignRule(
+        "clip fraction",
+        f"above {CLIPPED:.0%} of the trained tokens",
+        "lower learner.lr, epochs or minibatches, or set algorithm.target_kl",
+        _clipped,
+    ),
+    SignRule(
+        "KL spikes",
+        f"a KL to the proximal, behavior or reference policy above {SPIKE_KL:g} and {SPIKE:g} times its median, in "
+        f"{SPIKES} of {WINDOW} updates or with a reward that falls behind it",
+        "lower learner.lr or learner.max_grad_norm, set algorithm.target_kl, lower queue.max_lag",
+        _kl_spikes,
+    ),
+    SignRule(
+        "ESS collapse",
+        f"effective sample size below {FEW_EFFECTIVE:g} of the tokens in a quarter of the updates",
+        "lower queue.max_lag or learner.lr, use a correction that truncates or rejects",
+        _few_effective,
+    ),
+    SignRule(
+        "policy hardly moves",
+        f"several steps an update, no token clipped, and 98% of the ratios within {UNMOVED:g}",
+        "raise learner.lr, or make fewer steps: epochs and minibatches cost time and change nothing",
+        _unmoved,
+    ),
+    SignRule(
+        "explained variance",
+        f"below {UNEXPLAINED:g} for {2 * WINDOW} updates, while the task is not solved",
+        "raise algorithm.critic.lr or epochs, set algorithm.critic.warmup_updates, or have no critic",
+        _explains_nothing,
+    ),
+    SignRule(
+        "value loss diverges",
+        f"rising, and above {DIVERGED:g} times its lowest window",
+        "lower algorithm.critic.lr or coefficient, set algorithm.critic.clip, scale the reward down",
+        _value_loss_diverges,
+    ),
+    SignRule(
+        "equal groups",
+        f"more than {EQUAL:.0%} of the trajectories, where samples are compared and the task is not solved",
+        "zero_variance = 'resample', more samples_per_prompt, prompts of other difficulty, a finer reward",
+        _equal_groups,
+    ),
+    SignRule(
+        "entropy collapse",
+        f"below {COLLAPSED:.0%} of the first {WINDOW} updates ({COLLAPSED / 2:.0%} once half of the wrong answers are "
+        "right), while the task is unsolved and the reward rises no more",
+        "raise algorithm.entropy or use algorithm.entropy_control, lower learner.lr, widen the upper clip range",
+        _entropy_collapses,
+    ),
+    SignRule(
+        "completions are cut off",
+        f"more than {TRUNCATED:.0%} of them behind the first {WINDOW} updates; {NEARLY_ALL:.0%} in the first {EARLY}",
+        "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
+        _truncated,
+        early=True,
+    ),
+    SignRule(
+        "length drifts",
+        f"completions {DRIFTED:g} times as long, or short, as in the first {WINDOW} updates",
+        "read samples; a reward may pay for length, an aggregation by sequence may favour it, drops favour short ones",
+        _length_drifts,
+    ),
+    SignRule(
+        "reward rises while held-out falls",
+        f"two evaluations {progress.SIGMAS:g} standard errors below the best, at a higher reward than the best had",
+        "read samples for answers that please the reward and are wrong, add a [algorithm.kl], stop at the best version",
+        _held_out_falls,
+    ),
+    SignRule(
+        "worse than at the start",
+        f"held-out accuracy {progress.SIGMAS:g} standard errors below that of the first evaluation",
+        "look at the other signs first, lower learner.lr; `streamppo export RUN --version N` gets the best version",
+        _worse_than_at_first,
+    ),
+    SignRule(
+        "starved learner",
+        f"it waits more than {WAITS:.0%} of its time",
+        "add rollout actors or slots, shorten completions, raise queue.max_lag, look for a slow reward",
+        _starved,
+    ),
+    SignRule(
+        "blocked engines",
+        f"idle more than {IDLE:.0%} of their time ({IDLE_CPU:.0%} without a GPU, where the learner has their cores), "
+        f"with a queue.max_lag of at least {LEAST_AHEAD}, or {LEAST_AHEAD + 1} with segments: below it they take turns "
+        "with the learner",
+        "raise queue.max_lag or rollout.in_flight, fewer rollout actors, or a faster learner",
+        _blocked,
+    ),
+)
+"""All rules: faults of data and pipeline, then of an update, then their consequences; at last those of speed."""

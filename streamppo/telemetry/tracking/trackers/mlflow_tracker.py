@@ -1,0 +1,51 @@
+"""MLflow: the server of MLFLOW_TRACKING_URI, or the library's default on this machine."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+from streamppo.telemetry.tracking.points import Point
+from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
+
+MOST_METRICS, MOST_PARAMS = 1000, 100
+"""Metrics and parameters that a server takes in one call."""
+LONGEST = 500
+"""Characters of a parameter that every server takes."""
+REFUSED = re.compile(r"[^\w\-. :/]")
+"""Characters that no name may have, such as the + of `ess_lag_65+`."""
+
+
+class MLflow:
+    """A run of an experiment; every call to the server is waited for."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._client = MlflowClient()
+        if run.id:
+            self.id = run.id
+            self._client.update_run(self.id, status="RUNNING")
+            return
+        known = self._client.get_experiment_by_name(run.project)
+        experiment = known.experiment_id if known else self._client.create_experiment(run.project)
+        self.id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        self._send_config(run.config)
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Send metrics, as many at a time as a server takes."""
+        found = [
+            Metric(REFUSED.sub("_", name), value, round(1e3 * point.at_s), point.version)
+            for point in points
+            for name, value in point.values.items()
+        ]
+        for begin in range(0, len(found), MOST_METRICS):
+            self._client.log_batch(self.id, metrics=found[begin : begin + MOST_METRICS])
+
+    def close(self, outcome: str) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self.id, "FINISHED" if is_successful(outcome) else "KILLED")
+
+    def _send_config(self, config: Mapping[str, object]) -> None:
+        params = [Param(name, str(value)[:LONGEST]) for name, value in config.items()]
+        for begin in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self.id, params=params[begin : begin + MOST_PARAMS])

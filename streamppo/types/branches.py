@@ -1,0 +1,137 @@
+"""The branches of a row: its tokens as a tree, each token once. Pure: numpy alone.
+
+A row is the tokens of a prompt and of its completion, numbered from 0. Without branches token t follows token t - 1. A
+branch (start, parent) says that token `start` follows token `parent` instead, or nothing, if `parent` is -1; behind it
+tokens follow one another again.
+
+    row        0  1  2  3  4  5  6  7  8       branches (5, 2) and (8, -1)
+    follows   -1  0  1  2  3  2  5  6 -1
+    depth      0  1  2  3  4  3  4  5  0
+    paths      0 1 2 3 4      0 1 2 5 6 7      8
+    trees      0 1 2 3 4 5 6 7      8
+
+A sampled token is predicted by the token before it in the row, so a branch begins with a token that was not sampled:
+two answers to one context have its last token each, the second one as the beginning of a branch.
+"""
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.types.crossing import Flags, Ints, ints
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `end` - 1 of a row, which follow one another; the first follows `parent`."""
+
+    start: int
+    end: int
+    parent: int
+
+
+class Size(NamedTuple):
+    """The tokens under a root, and the tokens of each path from it."""
+
+    tokens: int
+    paths: list[int]
+
+
+def pairs(column: bytes) -> Ints:
+    """[K, 2] the (start, parent) of each branch."""
+    return ints(column).reshape(-1, 2)
+
+
+def column(branches: list[tuple[int, int]]) -> bytes:
+    """The bytes column of pairs (start, parent) in rising order of `start`; no branches are no bytes."""
+    return np.array(branches, dtype="<i4").tobytes()
+
+
+def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
+    """The reason why a column is not the branches of a row, of `prompt` tokens and a completion's `mask`; or None."""
+    if len(column) % 8:
+        return f"branches of {len(column)} bytes, which are not pairs of int32"
+    starts, parents = pairs(column).T.astype(np.int64)
+    width = prompt + len(mask)
+    if (out := (starts < prompt) | (starts >= width)).any():
+        start = starts[np.argmax(out)]
+        return f"a branch begins at token {start}, and the completion has the row's tokens {prompt} to {width - 1}"
+    if (down := np.diff(starts) <= 0).any():
+        before, start = starts[np.argmax(down) :][:2]
+        return f"a branch that begins at token {start} is listed after one that begins at token {before}"
+    if (out := (parents < -1) | (parents >= starts)).any():
+        start, parent = starts[np.argmax(out)], parents[np.argmax(out)]
+        return f"the branch at token {start} follows token {parent}, which is neither before it nor -1"
+    if (none := parents == starts - 1).any():
+        return f"the branch at token {starts[np.argmax(none)]} follows the token before it, as without a branch"
+    if (sampled := mask[starts - prompt]).any():
+        return f"the branch at token {starts[np.argmax(sampled)]} begins with a token that the policy sampled"
+    return None
+
+
+def pieces(column: bytes, width: int) -> list[Piece]:
+    """The pieces of a row of `width` tokens, in its order; together they are all of it."""
+    branches = [(0, -1), *((int(start), int(parent)) for start, parent in pairs(column))]
+    ends = [*(start for start, _ in branches[1:]), width]
+    return [Piece(start, end, parent) for (start, parent), end in zip(branches, ends, strict=True)]
+
+
+def depths(column: bytes, width: int) -> Ints:
+    """[width] the number of tokens that each token follows, directly or not: its position in its path."""
+    depth = np.arange(width, dtype=np.int32)
+    for start, end, parent in pieces(column, width)[1:]:
+        depth[start:end] = np.arange(end - start) + (depth[parent] + 1 if parent >= 0 else 0)
+    return depth
+
+
+def paths(column: bytes, width: int) -> list[Ints]:
+    """The tokens from a root to each token that none follows, in the order of these last tokens."""
+    made: list[Ints] = []
+    cut = pieces(column, width)
+    starts, parents, before = [one.start for one in cut], {one.parent for one in cut}, list[Ints]()
+    for start, end, parent in cut:
+        whole = np.arange(start, end, dtype=np.int32)
+        if parent >= 0:
+            above = before[bisect_right(starts, parent) - 1]
+            whole = np.concatenate([above[: int(np.searchsorted(above, parent)) + 1], whole])
+        before.append(whole)
+        if end - 1 not in parents:
+            made.append(whole)
+    return made
+
+
+def trees(column: bytes, width: int) -> list[Ints]:
+    """The tokens under each root, in the row's order."""
+    root = np.arange(width, dtype=np.int32)
+    for start, end, parent in pieces(column, width):
+        root[start:end] = root[parent] if parent >= 0 else start
+    return [np.flatnonzero(root == one).astype(np.int32) for one in np.unique(root)]
+
+
+def sizes(column: bytes, width: int) -> list[Size]:
+    """The sizes of `trees`, in their order."""
+    cut, roots, depths, made = pieces(column, width), list[int](), list[int](), dict[int, Size]()
+    starts, parents = [one.start for one in cut], {one.parent for one in cut}
+    for start, end, parent in cut:
+        at = bisect_right(starts, parent) - 1
+        roots.append(roots[at] if parent >= 0 else start)
+        depths.append(depths[at] + parent - starts[at] + 1 if parent >= 0 else 0)
+        tokens, paths = made.get(roots[-1], Size(0, []))
+        ends = [depths[-1] + end - start] if end - 1 not in parents else []
+        made[roots[-1]] = Size(tokens + end - start, paths + ends)
+    return list(made.values())
+
+
+def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
+    """[width] the piece of each token; and [P, width] the tokens that a piece has or follows.
+
+    A token follows those of its piece that are before it in the row.
+    """
+    cut = pieces(column, width)
+    piece = np.repeat(np.arange(len(cut), dtype=np.int32), [one.end - one.start for one in cut])
+    sees = np.zeros((len(cut), width), np.bool_)
+    for number, (start, end, parent) in enumerate(cut):
+        if parent >= 0:
+            sees[number, : parent + 1] = sees[piece[parent], : parent + 1]
+        sees[number, start:end] = True
+    return piece, sees

@@ -1,0 +1,318 @@
+"""Turns on the embedded engine: the context before is not computed again, and what comes out is as if it were."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from streamppo.rollout.embedded import prefixes
+from streamppo.rollout.embedded import rows as rows_module
+from streamppo.rollout.embedded.decoder import Decoder
+from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.engine import Completion, Sampling
+from streamppo.types import Ints
+
+LEAST = prefixes.LEAST
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of a test are short."""
+    monkeypatch.setattr(prefixes, "LEAST", 1)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS = {
+    "llama-yarn": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=YARN)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
+}
+
+
+def make(name: str = "qwen2", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "bias" in parameter_name or "norm" in parameter_name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def engine(model: Any, *, slots: int = 4, turns: bool = True, **options: Any) -> EmbeddedEngine:
+    settings: Any = {"version": 0, "max_total_tokens": 512, "ends": EndTokens(), "seed": 7, **options}
+    made = EmbeddedEngine(model.config, tensors(model), slots=slots, **settings)
+    made.reserve(1, turns=turns)
+    return made
+
+
+def text(count: int, seed: int) -> Ints:
+    return np.random.default_rng(seed).integers(2, 37, count).astype(np.int32)
+
+
+def check(model: Any, prompt: Ints, done: Completion, atol: float = 3e-5) -> None:
+    """The log-probs are those of a transformers forward of the whole sequence."""
+    ids = torch.from_numpy(np.concatenate([prompt, done.tokens])).long()[None]
+    with torch.no_grad():
+        logp = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+    expected = logp[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).numpy()
+    np.testing.assert_allclose(done.logprobs, expected, atol=atol, rtol=0)
+
+
+def computed(running: EmbeddedEngine) -> int:
+    """The tokens of prompts that were computed."""
+    usage = running.usage()
+    return usage.prompted - usage.reused
+
+
+async def episode(
+    running: EmbeddedEngine, seed: int, turns: int, *, sampled: int = 6, observed: int = 4
+) -> list[tuple[Ints, Completion]]:
+    """Play turns of `sampled` tokens, each with an observation of `observed`; the prompt has as many as both."""
+    context, played = text(sampled + observed, seed), list[tuple[Ints, Completion]]()
+    for turn in range(turns):
+        done = await running.generate(context, Sampling(sampled))
+        played.append((context, done))
+        await asyncio.sleep(0.001 * (seed % 3))
+        context = np.concatenate([context, done.tokens, text(observed, 1000 * seed + turn)])
+    return played
+
+
+def checked(model: Any, played: Sequence[tuple[Ints, Completion]]) -> None:
+    for prompt, done in played:
+        check(model, prompt, done)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_equal_turns_cost_no_more_than_twenty_units_of_prefill(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit is a completion and its answer, as long as the prompt; computed anew they are 210 units."""
+    monkeypatch.setattr(prefixes, "LEAST", LEAST)
+    model, unit = make(name), 40
+
+    async def scenario(turns: bool) -> int:
+        running = engine(model, turns=turns, max_total_tokens=1024)
+        checked(model, await episode(running, 1, 20, sampled=10, observed=30))
+        assert running.usage().prompted == 210 * unit
+        return computed(running)
+
+    assert asyncio.run(scenario(turns=False)) == 210 * unit
+    # The prompt, and then 19 observations, each with the token before it, which was sampled and never fed.
+    assert asyncio.run(scenario(turns=True)) == unit + 19 * (30 + 1) <= 20 * unit
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 24])
+def test_episodes_beside_one_another_get_the_log_probs_of_a_fresh_prefill_in_any_number_of_rows(slots: int) -> None:
+    """Rows are exchanged, moved, refilled and evicted; where each episode has a row, none of its turns is lost."""
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model, slots=slots)
+        tasks = [episode(running, seed, 5, sampled=3 + seed % 5, observed=1 + seed % 4) for seed in range(1, 13)]
+        for played in await asyncio.gather(*tasks):
+            checked(model, played)
+        least = sum(3 + seed % 5 + 1 + seed % 4 + 4 * (2 + seed % 4) for seed in range(1, 13))
+        assert computed(running) >= least
+        if slots >= 12:
+            assert computed(running) == least
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("looks", [1, 700, 2**24])
+def test_branches_of_a_context_are_computed_from_where_they_part_at_once_and_later(
+    looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_module, "LOOKS", looks)
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model, slots=12)
+        root = text(60, 1)
+        first = await running.generate(root, Sampling(20))
+        context = np.concatenate([root, first.tokens])
+        # Some part before the end of the completion, as a template does that writes it in other words.
+        asked = [np.concatenate([context[: 80 - n % 3], text(2 + n, 50 + n)]) for n in range(8)]
+        begin = computed(running)
+        done = await asyncio.gather(*(running.generate(prompt, Sampling(30 - n)) for n, prompt in enumerate(asked[:5])))
+        done += await asyncio.gather(*(running.generate(prompt, Sampling(9)) for prompt in asked[5:]))
+        for prompt, one in zip(asked, done, strict=True):
+            check(model, prompt, one)
+        assert computed(running) - begin <= sum(len(prompt) - 77 for prompt in asked)
+
+    asyncio.run(scenario())
+
+
+def test_a_branch_from_a_running_row_copies_what_it_shares() -> None:
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model, slots=2)
+        root = text(40, 1)
+        first = await running.generate(root, Sampling(5))
+        context = np.concatenate([root, first.tokens, text(3, 2)])
+        long = asyncio.create_task(running.generate(context, Sampling(200)))
+        begin = running.usage().tokens
+        while running.usage().tokens < begin + 3:
+            await asyncio.sleep(0)
+        before = computed(running)
+        prompt = np.concatenate([context[:46], text(4, 3)])
+        check(model, prompt, await running.generate(prompt, Sampling(5)))
+        assert computed(running) - before == 4 and not long.done()
+        check(model, context, await long)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("sampled", [1, 2, 5])
+@pytest.mark.parametrize("added", [0, 1, 2])
+def test_a_turn_of_any_length_is_continued_by_an_observation_of_any_length(sampled: int, added: int) -> None:
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model)
+        root = text(8, 1)
+        done = await running.generate(root, Sampling(sampled))
+        prompt = np.concatenate([root, done.tokens, text(added, 2)])
+        before = computed(running)
+        check(model, prompt, await running.generate(prompt, Sampling(4)))
+        assert computed(running) - before == 1 + added
+
+    asyncio.run(scenario())
+
+
+def test_prompts_in_rows_that_are_full_to_the_last_place_are_right() -> None:
+    """A short continuation beside a long one is padded, and its padding reaches beyond the room."""
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model, max_total_tokens=40)
+        roots = [text(30, 1), text(6, 2)]
+        done = await asyncio.gather(*(running.generate(root, Sampling(4)) for root in roots))
+        prompts = [
+            np.concatenate([root, one.tokens, text(more, 3)])
+            for root, one, more in zip(roots, done, [5, 29], strict=True)
+        ]
+        for prompt, one in zip(
+            prompts, await asyncio.gather(*(running.generate(prompt, Sampling(9)) for prompt in prompts)), strict=True
+        ):
+            assert len(one.tokens) == 1
+            check(model, prompt, one)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside a running row"])
+def test_a_swap_makes_rows_that_have_ended_stale_exactly_if_running_ones_are_recomputed(kv: str, others: bool) -> None:
+    old, new = make(seed=0), make(seed=1)
+
+    async def scenario() -> None:
+        running = engine(old, kv=kv)
+        root = text(10, 1)
+        first = await running.generate(root, Sampling(6))
+        prompt = np.concatenate([root, first.tokens, text(3, 2)])
+        other = asyncio.create_task(running.generate(text(7, 3), Sampling(300))) if others else None
+        while others and running.usage().tokens < 10:
+            await asyncio.sleep(0)
+        await running.update_weights(1, tensors(new))
+        before = computed(running)
+        second = await running.generate(prompt, Sampling(6))
+        assert set(second.versions.tolist()) == {1}
+        assert other is None or not other.done()
+        assert computed(running) - before == (4 if kv == "keep" else len(prompt))
+        if kv == "recompute":
+            check(new, prompt, second)
+        else:
+            with pytest.raises(AssertionError):
+                check(new, prompt, second)
+        await running.stop()
+
+    asyncio.run(scenario())
+
+
+def test_samples_of_one_prompt_get_the_bits_that_they_get_without_turns() -> None:
+    """In groups, and after groups of the same prompts have ended; some completions are the beginnings of others."""
+    model = make()
+
+    async def scenario(turns: bool) -> list[Completion]:
+        running = engine(model, turns=turns, slots=5, ends=EndTokens({1, 2, 3}))
+        asked = [text(3 + n // 8, n // 8) for n in range(40)]
+        return await asyncio.gather(*(running.generate(prompt, Sampling(8)) for prompt in asked))
+
+    plain, parked = asyncio.run(scenario(turns=False)), asyncio.run(scenario(turns=True))
+    for one, other in zip(plain, parked, strict=True):
+        assert one.tokens.tobytes() == other.tokens.tobytes() and one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_without_turns_nothing_is_kept_and_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the default path extends no row")
+
+    monkeypatch.setattr(Decoder, "extend", refuse)
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model, turns=False)
+        checked(model, await episode(running, 1, 3))
+        assert running.usage().reused == 0
+
+    asyncio.run(scenario())
+
+
+def test_short_contexts_are_computed_anew_with_the_bits_that_they_get_without_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefixes, "LEAST", LEAST)
+    model = make()
+
+    async def scenario(turns: bool) -> bytes:
+        running = engine(model, turns=turns)
+        played = await episode(running, 1, 3)
+        assert running.usage().reused == 0
+        return b"".join(done.logprobs.tobytes() for _, done in played)
+
+    assert asyncio.run(scenario(turns=True)) == asyncio.run(scenario(turns=False))
+
+
+def test_a_cancelled_turn_leaves_a_row_that_is_continued_rightly() -> None:
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model, slots=2)
+        root = text(10, 1)
+        first = await running.generate(root, Sampling(6))
+        prompt = np.concatenate([root, first.tokens, text(3, 2)])
+        dead = asyncio.create_task(running.generate(prompt, Sampling(200)))
+        begin = running.usage().tokens
+        while running.usage().tokens < begin + 3:
+            await asyncio.sleep(0)
+        dead.cancel()
+        await asyncio.sleep(0.05)
+        before = computed(running)
+        check(model, prompt, await running.generate(prompt, Sampling(6)))
+        assert computed(running) - before == 1, "only the last token of the prompt, for its logits"
+
+    asyncio.run(scenario())

@@ -1,0 +1,172 @@
+"""Agents that behave and agents that do not, loaded by name like any user's."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+
+from streamppo.tasks.environments import Done
+from streamppo.types import Reward
+
+
+async def ask(base_url: str, api_key: str, *messages: Any, read_s: float = 60, **more: Any) -> Any:
+    async with httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(60, read=read_s)) as client:
+        body = {"model": "any", "messages": list(messages), **more}
+        answer = await client.post(
+            f"{base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {api_key}"}
+        )
+        return answer.json()
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def one_turn(prompt: str, base_url: str, api_key: str, answer: str = "") -> float:
+    made = await ask(base_url, api_key, user(prompt))
+    return float(made["choices"][0]["message"]["content"] == answer)
+
+
+async def two_turns(prompt: Any, base_url: str, api_key: str) -> Done:
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    first = await ask(base_url, api_key, user(text))
+    said = first["choices"][0]["message"]
+    await ask(base_url, api_key, user(text), said, user("more"))
+    return Done(2.0, {"polite": 1.0}, "well done")
+
+
+async def parallel(prompt: str, base_url: str, api_key: str) -> Reward:
+    await asyncio.gather(*(ask(base_url, api_key, user(prompt)) for _ in range(3)))
+    return Reward(score=0.5, turns=(1.0, 2.0, 4.0))
+
+
+async def posts(prompt: str, base_url: str, api_key: str) -> None:
+    made = await ask(base_url, api_key, user(prompt))
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for body in ({"reward": 0.25, "response_id": made["id"]}, {"reward": 1.0}):
+            assert (await client.post(f"{base_url}/reward", json=body, headers=headers)).status_code == 200
+        for body in ({"reward": "much"}, {"reward": 1.0, "response_id": "another"}):
+            assert (await client.post(f"{base_url}/reward", json=body, headers=headers)).status_code == 400
+
+
+async def until_refused(prompt: str, base_url: str, api_key: str) -> float:
+    for turn in range(50):
+        if "error" in await ask(base_url, api_key, user(f"{prompt}{turn}")):
+            return float(turn)
+    return -1.0
+
+
+async def never_calls(prompt: str, base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+async def gives_nothing(prompt: str, base_url: str, api_key: str) -> None:
+    await ask(base_url, api_key, user(prompt))
+
+
+async def gives_a_text(prompt: str, base_url: str, api_key: str) -> str:
+    await ask(base_url, api_key, user(prompt))
+    return "good"
+
+
+async def gives_nan(prompt: str, base_url: str, api_key: str) -> float:
+    await ask(base_url, api_key, user(prompt))
+    return float("nan")
+
+
+async def raises(prompt: str, base_url: str, api_key: str) -> float:
+    await ask(base_url, api_key, user(prompt))
+    print("about to fail")
+    raise ValueError("no such tool")
+
+
+async def hangs(prompt: str, base_url: str, api_key: str) -> float:
+    await asyncio.sleep(600)
+    return 1.0
+
+
+def hangs_without_awaiting(prompt: str, base_url: str, api_key: str) -> float:
+    while True:
+        time.sleep(600)
+
+
+async def hangs_up(prompt: str, base_url: str, api_key: str) -> float:
+    try:
+        await ask(base_url, api_key, user(prompt), read_s=0.3)
+    except httpx.ReadTimeout:
+        await asyncio.sleep(0.5)
+    return 1.0
+
+
+async def hangs_up_once(prompt: str, base_url: str, api_key: str) -> float:
+    """The first answer takes too long, and another question is asked."""
+    try:
+        await ask(base_url, api_key, user(prompt), read_s=0.3)
+    except httpx.ReadTimeout:
+        await asyncio.sleep(0.8)
+    await ask(base_url, api_key, user("another"))
+    return 1.0
+
+
+async def dies(prompt: str, base_url: str, api_key: str) -> float:
+    os._exit(3)
+
+
+async def wants_a_column(prompt: str, base_url: str, api_key: str, colour: str) -> float:
+    return 1.0
+
+
+async def prints_much(prompt: str, base_url: str, api_key: str) -> float:
+    await ask(base_url, api_key, user(prompt))
+    for _ in range(200):
+        print("x" * 2**20)
+    return 1.0
+
+
+async def forks(prompt: str, base_url: str, api_key: str) -> float:
+    """Leaves programs behind: one in its group, one in a session of its own."""
+    for away in (False, True):
+        subprocess.Popen(["sleep", "611"], start_new_session=away)
+    await ask(base_url, api_key, user(prompt))
+    return 1.0
+
+
+async def leaves_a_task(prompt: str, base_url: str, api_key: str) -> float:
+    asyncio.create_task(asyncio.sleep(600))  # noqa: RUF006
+    await ask(base_url, api_key, user(prompt))
+    return 1.0
+
+
+async def reads_the_environment(prompt: str) -> float:
+    names = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+    await ask(*(os.environ[name] for name in names), user(os.environ["STREAMPPO_PROMPT"]))
+    assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
+    return 1.0
+
+
+def program(last: str) -> None:
+    """The same as a program: asks once, and prints what it is told to."""
+    names = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+    asyncio.run(ask(*(os.environ[name] for name in names), user(os.environ["STREAMPPO_PROMPT"])))
+    if last == "much":
+        for _ in range(200):
+            print("x" * 2**20)
+        last = '{"reward": 1.0}'
+    if last == "fork":
+        subprocess.Popen(["sleep", "612"], start_new_session=True)
+        last = '{"reward": 1.0}'
+    if last == "hang":
+        time.sleep(600)
+    if last == "fail":
+        print("what went wrong", file=sys.stderr)
+        sys.exit(3)
+    print(last)
+
+
+if __name__ == "__main__":
+    program(sys.argv[1])

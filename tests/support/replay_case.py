@@ -1,0 +1,144 @@
+"""`streamppo replay` in a process that has the learner imported already, with threads in the place of Ray's actors.
+
+Everything but Ray is the command's own: its arguments, `Rank`, the archive as a source, the report, the exit code. A
+replay takes a second or two in place of ten. Several ranks need several processes: they are replayed by the command.
+"""
+
+import asyncio
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import learner_case
+import ray
+from conftest import REPOSITORY, SUPPORT
+from ray.exceptions import RayTaskError
+
+from streamppo.config import file as configfile
+
+
+def replay(run: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """`streamppo replay RUN OPTIONS` to its end; without Ray if the run has one rank."""
+    words = ["streamppo", "replay", str(run), *options]
+    if configfile.load(run / configfile.CONFIG).learner.ranks > 1:
+        environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{SUPPORT}"}
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        process = learner_case.processes().Process(target=_main, args=(words, out, err))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def succeeds(run: Path) -> bool:
+    """Every version of a run is made again bit for bit."""
+    return replay(run).returncode == 0
+
+
+def _main(words: list[str], out: Path, err: Path) -> None:
+    """The command with its output in two files. The process ends with it: nothing of it is left anywhere."""
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    _without_ray()
+    sys.argv = words
+    code = 0
+    try:
+        from streamppo.__main__ import main
+
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _without_ray() -> None:
+    """Replace what `replay` uses of Ray, in this process."""
+    from streamppo.commands import replay as command
+
+    patched: dict[str, Any] = {
+        "remote": lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: Actor(kind, *a))),
+        "get": _get,
+        "put": _put,
+        "shutdown": lambda: None,
+        "get_runtime_context": lambda: SimpleNamespace(get_actor_id=lambda: "replay"),
+    }
+    for name, function in patched.items():
+        setattr(ray, name, function)
+    ray.util.get_node_ip_address = lambda: "127.0.0.1"
+    placement = SimpleNamespace(rank=lambda _: {})
+    for name, function in {"init_ray": _nothing, "here": _nothing, "Placement": lambda *_, **__: placement}.items():
+        setattr(command, name, function)
+
+
+def _nothing(*_: object) -> None:
+    """Ray's session and places, of which a replay here has none."""
+
+
+def _put(value: object) -> "Future[object]":
+    done: Future[object] = Future()
+    done.set_result(value)
+    return done
+
+
+def _get(asked: Any) -> Any:
+    return [one.result() for one in asked] if isinstance(asked, list) else asked.result()
+
+
+class Actor:
+    """An object whose methods answer in a thread of its own, one after another; coroutines in an event loop."""
+
+    def __init__(self, kind: type, *arguments: object) -> None:
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._object = self._thread.submit(kind, *arguments).result()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._object, name)
+        return SimpleNamespace(remote=lambda *arguments: self._call(method, arguments))
+
+    def _call(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> "Future[Any]":
+        if inspect.iscoroutinefunction(method):
+            return asyncio.run_coroutine_threadsafe(self._answer_later(method, arguments), self._loop)
+        return self._thread.submit(self._answer, method, arguments)
+
+    async def _answer_later(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> object:
+        try:
+            return await method(*map(_value, arguments))
+        except Exception as error:
+            raise _as_of_ray(method, error) from None
+
+    def _answer(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> object:
+        try:
+            return method(*map(_value, arguments))
+        except Exception as error:
+            raise _as_of_ray(method, error) from None
+
+
+def _value(argument: object) -> object:
+    """An argument as Ray hands it over: a reference by its value."""
+    return argument.result() if isinstance(argument, Future) else argument
+
+
+def _as_of_ray(method: Callable[..., Any], error: Exception) -> Exception:
+    """The error as `ray.get` raises that of an actor."""
+    if isinstance(error, RayTaskError):
+        return error
+    return RayTaskError(method.__name__, traceback.format_exc(), error).as_instanceof_cause()

@@ -1,0 +1,75 @@
+"""The `[environment]` of an agent: its kind, its paths, and what is refused with it by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import MATH
+
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.config.task import AgentEnvironment, Environment
+from streamppo.errors import ConfigError
+
+AGENT = 'environment={ kind = "agent", agent = "mine.py:run" }'
+
+
+def test_an_environment_without_a_kind_is_a_class_or_an_agent_by_its_fields(
+    math_config: Callable[..., Config],
+) -> None:
+    assert isinstance(math_config("environment.name=a:B").environment, Environment)
+    for field in ('agent="a:b"', 'command=["x"]'):
+        assert isinstance(math_config(f"environment.{field}").environment, AgentEnvironment)
+    assert isinstance(math_config(AGENT).environment, AgentEnvironment)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("environment.kind=agent", "an agent is a function, agent = "),
+        ('environment={ agent = "a:b", command = ["x"] }', "give one of them"),
+        ('environment={ kind = "agent", agent = "a:b", name = "c:D" }', "name"),
+        ('environment={ kind = "agnt", agent = "a:b" }', "kinds are class, agent"),
+    ],
+)
+def test_an_agent_is_one_function_or_one_program(
+    override: str, sentence: str, math_config: Callable[..., Config]
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        math_config(override)
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        (("queue.segments={}",), "queue.segments"),
+        (('queue.segments={ prefix = "detached" }',), "queue.segments"),
+        (("learner.ranks=2", "learner.mesh.context=2"), "learner.mesh.context = 2"),
+        (("learner.ranks=2", "learner.mesh.tensor=2"), "learner.mesh.tensor = 2"),
+    ],
+)
+def test_choices_that_take_no_branches_are_refused_by_name(
+    choice: tuple[str, ...], name: str, math_config: Callable[..., Config]
+) -> None:
+    # They are possible with an environment of a class.
+    math_config("environment.name=a:B", *choice)
+    with pytest.raises(ConfigError, match=rf"{name} takes rows without branches, and an agent's run may have them"):
+        math_config(AGENT, *choice)
+
+
+def test_the_agents_files_are_looked_for_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("mine.py", "agent.sh"):
+        (tmp_path / "project" / name).touch()
+    for given, field, wanted in (
+        ('agent = "mine.py:run"', "agent", f"{tmp_path / 'project' / 'mine.py'}:run"),
+        ('command = ["sh", "agent.sh", "-x"]', "command", ("sh", str(tmp_path / "project" / "agent.sh"), "-x")),
+    ):
+        text = MATH.read_text() + f'\n[environment]\nkind = "agent"\n{given}\n'
+        (tmp_path / "project" / "own.toml").write_text(text)
+        config = configfile.load(tmp_path / "project" / "own.toml")
+        assert getattr(config.environment, field) == wanted

@@ -1,0 +1,79 @@
+"""A turn's text is read: reasoning, text, tool calls; a stream is a beginning of the whole."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamppo.rollout.endpoint import reply
+
+CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "content", "calls"),
+    [
+        ("46", False, "", "46", []),
+        (" 46\n", False, "", " 46\n", []),
+        ("<think>hm</think>\n\n46", False, "hm", "46", []),
+        ("\n<think>\nhm\n</think>46", False, "hm", "46", []),
+        ("hm</think>46", True, "hm", "46", []),
+        ("hm", True, "hm", "", []),
+        ("<think>hm", False, "hm", "", []),
+        (f"Let me see.\n{CALL}", False, "", "Let me see.", [("sum", {"a": 1})]),
+        (f"<think>hm</think>{CALL}{CALL}", False, "hm", "", [("sum", {"a": 1}), ("sum", {"a": 1})]),
+        ('<tool_call>{"name": "f", "parameters": {}}', False, "", "", [("f", {})]),
+        ('<tool_call>{"function": {"name": "f", "arguments": {"b": 2}}}</tool_call>', False, "", "", [("f", {"b": 2})]),
+        ('<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>', False, "", "", [("f", {}), ("g", {})]),
+        ("<tool_call>{broken</tool_call>", False, "", "<tool_call>{broken</tool_call>", []),
+        ('<tool_call>{"arguments": {}}</tool_call>', False, "", '<tool_call>{"arguments": {}}</tool_call>', []),
+        ("<tool_call>" + "[" * 10_000, False, "", "<tool_call>" + "[" * 10_000, []),
+    ],
+)
+def test_a_turn_is_read(text: str, opened: bool, reasoning: str, content: str, calls: list[Any]) -> None:
+    found = reply.read(text, opened=opened)
+    assert (found.reasoning, found.content) == (reasoning, content)
+    assert [(one.name, json.loads(one.arguments)) for one in found.calls] == calls
+    assert len({one.id for one in found.calls}) == len(calls)
+
+
+PARTS = st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", CALL, "a", " b", "\n", "<", "{}", "<too"]))
+
+
+@settings(max_examples=500, deadline=None)
+@given(PARTS, st.booleans(), st.data())
+def test_what_is_streamed_is_a_beginning_of_the_whole(parts: list[str], opened: bool, data: st.DataObject) -> None:
+    """Of every beginning of a text, what it shows is a beginning of what the whole text shows."""
+    text = "".join(parts)
+    begun = text[: data.draw(st.integers(0, len(text)))]
+    shown, whole = reply.so_far(begun, opened=opened), reply.read(text, opened=opened)
+    assert whole.content.startswith(shown.content)
+    assert whole.reasoning.startswith(shown.reasoning)
+
+
+def test_a_schema_of_the_tokenizer_reads_the_turn_in_place_of_the_marks() -> None:
+    from transformers.utils.chat_parsing_utils import recursive_parse
+
+    schema = {
+        "type": "object",
+        "properties": {
+            "role": {"const": "assistant"},
+            "content": {"type": "string", "x-regex": r"^(.*?)(?:\[call\]|$)"},
+            "thinking": {"type": "string", "x-regex": r"\[thought\](.*?)\[/thought\]"},
+            "tool_calls": {
+                "x-regex-iterator": r"\[call\](.*?)\[/call\]",
+                "type": "array",
+                "items": {"x-parser": "json", "type": "object", "properties": {"type": {"const": "function"}}},
+            },
+        },
+    }
+    text = 'so[call]{"function": {"name": "f", "arguments": {"a": 1}}}[/call][thought]hm[/thought]'
+    found = reply.read(text, parse=lambda one: recursive_parse(one, schema))
+    assert (found.content, found.reasoning) == ("so", "hm")
+    assert [(one.name, one.arguments) for one in found.calls] == [("f", '{"a": 1}')]
+    # A turn that it does not fit is text.
+    assert reply.read("a[call]{[/call]", parse=lambda one: recursive_parse(one, schema)) == reply.Reply(
+        "a[call]{[/call]"
+    )
