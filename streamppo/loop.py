@@ -33,7 +33,7 @@ from streamppo import durable, process
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import inputs, preflight, rebuild_metrics, report
+from streamppo.driver import inputs, preflight, rebuild_metrics, report, threads
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.folder import disk
 from streamppo.driver.ray.cluster import ray_session
@@ -79,7 +79,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     """
     process.log_to_stdout()
     disk.refuse_network(folder)
-    config = inputs.with_clock(config, folder)
+    config = threads.chosen(inputs.with_clock(config, folder), folder)
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")

@@ -10,11 +10,14 @@ brings an actor's standard output to the driver's, which may lose its reader (`|
 rest then goes to a file, and the run goes on. What an actor logs begins with the secret in `MARK` there: the driver
 takes that away, and writes `PRINTS` before every other line of an actor's, which rewards and environments print.
 
+Compiled kernels: a process on a GPU keeps them in ~/.cache/streamppo, for the next process and the next run.
+
 Phases: calls, wall seconds and CPU seconds of each phase of its work since its start. Reports carry them to the driver,
 and metrics.jsonl keeps them (`telemetry/catalogue.py` names every phase). Phases do not contain each other.
 """
 
 import ctypes
+import fcntl
 import gc
 import io
 import logging
@@ -43,6 +46,17 @@ PR_SET_PDEATHSIG = 1
 """The option of prctl(2): a signal for this process when the thread that made it ends."""
 MORE_OBJECTS = 200_000
 """A pass comes when so many objects more are alive than at the last one: tens of MiB that cycles may hold."""
+CACHES = {
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+    "CUTE_DSL_CACHE_DIR": "cutlass",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+"""The variables by which libraries are told where compiled kernels stay, and our folder for each."""
+FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""The variable that lets flash-attn 4 keep compiled kernels: by default every process compiles them again."""
+
+log = logging.getLogger(__name__)
 
 WHOLE = "process"
 """The phase that is the process itself, with all of its threads."""
@@ -56,6 +70,34 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MORE_OBJECTS)
+
+
+def compile_caches() -> dict[str, str]:
+    """Name the variables by which a process on a GPU keeps compiled kernels, but for those that the user has set.
+
+    They are for libraries that read them when they are imported. Nothing is kept in a folder that is another user's, or
+    on a disk without locks: flash-attn waits for a lock for 15 s, and then fails.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamppo"
+    if fault := _unusable(base):
+        log.info("compiled kernels are not kept for the next run: %s: %s", base, fault)
+        return {}
+    wanted = {FLASH_KEEPS: "1"} | {name: str(base / folder) for name, folder in CACHES.items()}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _unusable(folder: Path) -> str:
+    """Say why compiled kernels cannot be kept in `folder`; "" if they can."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A kernel is code: whoever may write here may run his in our processes.
+        if folder.stat().st_uid != os.getuid():
+            return "another user's"
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.commands.checks import memory_estimate
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner import device as of_rank
+from streamppo.learner import memory as rank_memory
 from streamppo.learner.attention import layers
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import load_policy, optimizer
@@ -167,7 +167,7 @@ def timed(updater: Updater, padded: PaddedBatch) -> float:
 
 def memory(config: Config, longest: int) -> Result:
     """GiB at the peak, reserved by torch, and by `check`, which counts a full micro-batch."""
-    said = memory_estimate.rank(config, memory_estimate.sizes(model_config(), config.model), longest)
+    said = rank_memory.rank(config, rank_memory.sizes(model_config(), config.model), longest)
     parts = {name: round(size / 2**30, 2) for name, size in {**said._asdict(), "all": said.total}.items()}
     if not ON_GPU:
         return {"check_gib": parts}

@@ -23,7 +23,7 @@ from streamppo.commands.checks import light_checks
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion
+from streamppo.driver import completion, threads
 from streamppo.driver.folder import lock
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import StreamppoError
@@ -75,7 +75,7 @@ def _begin(request: RunRequest, channel: socket.socket) -> int:
 
 def _resume(request: RunRequest, channel: socket.socket) -> int:
     folder = configfile.existing(Path(request.folder))
-    config = configfile.load(folder / configfile.CONFIG, request.overrides)
+    config = threads.kept(configfile.load(folder / configfile.CONFIG, request.overrides), folder)
     with lock.driver_lock(folder):
         if complete := completion.sentence(config, folder):
             channel.sendall(line(RunReply(folder=str(folder))))

@@ -31,7 +31,7 @@ from streamppo.commands.console import complain, echo, flush
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, inputs
+from streamppo.driver import completion, inputs, threads
 from streamppo.driver.folder import lock
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import ConfigError, RunError, StreamppoError
@@ -132,6 +132,7 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
 
     A run that has a driver, or nothing left to do, is known before anything heavy is imported.
     """
+    config = threads.kept(config, folder)
     with lock.driver_lock(folder):
         if complete := completion.sentence(config, folder):
             log.info(complete)

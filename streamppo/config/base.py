@@ -65,7 +65,5 @@ def address_fault(url: str) -> Iterator[str]:
 class Machine(Section, frozen=True):
     """Hardware of one rank or one rollout actor."""
 
-    threads: Positive = 1
-    """CPU threads."""
     gpus: NonNegative = 0
     """GPUs; less than 1 where rank and actor share one."""

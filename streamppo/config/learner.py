@@ -13,6 +13,8 @@ class Learner(Machine, frozen=True, kw_only=True):
 
     lr: PositiveFloat = 1e-6
     """AdamW's learning rate: as a rule 1e-6 for weights of a billion, and 1e-3 for those of 0.1 million."""
+    threads: Positive | Literal["auto"] = "auto"
+    """CPU threads of a rank; auto: 1, for a large model on this machine more; a run keeps the number of its start."""
     ranks: Positive = 1
     """Learner ranks, one Ray actor each."""
     mesh: Mesh = Mesh()
@@ -51,6 +53,11 @@ class Learner(Machine, frozen=True, kw_only=True):
     """Push what has changed alone, where that is less; `auto` does so on a cluster, where bytes cost more than time."""
     transport: Transport = ObjectStore()
     """Way of new weights to the rollout actors."""
+
+    @property
+    def thread_count(self) -> int:
+        """Threads of a rank; 1 where no run has chosen a number."""
+        return 1 if self.threads == "auto" else self.threads
 
     def contradictions(self) -> Iterator[str]:
         """A moment that never takes in a gradient stays 0."""

@@ -66,8 +66,8 @@ class Model(Section, frozen=True):
     """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
     float32_router: bool = False
     """Scores of experts are a float32 product even in bfloat16, in the learner."""
-    gradient_checkpointing: Literal["off", "full", "offloaded"] = "off"
-    """Compute activations again in the backward pass, all but a layer's input, which may be on the CPU."""
+    gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
+    """Compute activations again, all but a layer's input (or on the CPU); auto: full on a GPU where they do not fit."""
     compile: bool = False
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     lora: Lora | None = None
@@ -101,6 +101,8 @@ class Rollout(Machine, frozen=True):
 
     engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
     """The engine that samples the tokens."""
+    threads: Positive = 1
+    """CPU threads."""
     actors: Positive = 1
     """Rollout actors; `streamppo scale` changes the number while the run goes on."""
     in_flight: Positive = 64

@@ -47,6 +47,10 @@ CARRIED_PREFIXES = (
     "NCCL_",
     "GLOO_",
     "PYTORCH_",
+    "FLASH_ATTENTION_",
+    "CUTE_DSL_",
+    "TRITON_",
+    "TORCHINDUCTOR_",
 )
 CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
 KEPT = ("RAY_",)

@@ -37,14 +37,16 @@ def plan(config: Config, *, rollout: bool = True) -> PlacementPlan:
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
     models = {name: one.gpus for name, one in config.reward.models().items() if one.gpus and rollout}
-    bundles = [_bundle(learner.threads, learner.gpus) for _ in range(learner.ranks)]
+    bundles = [_bundle(learner.thread_count, learner.gpus) for _ in range(learner.ranks)]
     if not shares_gpus(config):
         bundles += [_bundle(engine.threads, engine.gpus) for _ in range(count)]
         places = [learner.ranks + number for number in range(count)]
     else:
         places = [number % learner.ranks for number in range(count)]
         # All of the GPU: Ray must not put two ranks on one.
-        bundles = [_bundle(learner.threads + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)]
+        bundles = [
+            _bundle(learner.thread_count + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)
+        ]
     beside = {name: len(bundles) + number for number, name in enumerate(models)}
     return PlacementPlan([*bundles, *({"GPU": gpus} for gpus in models.values())], places, beside)
 
@@ -92,7 +94,7 @@ class Placement:
     def rank(self, number: int) -> Options:
         """Return Ray's options for rank `number`."""
         learner = self._config.learner
-        return self._options(number, learner.threads, learner.gpus)
+        return self._options(number, learner.thread_count, learner.gpus)
 
     def actor(self, number: int) -> Options:
         """Return Ray's options for rollout actor `number`; beyond the plan, a demand that a cluster may grow by.

@@ -119,7 +119,7 @@ def shard_without_weights(
                 parameter.data = parameter.data.to(getattr(torch, config.dtype))
         policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
         policy.float32_head, policy.slices = config.float32_head, slices
-        policy.checkpointing = config.gradient_checkpointing
+        policy.checkpointing = kind = layers.kind(config)
         if not config.compile:
             policy.routers = Routers(lm.base_model, float32=config.float32_router)
     transformers = policy.transformers
@@ -127,7 +127,7 @@ def shard_without_weights(
         if refused := context_parallel.refusal(transformer.config, slices.ranks):
             raise ModelError(refused)
         tensor_parallel.cut_weights(transformer, slices.cut)
-        layers.checkpoint_activations(transformer, config.gradient_checkpointing)
+        layers.checkpoint_activations(transformer, kind)
         if config.compile:
             layers.compile_layers(transformer)
         elif config.attention == "auto" and mesh.device_type == "cpu" and slices.ranks == 1:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from streamppo import process
 from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
@@ -157,6 +158,8 @@ def ranks(config: Config) -> int:
 def environment(config: Config, *, local: bool) -> dict[str, str]:
     """Write the environment of SGLang's processes. With `local` the model is a folder, and the hub is not asked."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
+    # SGLang's own are in a folder that lasts already.
+    kept = process.compile_caches() if config.rollout.gpus else {}
     # Log-probs come from the distribution that is sampled from, after temperature.
     return {
         "OMP_NUM_THREADS": str(config.rollout.threads),
@@ -164,6 +167,7 @@ def environment(config: Config, *, local: bool) -> dict[str, str]:
         # New weights are written behind the step under way, which otherwise would read some of them.
         "SGLANG_FORCE_COARSE_WAR_BARRIER": "1",
         **offline,
+        **kept,
     }
 
 
