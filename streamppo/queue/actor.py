@@ -49,7 +49,7 @@ from streamppo.queue.token_limits import limits_of
 from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Batch, Failure, Identity, Push, TokenRecord, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, PublishReply
-from streamppo.weights.shares import RankShare, ShareCollector, Told
+from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -259,7 +259,7 @@ class QueueActor(ArchivedRuns):
         )
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
         """Publish a version, once every rank has called with its share: archive and consume its batch, free its slots,
         and let engines pull its weights. Returns a `PublishReply`, to all ranks.
 
@@ -360,7 +360,7 @@ class QueueActor(ArchivedRuns):
         if self._shards and (one.consumed or one.changes.ended):
             self._shards.drop([*one.consumed, *(ended.identity for ended in one.changes.ended)], one.horizon)
 
-    async def _archive_of(self, version: int, learned: Told) -> ArchivedBatch:
+    async def _archive_of(self, version: int, learned: EncodedRecord) -> ArchivedBatch:
         """Write a leased batch, once; what failed is begun anew by the next call."""
         if version not in self._archiving:
             self._archiving[version] = asyncio.create_task(self._write(self._queue.leased_batch(version), learned))
@@ -370,7 +370,7 @@ class QueueActor(ArchivedRuns):
             del self._archiving[version]
         return task.result()
 
-    async def _write(self, batch: Batch, learned: Told) -> ArchivedBatch:
+    async def _write(self, batch: Batch, learned: EncodedRecord) -> ArchivedBatch:
         if self._shards:
             told = [] if isinstance(learned, bytes) else learned
             return self._archive.gather(batch.version, await self._shards.archive(batch, told))

@@ -19,7 +19,7 @@ from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
 from streamppo.queue.store import archive
 from streamppo.types import Push, decode, encode
 from streamppo.weights.ledger import PublishReply
-from streamppo.weights.shares import RankShare, ShareCollector, Told
+from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -51,7 +51,7 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
         """Receive one rank's share of a new version: its `Push`, its buckets, and the `TokenRecord` of its batch.
 
         `learner` counts the groups of ranks that the run has had. Returns a `PublishReply` when all shares have come.
@@ -127,7 +127,7 @@ class ArchiveSource(ArchivedRuns):
         return [await self._handout.tokens(version, rows, lambda: self._archive.batch(version))]
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
         """Keep the digest of a version; its weights go nowhere. Returns a `PublishReply`."""
         return encode(await self._joining.result(RankShare(decode(push, Push), refs, learned)))
 

@@ -12,7 +12,7 @@ from streamppo.types import Push, Tensor, TensorChunk
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-Told: TypeAlias = "bytes | list[ObjectRef[bytes]]"
+EncodedRecord: TypeAlias = "bytes | list[ObjectRef[bytes]]"
 """An encoded `TokenRecord`, empty without a batch; or, for a queue with shards, a reference of it."""
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ class RankShare(NamedTuple, Generic[T]):
 
     push: Push
     refs: list[T]
-    learned: Told
+    learned: EncodedRecord
 
 
 class Shares(Generic[T]):
