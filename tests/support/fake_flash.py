@@ -1,6 +1,8 @@
 """flash-attn 2 as transformers finds it, in plain torch: the package itself cannot be had without CUDA."""
 
+import sys
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,7 +46,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return torch.cat([_row(q[slice(*own)], k[slice(*seen)], v[slice(*seen)], softmax_scale) for own, seen in rows])
 
     flash_utils: Any = modeling_flash_attention_utils
-    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *a, **k: (None, varlen, None, None, None))
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    for name, function in {
+        "flash_attn_func": None,
+        "flash_attn_varlen_func": varlen,
+        "flash_attn_with_kvcache": None,
+    }.items():
+        setattr(package, name, function)
+    for name in ("pad_input", "unpad_input"):
+        setattr(padding, name, None)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    # transformers' own import of the package by the name of the attention: another name is refused there.
+    monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True)
     return calls

@@ -1,6 +1,6 @@
 """The demand on Ray: bundles of CPUs and GPUs, reserved together or not at all.
 
-apart      a bundle for each rank, and one for each rollout actor
+apart      a bundle for each rank, and one for each rollout actor; in a cluster one for the ranks that exchange most
 sharing    both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... have a GPU between them
 beside     a bundle for each reward model that asks for GPUs
 
@@ -8,8 +8,9 @@ They are reserved together, because a stage that waits for a GPU that another st
 that is started again finds its place free. Rollout actors that are added later find their places outside.
 """
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from streamppo.config.sections import LOCAL, Config, shares_gpus
@@ -19,11 +20,16 @@ Bundle = dict[str, float]
 Options = dict[str, object]
 """Ray's options for an actor."""
 
+log = logging.getLogger(__name__)
+
 
 class PlacementPlan(NamedTuple):
-    """Bundles, and who lives where: rank i in bundle i, rollout actor i in `actors[i]`, a reward model by its name."""
+    """Bundles, and who lives where: rank i in bundle `ranks[i]`, rollout actor i in `actors[i]`, a reward model by its
+    name.
+    """
 
     bundles: list[Bundle]
+    ranks: list[int]
     actors: list[int]
     models: dict[str, int]
 
@@ -32,15 +38,19 @@ class PlacementPlan(NamedTuple):
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
-def plan(config: Config, *, rollout: bool = True) -> PlacementPlan:
-    """Give every rank a bundle, and every rollout actor and reward model a place, if the run has a `rollout`."""
+def plan(config: Config, *, rollout: bool = True, together: int = 1) -> PlacementPlan:
+    """Give every rank a bundle, and every rollout actor and reward model a place, if the run has a `rollout`.
+
+    So many neighbouring ranks have a bundle `together`, which Ray never divides between nodes.
+    """
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
     models = {name: one.gpus for name, one in config.reward.models().items() if one.gpus and rollout}
-    bundles = [_bundle(learner.thread_count, learner.gpus) for _ in range(learner.ranks)]
+    ranks = [number // together for number in range(learner.ranks)]
+    bundles = [_bundle(together * learner.thread_count, together * learner.gpus) for _ in range(ranks[-1] + 1)]
     if not shares_gpus(config):
+        places = [len(bundles) + number for number in range(count)]
         bundles += [_bundle(engine.threads, engine.gpus) for _ in range(count)]
-        places = [learner.ranks + number for number in range(count)]
     else:
         places = [number % learner.ranks for number in range(count)]
         # All of the GPU: Ray must not put two ranks on one.
@@ -48,7 +58,31 @@ def plan(config: Config, *, rollout: bool = True) -> PlacementPlan:
             _bundle(learner.thread_count + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)
         ]
     beside = {name: len(bundles) + number for number, name in enumerate(models)}
-    return PlacementPlan([*bundles, *({"GPU": gpus} for gpus in models.values())], places, beside)
+    return PlacementPlan([*bundles, *({"GPU": gpus} for gpus in models.values())], ranks, places, beside)
+
+
+def ranks_together(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Count the neighbouring ranks that the `nodes` of a cluster, by their resources, can have on one node each.
+
+    The ranks of a copy of the model, where there are several copies; else those that exchange tokens in every layer
+    (`learner.mesh`: context, tensor, expert); else 1. Ray orders equal bundles as it likes: of 32 ranks on four nodes
+    with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
+    """
+    learner, mesh = config.learner, config.learner.mesh
+    if shares_gpus(config) or learner.gpus % 1:
+        return 1
+    copy = mesh.shards(learner.ranks) if mesh.replicate > 1 else 1
+    for size in sorted({copy, exchanging(config)}, reverse=True):
+        bundle = _bundle(size * learner.thread_count, size * learner.gpus)
+        held = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
+        if held * size >= learner.ranks:
+            return size
+    return 1
+
+
+def exchanging(config: Config) -> int:
+    """Count the neighbouring ranks that exchange tokens in every layer."""
+    return math.lcm(config.learner.mesh.slices, config.learner.mesh.expert)
 
 
 def _bundle(cpus: int, gpus: float) -> Bundle:
@@ -80,6 +114,19 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
         )
 
 
+def _ranks_together(config: Config) -> int:
+    """Ask the cluster's nodes, and say so where ranks that exchange tokens may be on several."""
+    import ray
+
+    if config.cluster.address == LOCAL:
+        return 1
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    together, wanted = ranks_together(config, nodes), exchanging(config)
+    if together < wanted:
+        log.info("learner.mesh: %d ranks exchange tokens in every layer, and no node has room for all of them", wanted)
+    return together
+
+
 class Placement:
     """The bundles of a run, once Ray is there. Raises `RunError` where a Ray of our own can never have enough."""
 
@@ -88,13 +135,13 @@ class Placement:
 
         refuse_impossible(config, rollout=rollout)
         self._config = config
-        self._plan = plan(config, rollout=rollout)
+        self._plan = plan(config, rollout=rollout, together=_ranks_together(config))
         self._group = placement_group(self._plan.bundles, strategy="PACK")
 
     def rank(self, number: int) -> Options:
         """Return Ray's options for rank `number`."""
         learner = self._config.learner
-        return self._options(number, learner.thread_count, learner.gpus)
+        return self._options(self._plan.ranks[number], learner.thread_count, learner.gpus)
 
     def actor(self, number: int) -> Options:
         """Return Ray's options for rollout actor `number`; beyond the plan, a demand that a cluster may grow by.
