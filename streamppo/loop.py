@@ -70,7 +70,7 @@ class PendingUpdate(NamedTuple):
 
 
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
-    """Make all updates; then the exit code is 0. `started` is when the command began (perf_counter).
+    """Make all updates; only then the exit code is 0. `started` is when the command began (perf_counter).
 
     If `folder` has a part of the run, the run is continued. Recovery from a learner's death, resume and replay work in
     the same way: load a checkpoint, redo the archived batches, arrive at the same weights. A run that cannot continue

@@ -178,7 +178,7 @@ def _wrapped(line: str, columns: int) -> str:
     # A line with a carriage return is a progress bar.
     if (len(line) <= columns and line.isascii()) or "\r" in line:
         return line
-    # A slow import that most lines, which are short, do not need.
+    # A slow import; short lines, which are most, do not need it.
     from rich.cells import cell_len
 
     if cell_len(ESCAPE.sub("", line)) <= columns:

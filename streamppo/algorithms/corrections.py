@@ -28,7 +28,7 @@ NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 class Correction(NamedTuple):
     """[B, T] each: `weights` multiply the loss; `keep` is True where an unmasked token is kept.
 
-    `dropped` has, by the name of each rule, the unmasked tokens that this rule alone drops.
+    `dropped` has, by the name of each rule, the unmasked tokens that the rule drops, whatever the other rules do.
     """
 
     weights: Tensor

@@ -34,7 +34,7 @@ FIRST_LAG_OF_BUCKET = (0, *(last + 1 for last in LAST_LAG_OF_BUCKET))
 
 
 class AdmittedLag(NamedTuple):
-    """The admitted lag in versions, the share of the learning rate, and the number of updates with older data."""
+    """The admitted lag in versions, the share of the learning rate, and the updates for which older data may arrive."""
 
     admitted: int
     lr_share: float = 1.0

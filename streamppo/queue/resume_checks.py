@@ -62,7 +62,7 @@ def refuse_without_journal(run: Path) -> None:
 
 
 def refuse_without_shards(run: Path, config: Config) -> None:
-    """Raise `JournalError` if the journal of one of the queue's shards is missing in the folder `run`."""
+    """Raise `JournalError` if `run`, the folder of a run that has begun, lacks the journal of one of its shards."""
     for number in shards.numbers(config):
         if not (path := trajectory_store.path(run, number)).is_file():
             raise JournalError(f"{path}: missing: the tokens of trajectories that wait are there. Put it back to go on")

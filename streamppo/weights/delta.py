@@ -79,7 +79,7 @@ def _find_changes(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
     """(indices of changed elements, their differences); None if they are too many."""
     step = max(1, len(old) // SAMPLE)
     sample = old[::step] != new[::step]
-    # Stop early if an even sample has more than twice the largest share.
+    # Stop early if more than twice the share DENSE of an even sample has changed.
     if np.count_nonzero(sample) > 2 * DENSE * len(sample):
         return None
     places, differences, count = list[Places](), list[Numbers](), 0
@@ -116,7 +116,7 @@ def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
     limit = 256**gap_width
     long = np.flatnonzero(gaps > limit)
     between = np.repeat(long, (gaps[long] - 1) // limit)
-    # What does not fit its width is cut off: that is the remainder of a long gap.
+    # A long gap is truncated to its width, which leaves its remainder.
     short = (gaps - 1).astype(GAPS[gap_width])
     return np.insert(short, between, limit - 1) if len(between) else short, between
 
@@ -127,6 +127,6 @@ def _elements(data: Bytes, width: int) -> Numbers:
 
 
 def _zstd():
-    from numcodecs.zstd import Zstd  # A third of a second, which small models do not need.
+    from numcodecs.zstd import Zstd  # Takes a third of a second; small models do not need it.
 
     return Zstd(level=1)

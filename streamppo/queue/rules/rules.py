@@ -373,7 +373,7 @@ class QueueRules:
 
     def _end(self, slot: Slot, ending: Ending, reason: str) -> None:
         if ending != "too_old":
-            # The segments before one that is too old stay in training: their tokens are still valid.
+            # The attempt's earlier segments are trained on all the same: their tokens stay valid.
             self.state.counts["orphaned"] += slot.identity.segment
         ended = EndedAttempt(number=slot.number, identity=slot.identity, state=ending, reason=reason)
         self.state.pending_changes.ended.append(ended)

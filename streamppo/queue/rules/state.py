@@ -149,7 +149,7 @@ class QueueState:
     fenced               actors that were marked dead
     cut_for              for each actor, the newest version for which all due segments were cut and have arrived
     counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens; for segments also cut (another
-                         segment follows) and orphaned (a later part of the same attempt failed)
+                         segment follows) and orphaned (the rest of the attempt failed or was lost)
     tokens               sampled tokens: delivered, and the delivered tokens that are no longer held, by ending
     dropped, failed      dropped slots by reason, failures by stage
     """

@@ -125,7 +125,7 @@ class Database:
             raise JournalError(f"{self.path}: damaged: {first}")
 
     def _verify_format(self, tables: str, number: int, *, read_only: bool) -> None:
-        """Create the tables of a new file. Raises `JournalError` for an empty file to read, or another format."""
+        """Create the tables of a new file. Raises `JournalError` for another format, or an empty read-only file."""
         ((found,),) = self._db.execute("pragma user_version").fetchall()
         there = self._db.execute(SCHEMA).fetchall()
         if not there and read_only:

@@ -174,7 +174,7 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
 def _as_file_names(
     made: "type[PreTrainedModel]", config: "PretrainedConfig", found: Mapping[str, Tensor], reported: Report
 ) -> Report:
-    """Replace the names in `reported` by those in the files, if most of these are the names that transformers saves."""
+    """Replace the names in `reported` by those in the files, if the files have most names that transformers saves."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):

@@ -51,7 +51,7 @@ def check(folder: Path) -> Headers | None:
 
 
 def kind(folder: Path) -> Mapping[str, object]:
-    """Read config.json. Raises `ModelError` unless the folder has a model's configuration, without quantisation."""
+    """Read config.json. Raises `ModelError` if it is missing or invalid, or of an adapter or of quantised weights."""
     adapter, path = folder / "adapter_config.json", folder / "config.json"
     if adapter.is_file():
         base = _base_of(adapter)
