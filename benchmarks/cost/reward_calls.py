@@ -1,13 +1,13 @@
-"""How many calls of an async reward go through its process, beside plain httpx and beside calls that are stuck.
+"""Calls per second of an async reward through its process, compared with plain httpx, and with stuck calls.
 
     python benchmarks/cost/reward_calls.py CASE IN_FLIGHT [--calls N] [--json out.json]
 
-    plain     httpx alone asks a service that takes 1 s: the bound
-    service   the same client as a reward in a process of its own
-    one       calls of 0.5 s that wait, one of which sleeps for 60 s without awaiting; `timeout_s` is 5
-    share     the same with one in a hundred
+    plain     plain httpx calls a service that takes 1 s: the bound
+    service   the same client as a reward in its own process
+    one       calls that wait 0.5 s; one call blocks its process for 60 s; `timeout_s` is 5
+    share     as `one`, but one call in a hundred blocks
 
-`--json` adds a line to a list. Exits with 1 if a call of a healthy service failed.
+`--json` appends the result to a list. Exits with 1 if a call to the healthy service failed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
 async def _measure(case: str, in_flight: int, calls: int, url: str) -> dict[str, object]:
     texts = [_text(case, url, number) for number in range(calls)]
     if case == "plain":
-        # As in a reward's process: without it, passes over all that is loaded here would be counted as httpx's time.
+        # As in a reward's process: otherwise garbage collection of all loaded modules counts as httpx's time.
         process.freeze_gc()
         return {"case": case, **await _all(texts, in_flight, _plain)}
     waits = case != "service"
@@ -101,7 +101,7 @@ async def _plain(text: ScoredText) -> bool:
 async def _all(
     texts: list[ScoredText], in_flight: int, one: Callable[[ScoredText], Awaitable[bool]]
 ) -> dict[str, object]:
-    """Keep so many calls in flight until all have ended."""
+    """Call `one` for each of `texts`, with `in_flight` calls at a time; returns the measurements."""
     waiting = iter(texts)
     longest_s, failed = 0.0, 0
 

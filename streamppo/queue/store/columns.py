@@ -1,9 +1,9 @@
-"""The columns of a batch in the archive: arrays of numbers, and the words that they stand for. Pure: no Ray, no disk.
+"""The columns of a batch in the archive: arrays of numbers, and the words that they index. Pure: no Ray, no disk.
 
-    to_batch(*of_batch(batch, learned)) == batch
+    to_batch(*batch_columns(batch, learned)) == batch
 
-archive.py says what the columns are. `verify` looks at columns of a file before anything is made of them: its author
-may be a stranger.
+archive.py describes the columns. `verify` checks the columns of a file before they are used: the file may come from an
+untrusted source.
 """
 
 # pyright: standard
@@ -25,7 +25,7 @@ FINISH: tuple[Finish, ...] = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
 LEARNED = TokenRecord.__struct_fields__
-"""Columns that the learner adds to them."""
+"""Columns that the learner adds, also with one entry for each token of a completion."""
 RAGGED = {
     "token_rewards": floats,
     "candidates": ints,
@@ -34,11 +34,11 @@ RAGGED = {
     "routes": routes,
     "branches": ints,
 }
-"""Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
+"""Optional columns, and columns with any number of entries per trajectory; each has a column NAME_offsets."""
 EACH = ("token_rewards", "candidate_counts", "teacher_logprobs")
-"""Columns that have one entry for each token of a completion, or none."""
+"""Columns with one entry for each token of a completion, or none for a whole completion."""
 IDENTITY = ("prompt", "sample", "attempt", "segment")
-"""Columns of an identity's numbers; the last one only with segments."""
+"""Columns of an identity's numbers; `segment` only with segments."""
 
 
 TYPES: dict[str, tuple[str, ...]] = {
@@ -51,11 +51,11 @@ TYPES: dict[str, tuple[str, ...]] = {
     "routes": ("int16",),
     "explanations": ("uint8",),
 }
-"""The types of every column but offsets, which are int64."""
+"""The dtypes of every column except offsets, which are int64."""
 
 
 class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A batch's versions, and the words that columns of numbers stand for."""
+    """A batch's versions, and the words that its columns index."""
 
     version: int
     min_version: int
@@ -66,12 +66,12 @@ class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     rows: list[int] = []
 
     def words(self) -> dict[str, Sequence[str]]:
-        """The words of each column of words."""
+        """The words, by the name of the column that indexes them."""
         return {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
 
 
 def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
-    """Raise `ValueError` or `LookupError` for columns that `batch_columns` never gives: they lead out of each other."""
+    """Raise `ValueError` or `LookupError` for columns that `batch_columns` never returns, such as bad offsets."""
     rows, offsets = len(columns["reward"]), {name for name in columns if name.endswith("offsets")}
     for name, column in columns.items():
         if column.dtype.name not in (("int64",) if name in offsets else TYPES.get(name, ())):
@@ -94,7 +94,7 @@ def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
 
 
 def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Column:
-    """The lengths of the parts of a column between its offsets."""
+    """Check the offsets `name` of the column `of`; return the number of entries of each row."""
     ends = columns[name].astype(np.int64)
     lengths = np.diff(ends)
     if len(ends) != rows + 1 or ends[0] != 0 or ends[-1] != len(columns[of]) or lengths.min(initial=0) < 0:
@@ -103,7 +103,7 @@ def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Colum
 
 
 def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: int) -> None:
-    """Raise `ValueError` for numbers and words that no trajectory has."""
+    """Raise `ValueError` for numbers and words that no trajectory can have."""
     if not rows or not np.logical_or.reduceat(columns["mask"], columns["offsets"][:-1].astype(np.int64)).all():
         raise ValueError("a trajectory without a token that the policy sampled")
     for name, words in attributes.words().items():
@@ -125,7 +125,7 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
 
 
 def _verify_branches(columns: Mapping[str, Column]) -> None:
-    """Raise `ValueError` for branches that make no tree of their row."""
+    """Raise `ValueError` for branches that do not form a valid tree of their row."""
     if "branches" not in columns:
         return
     names = ("branches_offsets", "prompt_offsets", "offsets")
@@ -137,13 +137,13 @@ def _verify_branches(columns: Mapping[str, Column]) -> None:
 
 
 def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
-    """The learner's numbers that are kept, by their names: for every completion, one for each of its tokens."""
+    """The learner's columns that the file has, by name: for each completion an array with one number per token."""
     ends = columns["offsets"][1:-1].tolist()
     return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
 
 
 def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column], Attributes]:
-    """The columns of a batch, with the `learned` numbers of its tokens, and their words."""
+    """The columns of a batch, with the learner's record of its tokens, and the attributes."""
     trajectories = batch.trajectories
     words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
     known = {name: sorted(set(column)) for name, column in words.items()}
@@ -198,12 +198,12 @@ def _present(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]
 
 
 def decode_words(column: Column, known: Sequence[str]) -> list[str]:
-    """The words that a column of numbers stands for."""
+    """The words at the indices in `column`."""
     return [known[int(number)] for number in column]
 
 
 def explanations(columns: Mapping[str, Column]) -> list[str]:
-    """The text of each trajectory, empty where there is none."""
+    """The explanation of each trajectory; empty if it has none."""
     if "explanations" not in columns:
         return [""] * (len(columns["offsets"]) - 1)
     text, ends = columns["explanations"].tobytes(), columns["explanations_offsets"].tolist()
@@ -211,7 +211,7 @@ def explanations(columns: Mapping[str, Column]) -> list[str]:
 
 
 def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
-    """The batch of columns that `verify` has let pass."""
+    """The batch of columns that `verify` has accepted."""
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
     words = {name: decode_words(columns[name], known) for name, known in attributes.words().items()}
     ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}

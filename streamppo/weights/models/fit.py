@@ -1,7 +1,7 @@
-"""Compares the files of a model with the model that its configuration describes, before a weight is read.
+"""Compares a model's files with the model that its configuration describes, before a weight is read.
 
-transformers itself loads tensors without memory, of the names, types and shapes in the files, into a model without
-memory: whatever it renames, joins or ignores, its report is that of the real load.
+transformers loads tensors on the meta device, with the names, dtypes and shapes of the files, into a model on the meta
+device. So its report is that of the real load, whatever it renames, joins or ignores.
 """
 
 import difflib
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
-"""The class of transformers that makes a model."""
+"""The transformers class of a model."""
 Shape: TypeAlias = tuple[int, ...]
 SHOWN = 3
-"""Tensors that a message names."""
+"""Most tensors named in a message."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of weights by safetensors' names; all others are those of buffers, and count alike here."""
+"""Dtypes of weights by their names in safetensors; other dtypes are of buffers, and all count as float32 here."""
 NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 """The number of a layer in a tensor's name."""
 
 
 class Report(NamedTuple):
-    """Tensors that do not fit: by their names in the model, or in the files where these are known."""
+    """Tensors that do not fit, by their names in the files if known, else by those in the model."""
 
     missing: Collection[str] = ()
     unexpected: Collection[str] = ()
@@ -43,7 +43,7 @@ class Report(NamedTuple):
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def of_body(self, prefix: str, kind: Kind, *, body: bool) -> "Report":
-        """Leave out what is not asked for: with `body` everything but the transformer, and a classifier's old head."""
+        """Drop entries that are not needed: with `body` all outside the transformer, else a classifier's old head."""
 
         def is_inside(name: str) -> bool:
             return not prefix or name.startswith(f"{prefix}.")
@@ -57,16 +57,16 @@ class Report(NamedTuple):
 
 
 def check(here: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCausalLM", *, body: bool = False) -> int:
-    """Compare the files at `here` with the model of `config`; returns how many tensors there are.
+    """Compare the files at `here` with the model of `config`; returns the number of tensors in the files.
 
-    With `body` its transformer alone has to be there: a critic brings a head of its own. Raises `ModelError` with the
-    names of tensors that are missing, unexpected or of other shapes, and as `folder.check` does.
+    With `body` only the transformer must be there: a critic has its own head. Raises `ModelError` with the names of
+    tensors that are missing, unexpected or misshaped, and the errors of `folder.check`.
     """
     found = _shapes(here)
     tensors = dict(found)
     for head, embedding in pairs(config) if is_tied(config) else ():
         if head in tensors and embedding in tensors:
-            # Of equal values: transformers compares them, which takes memory.
+            # The values are equal, and transformers would compare them, which takes memory.
             tensors.pop(head)
     with naming(here), quiet():
         made = _class(config, kind)
@@ -78,14 +78,14 @@ def check(here: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
 
 
 def report(info: Mapping[str, object]) -> Report:
-    """Read the report of a load by transformers."""
+    """Convert transformers' report of a load."""
     missing, unexpected = (cast("set[str]", info[name]) for name in ("missing_keys", "unexpected_keys"))
     shapes = cast("set[tuple[str, Shape, Shape]]", info["mismatched_keys"])
     return Report(missing, unexpected, {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in shapes})
 
 
 def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Collection[str]) -> None:
-    """Raise `ModelError` for what is `reported` of the files at `here`, which have the names `found`."""
+    """Raise `ModelError` with the `reported` tensors of the files at `here`, whose tensors have the names `found`."""
     folder.refuse_names(here, found)
     sentences = list(_sentences(config, reported, found))
     more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
@@ -97,7 +97,7 @@ def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Coll
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep transformers from writing its reports to the log: whoever raises one says it in a sentence."""
+    """Keep transformers from logging its load reports in the block: our errors say the same in a sentence."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -110,7 +110,7 @@ def quiet() -> Generator[None]:
 
 
 def not_finite(here: Path) -> str:
-    """Name the first tensor of the files at `here` that has a NaN or an infinity; empty if there is none."""
+    """The name of the first tensor in the files at `here` with a NaN or an infinity; empty if there is none."""
     from safetensors import safe_open
 
     if (found := folder.check(here)) is None:
@@ -126,9 +126,9 @@ def not_finite(here: Path) -> str:
 
 @torch.no_grad()
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Name the first of `tensors` that has a NaN or an infinity; empty if there is none."""
+    """The name of the first of `tensors` with a NaN or an infinity; empty if there is none."""
     for name, one in tensors.items():
-        # One pass and no memory: both are NaN if any entry is.
+        # aminmax takes one pass and no memory, and returns NaN if any entry is NaN.
         if one.is_floating_point() and one.numel() and not torch.stack(torch.aminmax(one)).isfinite().all():
             return name
     return ""
@@ -138,7 +138,7 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _shapes(here: Path) -> dict[str, Tensor]:
-    """Tensors without memory, as the files have them."""
+    """The tensors of the files, on the meta device."""
     found = folder.check(here)
     if found is None:
         pickled = headers.pickle_tensors(here, "meta")
@@ -166,7 +166,7 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
-        # Experts that are not of one shape or number: the files' names tell which.
+        # The experts differ in shape or number: `_as_file_names` finds which from the names in the files.
         return Report(missing=["experts"])
     return report(loaded[1])
 
@@ -174,7 +174,7 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
 def _as_file_names(
     made: "type[PreTrainedModel]", config: "PretrainedConfig", found: Mapping[str, Tensor], reported: Report
 ) -> Report:
-    """Name what is `reported` as files do, if most of these have the names of transformers' own files."""
+    """Replace the names in `reported` by those in the files, if the files have most names that transformers saves."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
@@ -219,5 +219,5 @@ def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) 
 
 
 def _layers(names: Collection[str]) -> int:
-    """One more than the highest number of a layer in `names`."""
+    """The number of layers in `names`: the highest layer number plus one."""
     return max((1 + int(number[1]) for name in names if (number := NUMBERED.search(name))), default=0)
