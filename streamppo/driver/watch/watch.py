@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class RunStage(StrEnum):
-    """The part of a run that a call, or a restart, belongs to."""
+    """The part of a run to which a call or a restart belongs."""
 
     QUEUE = "queue"
     ROLLOUT = "rollout"

@@ -34,7 +34,7 @@ class Platform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
-        """Return torch's attention."""
+        """Return SGLang's name of torch's attention."""
         return "torch_native"
 
     def is_pin_memory_available(self, device: object = None) -> bool:

@@ -93,7 +93,7 @@ def hoards_filter(machine: str) -> bytes:
 
 
 def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends. Entering a user namespace resets that, so it comes first."""
+    """Make the kernel kill this process when its parent ends. Call it last: a new user namespace resets it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
