@@ -1,11 +1,11 @@
-"""Fingerprints of the files that a run reads besides its configuration: data, models, and functions of its user.
+"""Fingerprints of a run's input files besides its configuration: data, models and the user's functions.
 
-RUN/inputs.json    the SHA-256 of every file, as the newest driver found them
+RUN/inputs.json    the SHA-256 of every file, as computed by the newest driver
 
-Prompt number p stands for a row of the data, so other rows would be trained on under the same numbers: a run keeps its
-data and its models, unless a change is accepted on purpose. A reward, or a function of the user's own in `[algorithm]`,
-may change; that is noted. Data sets and models that are names on a hub have no files here, and are not looked at. Of a
-file above `WHOLE_BYTES` a fingerprint covers the size and `PLACES` pieces of a MiB, spread evenly.
+A prompt's number is the number of its data row, so changed data would put other rows under the same numbers. A run
+therefore keeps its data and models, unless the user accepts a change. A reward, or a custom function in `[algorithm]`,
+may change; the change is logged. Data sets and models that are names on a hub have no files here and are not checked.
+The fingerprint of a file above `WHOLE_BYTES` covers its size and `PLACES` evenly spread pieces of 1 MiB.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 class Input(msgspec.Struct, frozen=True):
-    """One file or folder: the name that the configuration gives it, and the fingerprint of each of its files."""
+    """One file or folder: its name in the configuration, and the fingerprint of each of its files."""
 
     path: str
     files: dict[str, str]
 
 
 class NamedInput(NamedTuple):
-    """A place that the configuration names in `field`; the run keeps what is there if it is `kept`."""
+    """The file or folder named by the configuration field `field`; a change of a `kept` one is refused."""
 
     field: str
     path: str
@@ -52,9 +52,9 @@ class NamedInput(NamedTuple):
 
 
 def with_clock(config: Config, folder: Path) -> Config:
-    """Give a configuration without `model.clock` that of the run in `folder`, or the present time if it has none.
+    """Set an empty `model.clock` to the clock of the run in `folder`, or to the present time for a new run.
 
-    A chat template may write the date: a run that goes on has the same prompts the day after.
+    A chat template may write the date: a resumed run must render the same prompts on a later day.
     """
     if config.model.clock:
         return config
@@ -64,7 +64,7 @@ def with_clock(config: Config, folder: Path) -> Config:
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
-    """Compare all inputs with those that the run in `folder` had, and remember them.
+    """Compare all inputs with the recorded ones of the run in `folder`, and record them.
 
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """
@@ -124,7 +124,7 @@ def _named_inputs(config: Config, folder: Path) -> Iterator[NamedInput]:
 
 
 def _source(name: str) -> str:
-    """The file of `package.module:name` or `path/file.py:name`; nothing of it is imported."""
+    """The file of `package.module:name` or `path/file.py:name`, found without importing it."""
     where = name.rpartition(":")[0]
     relative = where if where.endswith(".py") else f"{where.replace('.', '/')}.py"
     found = (Path(folder) / relative for folder in ("", *sys.path))
@@ -136,13 +136,13 @@ def _find_input(named: NamedInput) -> Input:
     if path.is_file():
         return Input(named.path, {path.name: fingerprint(path)})
     names = [file.relative_to(path) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
-    # Hidden files are those of tools.
+    # Hidden files belong to tools such as git.
     shown = sorted(str(name) for name in names if not any(part.startswith(".") for part in name.parts))
     return Input(named.path, {name: fingerprint(path / name) for name in shown})
 
 
 def fingerprint(path: Path) -> str:
-    """The SHA-256 of a file; of a large one that of its size and of pieces of it."""
+    """The SHA-256 of a file; for one above `WHOLE_BYTES`, the SHA-256 of its size and of `PLACES` pieces."""
     size = path.stat().st_size
     if size <= WHOLE_BYTES:
         return durable.sha256(path)
@@ -155,9 +155,9 @@ def fingerprint(path: Path) -> str:
 
 
 def _change(before: Input | None, present: Input) -> str:
-    """Say how a place differs from what it was; nothing if it is the same, or if another one is named on purpose.
+    """Describe how an input has changed; "" if it is unchanged, or if the configuration names another file.
 
-    A file or folder that was moved has another path and the same name.
+    A moved file or folder has another path and the same name: it counts as the same input.
     """
     if before is None or Path(before.path).name != Path(present.path).name:
         return ""

@@ -1,4 +1,4 @@
-"""The time that the phases of a run's processes take for each update, from the lines of metrics.jsonl."""
+"""The time per update of each phase of a run's processes, from the lines of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -7,15 +7,15 @@ from streamppo.process import WHOLE
 from streamppo.telemetry.metrics_file import Line, PhasesLine
 
 Spending: TypeAlias = tuple[int, float, float]
-"""Calls, wall seconds and CPU seconds, as a line has them."""
+"""Calls, wall seconds and CPU seconds, as in a line."""
 NOTHING: Spending = (0, 0.0, 0.0)
 
 ELSEWHERE = "elsewhere"
-"""CPU time of a process outside of its phases: overhead, other threads, and Ray."""
+"""CPU time of a process outside its phases: overhead, other threads, and Ray."""
 
 
 class PerUpdate(NamedTuple):
-    """Time of a phase for each update that was made while its process lived; calls, wall and CPU milliseconds."""
+    """Calls, wall and CPU milliseconds of a phase, per update made while its process was running."""
 
     calls: float
     wall_ms: float
@@ -23,9 +23,10 @@ class PerUpdate(NamedTuple):
 
 
 def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
-    """The phases of every process between its first line and its newest, and the rest of its CPU time.
+    """The phases of every process between its first and its newest line, and `ELSEWHERE`.
 
-    So its start-up does not count, but for a process with a single line. A process that saw no update is left out.
+    Its start-up is thus excluded, unless the process has a single line. A process without an update in that time is
+    omitted.
     """
     told = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]
@@ -39,7 +40,7 @@ def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
 
 
 def _began(line: PhasesLine) -> float:
-    """The second of the run at which the process of a line began; that of the line if it does not say."""
+    """The second of the run at which a line's process began; the line's own second if it lacks `WHOLE`."""
     return line["wall_s"] - line["spent"].get(WHOLE, NOTHING)[1]
 
 

@@ -1,11 +1,11 @@
-"""The demand on Ray: bundles of CPUs and GPUs, reserved together or not at all.
+"""A run's placement group in Ray: bundles of CPUs and GPUs, reserved together or not at all.
 
-apart      a bundle for each rank, and one for each rollout actor; in a cluster one for the ranks that exchange most
-sharing    both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... have a GPU between them
-beside     a bundle for each reward model that asks for GPUs
+separate         a bundle for each rank, and one for each rollout actor; in a cluster one for neighbouring ranks
+shared GPUs      both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... share one GPU
+reward models    a bundle for each reward model with GPUs
 
-They are reserved together, because a stage that waits for a GPU that another stage keeps would wait for ever. An actor
-that is started again finds its place free. Rollout actors that are added later find their places outside.
+They are reserved together, because a stage could otherwise wait for ever for a GPU held by another stage. A restarted
+actor finds its bundle free. Rollout actors that are added later are placed outside the group.
 """
 
 import logging
@@ -18,15 +18,13 @@ from streamppo.errors import RunError
 
 Bundle = dict[str, float]
 Options = dict[str, object]
-"""Ray's options for an actor."""
+"""Ray options of an actor."""
 
 log = logging.getLogger(__name__)
 
 
 class PlacementPlan(NamedTuple):
-    """Bundles, and who lives where: rank i in bundle `ranks[i]`, rollout actor i in `actors[i]`, a reward model by its
-    name.
-    """
+    """Bundles and their users: rank i has bundle `ranks[i]`, actor i `actors[i]`, a reward model `models[name]`."""
 
     bundles: list[Bundle]
     ranks: list[int]
@@ -34,14 +32,14 @@ class PlacementPlan(NamedTuple):
     models: dict[str, int]
 
     def total(self, resource: str) -> float:
-        """Sum up the demand for "CPU" or "GPU"."""
+        """The total demand for "CPU" or "GPU"."""
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
 def plan(config: Config, *, rollout: bool = True, together: int = 1) -> PlacementPlan:
-    """Give every rank a bundle, and every rollout actor and reward model a place, if the run has a `rollout`.
+    """Give every rank a bundle, and with `rollout` every rollout actor and reward model too.
 
-    So many neighbouring ranks have a bundle `together`, which Ray never divides between nodes.
+    `together` is the number of neighbouring ranks that share a bundle, which Ray never divides between nodes.
     """
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
@@ -53,7 +51,7 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
         bundles += [_bundle(engine.threads, engine.gpus) for _ in range(count)]
     else:
         places = [number % learner.ranks for number in range(count)]
-        # All of the GPU: Ray must not put two ranks on one.
+        # A whole GPU, so that Ray does not put two ranks on one.
         bundles = [
             _bundle(learner.thread_count + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)
         ]
@@ -90,7 +88,7 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
 
 
 def shortage(wanted: PlacementPlan, there: Mapping[str, float]) -> str:
-    """Say in words how much more is `wanted` than is `there`; "" if all is there."""
+    """Describe the resources that `wanted` needs beyond `there`; "" if they suffice."""
     missing = [
         f"{wanted.total(resource):g} {resource}s (there are {there.get(resource, 0):g})"
         for resource in ("GPU", "CPU")
@@ -100,12 +98,12 @@ def shortage(wanted: PlacementPlan, there: Mapping[str, float]) -> str:
 
 
 def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
-    """Raise `RunError` for a demand that a Ray of our own can never meet. A cluster may grow: a run waits for it."""
+    """Raise `RunError` for a demand that our own Ray can never meet. A cluster may grow, so a run waits for it."""
     import ray
 
     there: Mapping[str, float] = ray.cluster_resources()
     if config.cluster.cpus is None:
-        # Ray is started with as many as the configuration asks for.
+        # Our own Ray is started with as many CPUs as the configuration needs.
         there = {**there, "CPU": math.inf}
     if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), there)):
         raise RunError(
@@ -128,7 +126,7 @@ def _ranks_together(config: Config) -> int:
 
 
 class Placement:
-    """The bundles of a run, once Ray is there. Raises `RunError` where a Ray of our own can never have enough."""
+    """Reserves a run's bundles in the running Ray. Raises `RunError` if our own Ray can never have enough."""
 
     def __init__(self, config: Config, *, rollout: bool = True) -> None:
         from ray.util import placement_group
@@ -139,14 +137,15 @@ class Placement:
         self._group = placement_group(self._plan.bundles, strategy="PACK")
 
     def rank(self, number: int) -> Options:
-        """Return Ray's options for rank `number`."""
+        """Return the Ray options of rank `number`."""
         learner = self._config.learner
         return self._options(self._plan.ranks[number], learner.thread_count, learner.gpus)
 
     def actor(self, number: int) -> Options:
-        """Return Ray's options for rollout actor `number`; beyond the plan, a demand that a cluster may grow by.
+        """Return the Ray options of rollout actor `number`; beyond the plan, a demand outside the placement group.
 
-        A Ray of our own does not count the CPUs of an actor beyond the plan: people know how many their machine bears.
+        A cluster may grow to meet that demand. Our own Ray does not count the CPUs of an actor beyond the plan: the
+        user decides how many actors the machine can run.
         """
         rollout = self._config.rollout
         if number >= len(self._plan.actors):
@@ -155,12 +154,12 @@ class Placement:
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
 
     def model(self, name: str) -> Options:
-        """Return Ray's options for the reward model `name`."""
+        """Return the Ray options of the reward model `name`."""
         gpus = self._config.reward.models()[name].gpus
         return self._options(self._plan.models[name], 0, gpus) if gpus else {"num_cpus": 0}
 
     def waiting(self) -> str:
-        """Say in words what Ray has no place for yet; "" once everything has one."""
+        """Describe the resources that Ray lacks for the bundles; "" once all are reserved."""
         import ray
         from ray.util import placement_group_table
 

@@ -1,7 +1,7 @@
-r"""Find final answers in texts, and read them as numbers. Equality of formulas is math-verify's, see maths.py.
+r"""Finds final answers in texts and reads them as numbers. math-verify compares formulas, see maths.py.
 
-An actor's event loop waits for these functions: no pattern takes more than linear time, and no number is computed that
-is much longer than its text.
+These functions run in an actor's event loop, so every pattern takes at most linear time, and no computed number is much
+longer than its text.
 """
 
 import re
@@ -34,13 +34,13 @@ def extract_marked(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of the text, as it stands there; None if there is none."""
+    """Return the last number in the text, as written; None if there is none."""
     found = NUMBER.findall(text)
     return found[-1] if found else None
 
 
 def first_number(text: str) -> str | None:
-    """Return the first number of the text, as it stands there; None if there is none."""
+    """Return the first number in the text, as written; None if there is none."""
     found = NUMBER.search(text)
     return found[0] if found else None
 
@@ -61,11 +61,11 @@ def number(text: str) -> Fraction | None:
 
 
 def same_number(given: str, wanted: str) -> bool:
-    """Compare two texts as numbers, exactly; False if one of them is no number."""
+    """True if both texts are numbers and exactly equal."""
     value = number(given)
     return value is not None and value == number(wanted)
 
 
 def _fraction(decimal: str) -> Fraction:
-    """Raises `ValueError` beyond the digits that Python converts (4300)."""
+    """Parse a decimal. Raises `ValueError` above Python's limit of 4300 digits."""
     return Fraction(decimal.replace(",", ""))

@@ -1,4 +1,4 @@
-"""All that a report shows of one run, and the pieces of it that metrics.jsonl tells."""
+"""All data that a report shows of one run, and the tables that follow from metrics.jsonl."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,32 +23,32 @@ T = TypeVar("T")
 
 
 def attempt(part: Callable[[], T]) -> tuple[T | None, str]:
-    """Make a part of a page. Returns it, or the sentence that says why it cannot be made."""
+    """Make a part of a page. Returns (part, ""), or (None, the reason) if it failed."""
     try:
         return part(), ""
     except StreamppoError as error:
         return None, str(error)
-    # A fault in a part is that part's sentence, and the others are there.
+    # A bug in one part is shown in its place, and the other parts are still made.
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return None, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def section(caller: Callable[[], Markup]) -> Markup:
-    """Make a section of a page, or write in its place why it cannot be made."""
+    """Make a section of a page; on failure, a paragraph with the reason."""
     made, why = attempt(caller)
     return Markup(f'<p class="none">{escape(why)}</p>') if made is None else made
 
 
 class TextPiece(NamedTuple):
-    """Consecutive tokens of one version, as text; None where the policy did not sample them."""
+    """Consecutive tokens of one version, as text; `lag` is None if the policy did not sample them."""
 
     text: str
     lag: int | None
 
 
 class TrainedSample(NamedTuple):
-    """A trajectory that was trained on by the update that made `version`."""
+    """A trajectory of the batch of the update that made `version`."""
 
     version: int
     title: str
@@ -67,10 +67,10 @@ class NamedNumber(NamedTuple):
 
 @dataclass(slots=True)
 class View:
-    """One run, or a replay of one under another configuration, of which there are only `lines`.
+    """One run, or a replay under another configuration, which has only `lines`.
 
-    `queue` are the counters in its journal, None without one. `failures` counts reasons, the most frequent first.
-    `notes` say what a report lacks.
+    `queue`: the counters in its journal, None without one. `failures`: reasons with counts, the most frequent first.
+    `notes`: what the report lacks.
     """
 
     name: str
@@ -97,12 +97,12 @@ class View:
 
 
 def evaluations(view: View) -> list[EvaluationLine]:
-    """The lines of its evaluations."""
+    """The evaluation lines of a run."""
     return [line for line in view.lines if "evaluation" in line]
 
 
 def kind(condition: str) -> str:
-    """Name the colour of a run's condition or outcome: anything but a good end, a signal or a kill is a failure."""
+    """The colour class of a run's condition or outcome; unknown outcomes are failures."""
     known = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
     if condition.startswith("Interrupted"):
         return "stopped"
@@ -110,17 +110,17 @@ def kind(condition: str) -> str:
 
 
 def condition_word(condition: str) -> str:
-    """Write a condition in one word, and an error by its first line."""
+    """The condition in one word; for an error its first line."""
     return condition.strip().partition("\n")[0] if kind(condition) == "failed" else condition
 
 
 def signs(view: View) -> tuple[list[Sign], list[Sign]]:
-    """The findings that hold, and those that are over."""
+    """(findings that hold, findings that are over)."""
     return [one for one in view.findings if one.holds], [one for one in view.findings if not one.holds]
 
 
 def headline(view: View) -> list[NamedNumber]:
-    """The numbers that people ask for first."""
+    """The most important numbers of a run."""
     told = summaries.summarise(view.lines)
     rows = [NamedNumber("verdict", told["verdict"])] if told["verdict"] else []
     rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{told['updates']}")]
@@ -143,14 +143,14 @@ def headline(view: View) -> list[NamedNumber]:
 
 
 class RunsTable(NamedTuple):
-    """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
+    """The headlines of several runs as a table: the runs' names, and rows of a name and one value per run."""
 
     runs: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
 
 
 def compare_headlines(views: Sequence[View]) -> RunsTable | None:
-    """The headlines of several runs; None of a single one."""
+    """The headlines of several runs; None for a single run."""
     if len(views) < 2:
         return None
     found = [{row.name: row.value for row in headline(one)} for one in views]
@@ -167,12 +167,12 @@ def _ends(told: OfLines) -> list[NamedNumber]:
 
 
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
-    """Each sampled token that reached the queue, under its end; and a sentence about the sum.
+    """The delivered tokens by their fate, and a sentence that compares the sum with the deliveries.
 
-    All of it is as of the journal's version: lines of later updates are left out. The learner counts the tokens of its
-    batches, the queue counts what is delivered and what it gives up, and adds up what waits in it.
+    All counts are as of the journal's version; lines of later updates are excluded. The learner counts the tokens of
+    its batches; the queue counts delivered, abandoned and waiting tokens.
 
-    Example: 100 delivered, 20 waiting and lines of 70 trained tokens make a sum that has 10 less.
+    Example: 100 delivered, 20 waiting and lines of 70 trained tokens: the sum has 10 less.
     """
     if view.queue is None:
         return [], ""
@@ -214,14 +214,14 @@ def _version(line: UpdateLine | RemadeLine) -> int:
 
 
 def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
-    """The sums over updates, each of which has one line."""
+    """Sums of token counts over updates, one line for each."""
     names = ("tokens", "tokens_trained", "tokens_too_old")
     values = {name: [line.get(name, 0) for line in known] for name in names}
     return {name: round(sum(one for one in found if isinstance(one, int | float))) for name, found in values.items()}
 
 
 def lengths(view: View) -> list[NamedNumber]:
-    """Mean lengths of what was trained on and of what was sampled, and the bias between them."""
+    """Mean lengths of trained and of sampled completions, and the bias between them."""
     if view.queue is None or not view.queue.consumed:
         return []
     queue, dropped = view.queue, view.queue.dropped["too_old"]
@@ -256,7 +256,7 @@ def events(view: View) -> list[Event]:
 
 
 def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
-    """The time since the last line of each rollout actor of the newest part: it has told nothing of it yet."""
+    """The time since the last line of each rollout actor of the newest part, for which nothing is known yet."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
     newest = {one.line["engine"]: one.line["wall_s"] for one in stretches if one.line["wall_s"] >= begun_s}
@@ -274,14 +274,14 @@ def _engine(stretch: Stretch) -> Event:
 
 
 UNTOLD, FINISHED_COLOUR = 8, 2
-"""Colours of time of which nothing is known yet, and of a good end."""
+"""Colours of time without data yet, and of a successful end."""
 INSTANTS = {
     "evaluation": ("evaluation", "after update ", 1),
     "restart": ("restart", "", 3),
     "part": ("driver", "", 4),
     "end": ("driver", "", 3),
 }
-"""Lane, words before those of the event, and colour, by the kind of an event that takes no time."""
+"""Lane, text prefix and colour, by the kind of instant event."""
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""Everything that the processes of a reward print, which is bounded: other people's code prints as much as it likes.
+"""Forwards the output of a reward's processes, with a bound, because user code may print any amount.
 
-Each line begins with `reward FUNCTION: `, so that none passes for a line of ours, whatever the policy wrote into it.
+Each line gets the prefix `reward FUNCTION: `, so that it cannot imitate one of our log lines, whatever it contains.
 """
 
 import logging
@@ -13,20 +13,20 @@ from streamppo.terminal import harmless
 
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
-"""Passed on in one window, of all processes of a reward together; the rest of the window is dropped."""
+"""Bytes forwarded per window for all processes of a reward together; the rest is dropped."""
 
 LINE_BYTES = 8 * 2**10
-"""A longer line is shown as several."""
+"""A longer line is split into several."""
 
 log = logging.getLogger(__name__)
 
 
 def forward(source: int, function: str) -> None:
-    """Pass `source` on to what is standard output at present until every writer is gone, in a thread that closes it."""
+    """Forward `source` to the present standard output until every writer is gone, in a thread that closes it."""
     try:
         target = os.dup(1)
     except OSError:
-        # There is none; the writers do not wait for their reader all the same.
+        # Without a standard output the pipe must still be read, or its writers would block.
         target = os.open(os.devnull, os.O_WRONLY)
     threading.Thread(target=_forward, args=(source, target, function), name="reward-output", daemon=True).start()
 
@@ -51,12 +51,12 @@ def _forward(source: int, target: int, function: str) -> None:
 
 
 def _sanitise(line: bytes, head: bytes) -> bytes:
-    """Say whose line it is, and make it harmless."""
+    """Add the prefix to a line and make it harmless."""
     return head + harmless(line.removesuffix(b"\r").decode(errors="replace")).encode() + b"\n"
 
 
 def _write(target: FileIO, chunk: bytes) -> None:
-    """Write all of it, or nothing more when standard output is gone."""
+    """Write all of `chunk`; stop if standard output is gone."""
     try:
         while chunk:
             chunk = chunk[target.write(chunk) :]
