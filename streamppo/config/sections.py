@@ -67,7 +67,7 @@ class Model(Section, frozen=True):
     float32_router: bool = False
     """The learner computes expert scores in float32 even with bfloat16."""
     gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
-    """Recompute activations, keeping a layer's input ("offloaded": on the CPU); auto: full on a GPU where they do not fit."""
+    """Recompute activations from each layer's input ("offloaded": in CPU memory); auto: full if a GPU is too small."""
     compile: bool = False
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     lora: Lora | None = None
