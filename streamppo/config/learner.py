@@ -14,7 +14,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     lr: PositiveFloat = 1e-6
     """AdamW's learning rate: typically 1e-6 for a billion weights, and 1e-3 for 0.1 million."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads of a rank; auto: 1, or more for a large model on one machine. A run keeps the number it began with."""
+    """CPU threads of a rank; auto: 1, or more for a large model on one machine. A run keeps its number."""
     ranks: Positive = 1
     """Learner ranks, one Ray actor each."""
     mesh: Mesh = Mesh()
