@@ -91,8 +91,7 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
     if witness is None:
         if expert := next((name for name in tensors if ".experts." in name), None):
             raise WeightsError(
-                "this SGLang gives no checksums (on a CPU it has none), and without them nobody can see "
-                f"whether it has taken {expert}"
+                f"this SGLang gives no checksums, and without them nobody can see whether it has taken {expert}"
             )
         witness = Values(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
     return Attestation(witness)
