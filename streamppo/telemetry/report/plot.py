@@ -142,10 +142,10 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
 
 def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
     """Draw a heat map of histograms over an x axis; the colour is deeper for a larger share of a column."""
-    columns = _merge_bins([one for one in columns if sum(one.amounts.values()) > 0])
+    columns = _merge_bins([distribution for distribution in columns if sum(distribution.amounts.values()) > 0])
     if not columns:
         return Markup("")
-    highest = min(MOST_ROWS, max(max(one.amounts) for one in columns))
+    highest = min(MOST_ROWS, max(max(distribution.amounts) for distribution in columns))
     x_axis = _Axis(*_wide(columns[0].x, columns[-1].x), LEFT, WIDTH - RIGHT)
     wide, high = (WIDTH - RIGHT - LEFT) / len(columns), (HEIGHT - BOTTOM - TOP) / (highest + 1)
     drawn: list[str] = []
