@@ -82,8 +82,8 @@ def compile_caches() -> dict[str, str]:
     if fault := _unusable(base):
         log.info("compiled kernels are not kept for the next run: %s: %s", base, fault)
         return {}
-    wanted = {FLASH_KEEPS: "1"} | {name: str(base / folder) for name, folder in CACHES.items()}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    variables = {FLASH_KEEPS: "1"} | {name: str(base / folder) for name, folder in CACHES.items()}
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def _unusable(folder: Path) -> str:
@@ -298,8 +298,8 @@ def spent() -> dict[str, PhaseTime]:
 
 def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:
     """The sum of several processes' `spent` by phase."""
-    found: dict[str, list[PhaseTime]] = {}
-    for one in processes:
-        for name, time_of in one.items():
-            found.setdefault(name, []).append(time_of)
-    return {name: PhaseTime(*map(sum, zip(*times, strict=True))) for name, times in found.items()}
+    by_phase: dict[str, list[PhaseTime]] = {}
+    for process in processes:
+        for name, time_of in process.items():
+            by_phase.setdefault(name, []).append(time_of)
+    return {name: PhaseTime(*map(sum, zip(*times, strict=True))) for name, times in by_phase.items()}

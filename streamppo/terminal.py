@@ -18,8 +18,11 @@ def harmless(text: str) -> str:
     # The fast path of most texts: this is called for every line.
     if text.isprintable():
         return text
-    shown = (" " if one == "\t" else "⏎" if one == "\n" else one for one in text.replace("\r\n", "\n"))
-    return "".join("·" if unicodedata.category(one) in HARMFUL else one for one in shown)
+    shown = (
+        " " if character == "\t" else "⏎" if character == "\n" else character
+        for character in text.replace("\r\n", "\n")
+    )
+    return "".join("·" if unicodedata.category(character) in HARMFUL else character for character in shown)
 
 
 def lines(text: str) -> str:

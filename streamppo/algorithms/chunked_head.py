@@ -245,10 +245,10 @@ def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -
 
 def split(gradient_CV: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
     """Split `gradient_CV` into a sum of `parts` tensors of `dtype`, each the rounded rest; overwrites the input."""
-    made = [gradient_CV.to(dtype)]
+    terms = [gradient_CV.to(dtype)]
     for _ in range(1, parts):
-        made.append(gradient_CV.sub_(made[-1]).to(dtype))
-    return made
+        terms.append(gradient_CV.sub_(terms[-1]).to(dtype))
+    return terms
 
 
 def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) -> Tensor:

@@ -55,15 +55,15 @@ def custom_advantage(
     """
     rewards_BT = fill(rewards_BT, mask_BT)
     scores_B = sequence_sum(rewards_BT, mask_BT)
-    found = function(AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B))
-    if not isinstance(found, Tensor):
-        raise ValueError(f"the advantage returned a {type(found).__name__}, not a tensor")
-    if found.shape not in (mask_BT.shape, scores_B.shape):
+    advantage = function(AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B))
+    if not isinstance(advantage, Tensor):
+        raise ValueError(f"the advantage returned a {type(advantage).__name__}, not a tensor")
+    if advantage.shape not in (mask_BT.shape, scores_B.shape):
         shapes = f"[B] = {tuple(scores_B.shape)} or [B, T] = {tuple(mask_BT.shape)}"
-        raise ValueError(f"the advantage has shape {tuple(found.shape)}; it must be {shapes}")
-    found_BT = spread(found, mask_BT) if found.dim() == 1 else found
-    check_finite(mask_BT, advantage=found_BT)
-    return fill(found_BT, mask_BT).detach()
+        raise ValueError(f"the advantage has shape {tuple(advantage.shape)}; it must be {shapes}")
+    advantage_BT = spread(advantage, mask_BT) if advantage.dim() == 1 else advantage
+    check_finite(mask_BT, advantage=advantage_BT)
+    return fill(advantage_BT, mask_BT).detach()
 
 
 def try_custom_advantage(function: CustomAdvantage) -> None:

@@ -105,10 +105,10 @@ def try_custom_correction(function: CustomCorrection) -> None:
 def _leaving_inputs(function: CustomCorrection) -> CustomCorrection:
     def watched(inputs: CorrectionInputs) -> object:
         before = [column.clone() for column in inputs]
-        found = function(inputs)
+        correction = function(inputs)
         for name, old, new in zip(inputs._fields, before, inputs, strict=True):
             if not torch.equal(old, new):
                 raise ValueError(f"the correction changes its input {name}: work on a copy")
-        return found
+        return correction
 
     return watched

@@ -55,7 +55,9 @@ def tokens(
 
 def fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels do not run on `device`, found by a trial with a few tokens; None if they run."""
-    logits_NP, gradient_QP = (torch.zeros(16, 128, device=device, dtype=one) for one in (torch.float32, dtype))
+    logits_NP, gradient_QP = (
+        torch.zeros(16, 128, device=device, dtype=precision) for precision in (torch.float32, dtype)
+    )
     softmax_4N = softmax(logits_NP)
     few = tokens((1.0, 0.0), None, torch.zeros(16, device=device, dtype=torch.int64), None, None)
     try:

@@ -45,8 +45,8 @@ def next_lag(
     lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int], *, at_most: int, ess: float
 ) -> AdmittedLag:
     """The lag to admit after an update on a batch with `tokens_by_lag`; `ess_by_bucket` has keys of `LAG_BUCKETS`."""
-    found = _bucket_ess(lag, ess_by_bucket, tokens_by_lag)
-    failing = [first for first, value in found.items() if value < ess]
+    ess_by_first_lag = _bucket_ess(lag, ess_by_bucket, tokens_by_lag)
+    failing = [first for first, value in ess_by_first_lag.items() if value < ess]
     if failing:
         # Data admitted under the old lag arrive for as many updates.
         hold, none_is_at_fault = max(lag.hold - 1, lag.admitted), min(failing) == 0
@@ -55,10 +55,12 @@ def next_lag(
     waited = lag._replace(hold=max(0, lag.hold - 1))
     if lag.lr_share < 1:
         return waited._replace(lr_share=min(1.0, 2 * lag.lr_share))
-    reached = _share(tokens_by_lag, lambda one: one >= lag.admitted) >= LEAST
-    if lag.hold or not found or not reached or min(found.values()) < (1 + ess) / 2:
+    reached = _share(tokens_by_lag, lambda token_lag: token_lag >= lag.admitted) >= LEAST
+    if lag.hold or not ess_by_first_lag or not reached or min(ess_by_first_lag.values()) < (1 + ess) / 2:
         return waited
-    return waited._replace(admitted=min(at_most, extrapolate_lag(lag.admitted, min(found.values()), (1 + ess) / 2)))
+    return waited._replace(
+        admitted=min(at_most, extrapolate_lag(lag.admitted, min(ess_by_first_lag.values()), (1 + ess) / 2))
+    )
 
 
 def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
@@ -77,7 +79,9 @@ def lr_share(lag: AdmittedLag, tokens_by_lag: Mapping[int, int]) -> float:
     """The share of the learning rate for the update on a batch with `tokens_by_lag`."""
     if not lag.hold or not tokens_by_lag:
         return lag.lr_share
-    young = sum(tokens * min(1.0, (lag.admitted + 1) / (one + 1)) for one, tokens in sorted(tokens_by_lag.items()))
+    young = sum(
+        tokens * min(1.0, (lag.admitted + 1) / (token_lag + 1)) for token_lag, tokens in sorted(tokens_by_lag.items())
+    )
     return lag.lr_share * young / sum(tokens_by_lag.values())
 
 
@@ -85,15 +89,15 @@ def _bucket_ess(
     lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int]
 ) -> dict[int, float]:
     """The effective sample sizes of the buckets that count, by each bucket's first lag."""
-    found: dict[int, float] = {}
+    ess_by_first_lag: dict[int, float] = {}
     for name, first, last in zip(LAG_BUCKETS, FIRST_LAG_OF_BUCKET, (*LAST_LAG_OF_BUCKET, inf), strict=True):
-        share = _share(tokens_by_lag, lambda one, first=first, last=last: first <= one <= last)
+        share = _share(tokens_by_lag, lambda token_lag, first=first, last=last: first <= token_lag <= last)
         if first <= lag.admitted and share >= LEAST and name in ess_by_bucket:
-            found[first] = ess_by_bucket[name]
-    return found
+            ess_by_first_lag[first] = ess_by_bucket[name]
+    return ess_by_first_lag
 
 
 def _share(tokens_by_lag: Mapping[int, int], counts: Callable[[int], bool]) -> float:
     """The share of the tokens whose lag satisfies `counts`."""
-    counted = sum(tokens for one, tokens in tokens_by_lag.items() if counts(one))
+    counted = sum(tokens for token_lag, tokens in tokens_by_lag.items() if counts(token_lag))
     return counted / max(1, sum(tokens_by_lag.values()))

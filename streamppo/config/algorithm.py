@@ -286,8 +286,8 @@ class Algorithm(Section, frozen=True):
 
     @property
     def _advantage_compares(self) -> bool:
-        own = isinstance(self.advantage, CustomAdvantage) and self.advantage.compares_samples
-        return own or isinstance(self.advantage, GROUP_BASED)
+        custom = isinstance(self.advantage, CustomAdvantage) and self.advantage.compares_samples
+        return custom or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""

@@ -135,10 +135,10 @@ def _secret(*, make: bool) -> bytes:
             pass
         finally:
             aside.unlink()
-    found = file.read_bytes()
-    if len(found) != 32:
+    secret = file.read_bytes()
+    if len(secret) != 32:
         raise OSError(f"{file}: not 32 bytes")
-    return found
+    return secret
 
 
 def _lines(run: Path) -> set[str]:

@@ -36,8 +36,8 @@ BITS = 63
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
     """The configuration in `tree`, or None and all its mistakes, in the order of the sections."""
     reader = _Reader()
-    made = reader.value(inspect.type_info(Config), tree, "")
-    return (made if isinstance(made, Config) else None), reader.mistakes
+    converted = reader.value(inspect.type_info(Config), tree, "")
+    return (converted if isinstance(converted, Config) else None), reader.mistakes
 
 
 class _Reader:
@@ -62,8 +62,8 @@ class _Reader:
             case inspect.VarTupleType():
                 return self._items(node, [node.item_type] * len(_items(value) or ()), value, name)
             case _:
-                made = _scalar(node, value)
-                return self._unlike(node, value, name) if made is WRONG else made
+                converted = _scalar(node, value)
+                return self._unlike(node, value, name) if converted is WRONG else converted
 
     def _add(self, name: str, text: str, at: str | None = None, *, broad: bool = False) -> object:
         self.mistakes.append(Mistake(name, text, name if at is None else at, broad))
@@ -105,8 +105,8 @@ class _Reader:
         if not isinstance(value, dict):
             return self._unlike(node, value, name)
         tree = cast(Tree, value)
-        made = {key: self.value(node.value_type, part, _join(name, key)) for key, part in tree.items()}
-        return WRONG if WRONG in made.values() else made
+        converted = {key: self.value(node.value_type, part, _join(name, key)) for key, part in tree.items()}
+        return WRONG if WRONG in converted.values() else converted
 
     # --- choices ---------------------------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class _Reader:
         if structs and (_is_table(value) or not any(map(_is_scalar, node.types))):
             return self._kind(structs, value, name, default)
         for option in node.types:
-            if (made := _scalar(option, value)) is not WRONG:
-                return made
+            if (converted := _scalar(option, value)) is not WRONG:
+                return converted
         return self._unlike(node, value, name)
 
     def _kind(self, structs: Sequence[inspect.StructType], value: object, name: str, default: object) -> object:
@@ -138,17 +138,17 @@ class _Reader:
         items = _items(value)
         if items is None or len(items) != len(types):
             return self._unlike(node, value, name)
-        made = tuple(_scalar(inner, item) for inner, item in zip(types, items, strict=True))
-        return self._unlike(node, value, name) if WRONG in made else made
+        converted = tuple(_scalar(inner, item) for inner, item in zip(types, items, strict=True))
+        return self._unlike(node, value, name) if WRONG in converted else converted
 
     def _tables(self, node: inspect.Type, item: inspect.Type, value: object, name: str) -> object:
         """Read a list of tables. A mistake in one table is reported at the list."""
         tables, before = _items(value), len(self.mistakes)
         if tables is None:
             return self._unlike(node, value, name)
-        made = tuple(self.value(item, table, f"{name}[{place}]") for place, table in enumerate(tables))
+        converted = tuple(self.value(item, table, f"{name}[{place}]") for place, table in enumerate(tables))
         self.mistakes[before:] = [mistake._replace(at=name) for mistake in self.mistakes[before:]]
-        return WRONG if len(self.mistakes) > before else made
+        return WRONG if len(self.mistakes) > before else converted
 
 
 def _join(name: str, part: str) -> str:

@@ -11,8 +11,8 @@ def explain(
     mistakes: Sequence[Mistake], path: Path, text: str, overridden: Sequence[str], short: Mapping[str, str]
 ) -> list[str]:
     """One line for each mistake, in the order of the file `path` with content `text`; `short` is `expand`'s."""
-    told = [_as_written(mistake, short) for mistake in mistakes]
-    lines = [(_line_of(mistake.at, text) or 0, mistake) for mistake in told]
+    written = [_as_written(mistake, short) for mistake in mistakes]
+    lines = [(_line_of(mistake.at, text) or 0, mistake) for mistake in written]
     ordered = sorted(lines, key=lambda pair: pair[0])
     return list(dict.fromkeys(_sentence(mistake, path, line, overridden) for line, mistake in ordered))
 

@@ -75,7 +75,7 @@ def existing(run: Path) -> Path:
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
         raise CheckpointError(f"{run}: no run is there")
-    if strange := [one.name for one in os.scandir(run) if not one.is_file() and not one.is_dir()]:
+    if strange := [entry.name for entry in os.scandir(run) if not entry.is_file() and not entry.is_dir()]:
         raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder, which streamppo does not write")
     return run
 

@@ -140,7 +140,7 @@ def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[st
     if not hint and isinstance(value, dict):
         inside = {leaf: _alias(leaf) or _elsewhere(leaf) for leaf in _leaves(name, cast("dict[str, object]", value))}
         if any(inside.values()):
-            yield from ((leaf, _sentence(leaf, said)) for leaf, said in inside.items())
+            yield from ((leaf, _sentence(leaf, message)) for leaf, message in inside.items())
             return
     hint = hint or _elsewhere(name) or nearest(key, names) or _nearly_elsewhere(key)
     yield name, _sentence(name, hint or (f": known here are {join_names(names)}" if names else ""))
@@ -170,8 +170,8 @@ def _elsewhere(name: str) -> str:
     """A hint about fields of the same name: in other kinds of its table, or in other tables."""
     key = name.rpartition(".")[2]
     same = [field for field in _fields() if field.key == key]
-    if here := [f'kind "{field.kind}"' for field in same if field.kind and field.name == name]:
-        return f": {join_names(list(dict.fromkeys(here)))} {'has' if len(here) == 1 else 'have'} it"
+    if kinds := [f'kind "{field.kind}"' for field in same if field.kind and field.name == name]:
+        return f": {join_names(list(dict.fromkeys(kinds)))} {'has' if len(kinds) == 1 else 'have'} it"
     depth = min((field.depth for field in same), default=0)
     shallow = list(dict.fromkeys(repr(field.name) for field in same if field.depth == depth))
     return f": did you mean {join_names(shallow[:MOST], 'or')}?" if shallow else ""

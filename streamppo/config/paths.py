@@ -27,8 +27,8 @@ def anchor(tree: Tree, folder: Path) -> None:
     absolute = folder.absolute()
 
     def change(path: str) -> str:
-        found = os.path.normpath(absolute / path)
-        return found if os.path.exists(found) else path
+        candidate = os.path.normpath(absolute / path)
+        return candidate if os.path.exists(candidate) else path
 
     _change(tree, change)
 
@@ -55,7 +55,7 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
         if isinstance(value, dict):
             _walk(cast(Tree, value), names, change)
         elif isinstance(value, list) and name in names:
-            table[name] = [_changed(one, change) for one in cast("list[object]", value)]
+            table[name] = [_changed(item, change) for item in cast("list[object]", value)]
         elif name in names:
             table[name] = _changed(cast(object, value), change)
 

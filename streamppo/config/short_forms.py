@@ -104,8 +104,8 @@ def _belongs_inside(name: str, short: ShortForm) -> bool:
 
 
 def _table(tree: Tree, name: str) -> Tree:
-    found = tree.get(name)
-    return cast(Tree, found) if isinstance(found, dict) else {}
+    table = tree.get(name)
+    return cast(Tree, table) if isinstance(table, dict) else {}
 
 
 # --- bare kinds ----------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ def sentence(config: Config, run: Path) -> str:
     the newest version exist.
     """
     lines = metrics_file.read(run)
-    made = metrics_file.recorded_versions(lines)
-    newest = max(made, default=0)
+    recorded = metrics_file.recorded_versions(lines)
+    newest = max(recorded, default=0)
     last = lines[-1] if lines else None
     if last is None or "end" not in last or last["end"] != FINISHED:
         return ""
-    if newest < config.updates or len(made) < newest:
+    if newest < config.updates or len(recorded) < newest:
         return ""
     checkpoints = [int(path.name) for path in manifest.complete(run / "checkpoints")]
     if not (run / MODEL).is_file() or newest not in checkpoints:

@@ -69,9 +69,9 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """
     named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
-    present = {one.field: _find_input(one) for one in named}
-    changed = {one.field: _change(before.get(one.field), present[one.field]) for one in named}
-    refused = [f"{one.field}: {changed[one.field]}" for one in named if one.kept and changed[one.field]]
+    present = {entry.field: _find_input(entry) for entry in named}
+    changed = {entry.field: _change(before.get(entry.field), present[entry.field]) for entry in named}
+    refused = [f"{entry.field}: {changed[entry.field]}" for entry in named if entry.kept and changed[entry.field]]
     if refused and not accept_changes:
         raise CheckpointError(
             "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would stand for "
@@ -81,10 +81,10 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
     for field, change in changed.items():
         if change:
             log.info("%s: %s; the run goes on with it", field, change)
-    there = {field: found for field, found in present.items() if found.files}
-    if there != before:
+    to_record = {field: present_input for field, present_input in present.items() if present_input.files}
+    if to_record != before:
         with durable.naming(folder / INPUTS, RunError):
-            durable.write(folder / INPUTS, msgspec.json.format(msgspec.json.encode(there)))
+            durable.write(folder / INPUTS, msgspec.json.format(msgspec.json.encode(to_record)))
 
 
 def _recorded_inputs(folder: Path) -> dict[str, Input]:
@@ -127,8 +127,8 @@ def _source(name: str) -> str:
     """The file of `package.module:name` or `path/file.py:name`, found without importing it."""
     where = name.rpartition(":")[0]
     relative = where if where.endswith(".py") else f"{where.replace('.', '/')}.py"
-    found = (Path(folder) / relative for folder in ("", *sys.path))
-    return str(next((path for path in found if path.is_file()), relative))
+    candidates = (Path(folder) / relative for folder in ("", *sys.path))
+    return str(next((path for path in candidates if path.is_file()), relative))
 
 
 def _find_input(named: NamedInput) -> Input:
@@ -146,12 +146,12 @@ def fingerprint(path: Path) -> str:
     size = path.stat().st_size
     if size <= WHOLE_BYTES:
         return durable.sha256(path)
-    found = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         for place in range(PLACES):
             file.seek((size - PIECE) * place // (PLACES - 1), os.SEEK_SET)
-            found.update(file.read(PIECE))
-    return f"pieces {found.hexdigest()}"
+            digest.update(file.read(PIECE))
+    return f"pieces {digest.hexdigest()}"
 
 
 def _change(before: Input | None, present: Input) -> str:
@@ -169,5 +169,5 @@ def _change(before: Input | None, present: Input) -> str:
         "new": present.files.keys() - before.files.keys(),
         "gone": before.files.keys() - present.files.keys(),
     }
-    told = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
-    return f"{present.path} is not what the run had: {told}" if told else ""
+    text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
+    return f"{present.path} is not what the run had: {text}" if text else ""

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 def lost_lines(record: RunRecord, folder: Path) -> None:
     """Write the missing line of each update up to `record.version`, and log which lines were lost."""
-    there = metrics_file.recorded_versions(metrics_file.read(folder))
-    lost = [version for version in range(1, int(record.version) + 1) if version not in there]
+    recorded = metrics_file.recorded_versions(metrics_file.read(folder))
+    lost = [version for version in range(1, int(record.version) + 1) if version not in recorded]
     if not lost:
         return
     try:
@@ -56,7 +56,7 @@ def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], 
     except JournalError as error:
         log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
         return False
-    config = configs[max(one for one in configs if one < version)]
+    config = configs[max(first for first in configs if first < version)]
     record.remade(version, describe(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
     return True
 

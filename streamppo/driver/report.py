@@ -66,10 +66,10 @@ def replay(path: Path) -> View:
         content = json.loads(path.read_bytes())
         lines = [
             msgspec.convert(
-                {"update": one["version"], "wall_s": 0.0, **ZEROS, **one["replayed"]}, metrics_file.UpdateLine
+                {"update": update["version"], "wall_s": 0.0, **ZEROS, **update["replayed"]}, metrics_file.UpdateLine
             )
-            | one["replayed"]
-            for one in content["updates"]
+            | update["replayed"]
+            for update in content["updates"]
         ]
         name = f"{path.parent.parent.name} replay {path.stem}: {' '.join(content['set'])}"
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -87,8 +87,8 @@ def _run(folder: Path) -> View:
     if config is not None:
         view.config = configfile.show(config)
         # Before the lines, because a running run writes an update's line after its transaction.
-        told = try_part(view, lambda: read_counters(config, folder, view.notes))
-        view.queue, view.failures = told or (None, ())
+        counters = try_part(view, lambda: read_counters(config, folder, view.notes))
+        view.queue, view.failures = counters or (None, ())
     if content := try_part(view, lambda: metrics_file.content(folder)):
         view.lines = content.lines
         view.notes += content.damage
@@ -101,9 +101,9 @@ def _run(folder: Path) -> View:
 
 def try_part(view: View, part: Callable[[], T]) -> T | None:
     """Return one part of the report; on failure add the reason to `view.notes` and return None."""
-    made, why = attempt(part)
+    result, why = attempt(part)
     view.notes += [why] if why and why not in view.notes else []
-    return made
+    return result
 
 
 def read_counters(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[NamedNumber]]:
@@ -121,7 +121,7 @@ def _counters(config: Config, journal: Journal) -> QueueReport | None:
 
 def _failures(journal: Journal) -> list[NamedNumber]:
     """The reasons of failed attempts, the most frequent first."""
-    reasons = Counter((one.state.replace("_", " "), _first_line(one.reason)) for one in journal.ended_attempts())
+    reasons = Counter((ended.state.replace("_", " "), _first_line(ended.reason)) for ended in journal.ended_attempts())
     rows = [NamedNumber(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:
         rows.append(NamedNumber(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))
@@ -134,12 +134,12 @@ def _first_line(reason: str) -> str:
 
 def _samples(config: Config, folder: Path) -> list[TrainedSample]:
     """Samples of three archived batches: the oldest, the middle one and the newest."""
-    found = archive.open(folder)
-    if not (versions := found.versions()):
+    archived = archive.open(folder)
+    if not (versions := archived.versions()):
         raise JournalError(f"{folder}: no batch is kept in its archive")
     decode = decoder(Path(model_path(config, folder)))
     chosen = dict.fromkeys((versions[0], versions[len(versions) // 2], versions[-1]))
-    return [sample for version in chosen for sample in _batch_samples(found.batch(version), decode)]
+    return [sample for version in chosen for sample in _batch_samples(archived.batch(version), decode)]
 
 
 def decoder(model: Path) -> Decode:
@@ -152,12 +152,15 @@ def decoder(model: Path) -> Decode:
 
 def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:
     step = max(1, len(batch.trajectories) // SAMPLES)
-    for one in batch.trajectories[::step][:SAMPLES]:
-        identity = one.identity
-        cut = f", the first {SHOWN_TOKENS} shown" if one.num_tokens > SHOWN_TOKENS else ""
-        title = f"prompt {identity.prompt} sample {identity.sample}: {one.num_tokens} tokens, {one.finish}{cut}"
-        prompt = decode(ints(one.prompt_tokens))
-        yield TrainedSample(batch.version + 1, title, one.reward, prompt, _pieces(batch, one, decode))
+    for trajectory in batch.trajectories[::step][:SAMPLES]:
+        identity = trajectory.identity
+        cut = f", the first {SHOWN_TOKENS} shown" if trajectory.num_tokens > SHOWN_TOKENS else ""
+        title = (
+            f"prompt {identity.prompt} sample {identity.sample}: "
+            f"{trajectory.num_tokens} tokens, {trajectory.finish}{cut}"
+        )
+        prompt = decode(ints(trajectory.prompt_tokens))
+        yield TrainedSample(batch.version + 1, title, trajectory.reward, prompt, _pieces(batch, trajectory, decode))
 
 
 def _pieces(batch: Batch, one: Trajectory, decode: Decode) -> list[TextPiece]:

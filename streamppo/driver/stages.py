@@ -283,15 +283,15 @@ class Stages:
         if not self.crew.generating:
             return
         try:
-            if (wanted := lock.accept(self.folder)) is None:
+            if (actors := lock.accept(self.folder)) is None:
                 return
-            changed = configfile.change(self.config, [f"rollout.actors={wanted}"])
+            changed = configfile.change(self.config, [f"rollout.actors={actors}"])
             refuse_impossible(changed)
         except (ConfigError, RunError) as error:
             log.info("rollout actors: %d stay: %s", len(self.crew.seats), error)
         else:
-            log.info("rollout actors: %d wanted, %d there", wanted, len(self.crew.seats))
+            log.info("rollout actors: %d wanted, %d there", actors, len(self.crew.seats))
             configfile.save(changed, self.folder)
             self.config = changed
-            self.crew.resize(wanted)
+            self.crew.resize(actors)
         lock.answer(self.folder)

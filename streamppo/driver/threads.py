@@ -74,19 +74,19 @@ def choose(config: Config) -> Choice:
     count = parameters(config.model)
     if count is not None and count < LARGE:
         return Choice(1, f"a small model, {count:,} parameters")
-    here, engines = cores(), rollout.actors * rollout.threads
-    free = here - engines // 2
+    available, engines = cores(), rollout.actors * rollout.threads
+    free = available - engines // 2
     if cluster.cpus is not None:
         free = min(free, cluster.cpus - engines)
     size = "a model of unknown size" if count is None else f"{count:,} parameters"
     ranks = f", {learner.ranks} ranks" if learner.ranks > 1 else ""
-    return Choice(max(1, free // learner.ranks), f"{size}, {here} cores{ranks}, {engines} threads of engines")
+    return Choice(max(1, free // learner.ranks), f"{size}, {available} cores{ranks}, {engines} threads of engines")
 
 
 def cores() -> int:
     """Count the cores that this process may use, as far as affinity and a container's quota allow."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(here, _quota() or here)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, _quota() or count)
 
 
 def parameters(model: Model) -> int | None:
@@ -104,12 +104,12 @@ def parameters(model: Model) -> int | None:
         except (OSError, ValueError):
             return None
     try:
-        found = headers.folder_headers(folder)
-        if found is None:
+        stored = headers.folder_headers(folder)
+        if stored is None:
             return sum(file.stat().st_size for file in headers.weight_files(folder)) // BYTES
     except ModelError:
         return None
-    return sum(math.prod(header.shape) for header in found.values())
+    return sum(math.prod(header.shape) for header in stored.values())
 
 
 def _quota() -> int | None:

@@ -95,13 +95,13 @@ class Learner:
 
         Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
-        made: dict[str, float] = {}
+        steered: dict[str, float] = {}
         if self.lag is not None or adaptive_lag.is_lowered_by_ess(self.config):
-            made["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
+            steered["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
         if self.lag is not None:
             self.lag = adaptive_lag.lag_after_update(self.config, self.lag, self.version, metrics, tokens_by_lag)
-            made["admitted_lag"] = float(self.lag.admitted)
-        return made
+            steered["admitted_lag"] = float(self.lag.admitted)
+        return steered
 
     def speed(self, updated: UpdateResult, metrics: Mapping[str, float]) -> dict[str, float]:
         """The speed of an update with these `metrics`."""

@@ -125,7 +125,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     activations, widest = _activations(lm)
     return ModelSizes(
         parameters=parameters,
-        trained=sum(one.numel() for one in lm.parameters() if one.requires_grad),
+        trained=sum(parameter.numel() for parameter in lm.parameters() if parameter.requires_grad),
         layers=len(layers),
         layer=_count(layers[0]),
         by_tensor=by_tensor,
@@ -150,29 +150,29 @@ def _activations(lm: Any) -> tuple[int, int]:
     largest.
     """
     body = lm.base_model
-    all_layers, kept = body.layers, list[list[int]]()
+    all_layers, measured = body.layers, list[list[int]]()
     for count in (1, 2):
         body.layers, body.config.num_hidden_layers = all_layers[:count], count
-        kept.append(_activation_bytes(body))
+        measured.append(_activation_bytes(body))
     body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
-    return (sum(kept[1]) - sum(kept[0])) // PROBED, max(kept[0]) // PROBED
+    return (sum(measured[1]) - sum(measured[0])) // PROBED, max(measured[0]) // PROBED
 
 
 def _activation_bytes(body: torch.nn.Module) -> list[int]:
     """Bytes of each that a forward pass keeps, parameters left out."""
-    own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
+    parameters = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # The storages themselves are held, so that no address is used twice.
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            found[storage._cdata] = storage
+        if storage._cdata not in parameters:
+            storages[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Fused():
         _pass(body)
-    return [storage.nbytes() for storage in found.values()]
+    return [storage.nbytes() for storage in storages.values()]
 
 
 def _pass(body: torch.nn.Module) -> None:
@@ -235,9 +235,9 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
         gathered = (model.element < MASTER) * model.element * (model.trained + own_body)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
-    kind, kept = config.model.gradient_checkpointing, model.hidden * model.element
+    kind, layer_input = config.model.gradient_checkpointing, model.hidden * model.element
     keeps_all = kind in ("off", "auto")
-    layers = tokens * model.layers * (per_layer if keeps_all else kept * (kind != "offloaded"))
+    layers = tokens * model.layers * (per_layer if keeps_all else layer_input * (kind != "offloaded"))
     reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
     # One that moves is kept in float32, others in the type that they compute in.

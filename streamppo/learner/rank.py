@@ -200,8 +200,8 @@ class Rank:
 
     def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> PublishReply:
         # With shards the queue holds records only: it forwards a reference to its shards.
-        told = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
-        return decode(ray.get(self._queue.publish.remote(push, refs, told, self._epoch)), PublishReply)
+        record = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
+        return decode(ray.get(self._queue.publish.remote(push, refs, record, self._epoch)), PublishReply)
 
     def _beat(self) -> None:
         """Send heartbeats to the queue forever, concurrently with all work; they do not detect a hanging collective."""

@@ -146,12 +146,14 @@ class QueueActor(ArchivedRuns):
     @ray.method
     async def forget(self, before: int) -> None:
         """Drop the archived batches of versions below `before`, and the endings of older attempts."""
-        kept = [made.archived for made in self._made.values() if made.archived and made.version > before]
-        if len(kept) == len(self._archive.checksums):
+        archived = [
+            version.archived for version in self._made.values() if version.archived and version.version > before
+        ]
+        if len(archived) == len(self._archive.checksums):
             return
         samples = self._queue.settings.samples_per_prompt
         first_held = self._queue.state.first_prompt(samples)
-        first_slot = min([first_held, *(one.first_prompt for one in kept)]) * samples
+        first_slot = min([first_held, *(batch.first_prompt for batch in archived)]) * samples
         async with self._commits.alone:
             await asyncio.to_thread(self._journal.forget, before, first_slot)
         await asyncio.to_thread(self._archive.drop, before)
@@ -334,10 +336,10 @@ class QueueActor(ArchivedRuns):
             # The archive's files get their names in the transaction that records their version.
             await self._commits.commit()
             return [await whole(lambda: self._archive.batch(version))]
-        found = self._batches.batch(version)
+        future = self._batches.batch(version)
         # The take may have reopened slots of stale trajectories.
         self._tickets.serve()
-        if (batch := await asyncio.shield(found)) is None:
+        if (batch := await asyncio.shield(future)) is None:
             return None
         await self._commits.commit()
         return await by_shards(batch) if self._shards else [await whole(lambda: batch)]
@@ -372,8 +374,8 @@ class QueueActor(ArchivedRuns):
 
     async def _write(self, batch: Batch, learned: EncodedRecord) -> ArchivedBatch:
         if self._shards:
-            told = [] if isinstance(learned, bytes) else learned
-            return self._archive.gather(batch.version, await self._shards.archive(batch, told))
+            refs = [] if isinstance(learned, bytes) else learned
+            return self._archive.gather(batch.version, await self._shards.archive(batch, refs))
         numbers = decode(learned, TokenRecord) if isinstance(learned, bytes) and learned else TokenRecord()
         return await asyncio.to_thread(self._archive.write, batch, numbers)
 

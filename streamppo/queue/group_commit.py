@@ -77,8 +77,8 @@ class Commits:
         self._then(transaction)
 
     def _wait_until_written(self) -> Transaction:
-        made, self._made = self._made, []
+        versions, self._made = self._made, []
         consumed, self._consumed = self._consumed, []
         return Transaction(
-            snapshot.take_changes(self._rules.settings, self._rules.state), made, consumed, self._horizon()
+            snapshot.take_changes(self._rules.settings, self._rules.state), versions, consumed, self._horizon()
         )

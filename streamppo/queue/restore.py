@@ -48,20 +48,20 @@ def restore(address: str, run: Path) -> None:
     """
     if run.exists():
         raise CheckpointError(f"{run}: exists; name a folder that does not")
-    found = Store(address)
-    if earlier := set(FILES).intersection(found.names(RUN)):
+    source = Store(address)
+    if earlier := set(FILES).intersection(source.names(RUN)):
         raise CheckpointError(
-            f"{found.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo, which alone can make a "
+            f"{source.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo, which alone can make a "
             "run's folder of it"
         )
-    lives = list(filter(copies.is_life, found.names(LIVES)))
+    lives = list(filter(copies.is_life, source.names(LIVES)))
     if not lives:
         raise CheckpointError(f"{address}: no copy of a journal is there: only a run with queue.standby makes one")
     aside = durable.aside(run.with_name(f"{run.name}.{uuid4().hex}"))
     try:
         with durable.naming(run, CheckpointError):
             durable.folder(aside)
-        _fill(found, lives[-1], aside)
+        _fill(source, lives[-1], aside)
         with durable.naming(run, CheckpointError):
             durable.rename(aside, run)
     finally:
@@ -124,13 +124,13 @@ def _restore_journal(found: Store, folder: str, run: Path) -> tuple[Journal, str
     Returns the journal, and the token of the claim under which both were written.
     """
     names, claims = list(filter(is_of_journal, found.names(folder))), found.names(owner.OWNERS)
-    bases = [one for one in names if one.endswith(BASE)]
+    bases = [name for name in names if name.endswith(BASE)]
     # Copies of the folder that claimed the address last are tried first; it may have copied nothing yet.
     bases.sort(key=lambda base: token_of(base) == owner.newest(claims))
     journal, token = _restore_base(found, folder, bases, run)
-    by_it = [one for one in names if not one.endswith(BASE) and token_of(one) == token]
-    for one, entry in _read_transactions(found, folder, [one for one in by_it if number_of(one) > journal.number]):
-        if number_of(one) != journal.number + 1:
+    by_it = [name for name in names if not name.endswith(BASE) and token_of(name) == token]
+    for name, entry in _read_transactions(found, folder, [name for name in by_it if number_of(name) > journal.number]):
+        if number_of(name) != journal.number + 1:
             raise JournalError(f"{found.address}/{folder}: transaction {journal.number + 1} is missing")
         _repeat(journal, entry)
     return journal, token
@@ -138,14 +138,14 @@ def _restore_journal(found: Store, folder: str, run: Path) -> tuple[Journal, str
 
 def _read_transactions(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
     """Read transactions; the last one may be truncated: its writer died before it acknowledged it."""
-    for one in names:
-        row = copies.read(found, folder, one)
+    for name in names:
+        row = copies.read(found, folder, name)
         if row is not None:
-            with _naming(found, f"{folder}/{one}"):
+            with _naming(found, f"{folder}/{name}"):
                 entry = msgspec.msgpack.decode(row, type=Entry)
-            yield one, entry
-        elif one != names[-1]:
-            raise JournalError(f"{found.address}/{folder}/{one}: damaged, and transactions follow")
+            yield name, entry
+        elif name != names[-1]:
+            raise JournalError(f"{found.address}/{folder}/{name}: damaged, and transactions follow")
 
 
 def _restore_base(found: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
@@ -163,8 +163,8 @@ def _restore_base(found: Store, folder: str, bases: Sequence[str], run: Path) ->
 
 def _repeat(journal: Journal, entry: Entry) -> None:
     match entry:
-        case WriteEntry(changes=changes, made=made):
-            journal.write(changes, made)
+        case WriteEntry(changes=changes, made=versions):
+            journal.write(changes, versions)
         case ConfigureEntry(version=version, config=config):
             journal.configure(version, config)
         case ForgetEntry(before=before, first_slot=first_slot):
@@ -181,7 +181,7 @@ def _restore_shards(found: Store, folder: str, run: Path, journal: Journal, toke
         bodies = CopiedBodies(run, number, found.address)
         for trajectories in _shard_trajectories(found, f"{folder}/{number}", token):
             bodies.write(trajectories)
-        bodies.read([one for one in held if one.prompt % len(numbers) == number])
+        bodies.read([identity for identity in held if identity.prompt % len(numbers) == number])
         bodies.close()
 
 
@@ -190,16 +190,16 @@ def _shard_trajectories(found: Store, folder: str, token: str) -> Iterator[dict[
 
     Files under the claim of `token` come first and take precedence: another folder may also have used the address.
     """
-    for one in sorted(found.names(folder), key=lambda one: token_of(one) != token):
+    for name in sorted(found.names(folder), key=lambda name: token_of(name) != token):
         try:
-            row = copies.read(found, folder, one)
+            row = copies.read(found, folder, name)
         except CheckpointError:
-            if one in found.names(folder):
+            if name in found.names(folder):
                 raise
             # A live shard has deleted the file meanwhile, because it is no longer needed.
             continue
         if row is not None:
-            with _naming(found, f"{folder}/{one}"):
+            with _naming(found, f"{folder}/{name}"):
                 rows = [bytes(raw) for raw in decode(row, tuple[msgspec.Raw, ...])]
                 encoded = {decode(row, Trajectory).identity: row for row in rows}
             yield encoded

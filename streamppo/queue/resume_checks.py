@@ -20,7 +20,7 @@ def configs(journal: Journal) -> dict[int, Config]:
     Raises `JournalError` for a configuration written by another version of streamppo.
     """
     try:
-        return {version: msgspec.msgpack.decode(one, type=Config) for version, one in journal.configs().items()}
+        return {version: msgspec.msgpack.decode(encoded, type=Config) for version, encoded in journal.configs().items()}
     except (msgspec.MsgspecError, RecursionError) as error:
         raise JournalError(
             f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "

@@ -52,11 +52,11 @@ class TicketLine:
         if tickets := self.at_once(actor, engine_version, limit, call):
             return tickets
         self._turn_away(actor)
-        found: asyncio.Future[Tickets] = asyncio.get_running_loop().create_future()
-        caller = Caller(actor, engine_version, limit, call, self._place(actor, call), found)
+        future: asyncio.Future[Tickets] = asyncio.get_running_loop().create_future()
+        caller = Caller(actor, engine_version, limit, call, self._place(actor, call), future)
         self._enter(caller)
         try:
-            return await found
+            return await future
         finally:
             self._leave(caller)
 
@@ -181,9 +181,9 @@ class BatchWaiters:
         """
         if version not in self._wanted:
             self._wanted[version] = asyncio.get_running_loop().create_future()
-        wanted = self._wanted[version]
+        future = self._wanted[version]
         self._look(version)
-        return wanted
+        return future
 
     def serve(self) -> None:
         """Return every batch that has become complete to its ranks, the earliest version first."""

@@ -18,20 +18,20 @@ def message(item: object, where: str) -> Message:
     """Read one message with all its fields that are not null. Raises `TaskError` if `item` is no message."""
     match item:
         case {"role": str(role), **rest}:
-            given = cast("dict[str, object]", _without_nulls(rest))
+            fields = cast("dict[str, object]", _without_nulls(rest))
         case _:
             raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
-    content = given.pop("content", None)
-    if not isinstance(content, str) and (content is not None or not given.get("tool_calls")):
+    content = fields.pop("content", None)
+    if not isinstance(content, str) and (content is not None or not fields.get("tool_calls")):
         raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
-    known = {name: given.pop(name) for name in ("name", "tool_calls", "tool_call_id") if name in given}
+    known = {name: fields.pop(name) for name in ("name", "tool_calls", "tool_call_id") if name in fields}
     try:
-        made = msgspec.convert({"role": role, "content": content, **known, "fields": given}, Message)
+        converted = msgspec.convert({"role": role, "content": content, **known, "fields": fields}, Message)
         # It must be encodable, because it is sent to other processes.
-        msgspec.msgpack.encode(made)
+        msgspec.msgpack.encode(converted)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise TaskError(f"{where}: no message that a chat template gets: {error}: {item!r}") from error
-    return made
+    return converted
 
 
 def template(row: Row, tools: str, base: Template, where: str) -> Template:
@@ -40,16 +40,16 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
     if not listed and not arguments:
         return base
     try:
-        given = msgspec.convert(_without_nulls(listed or []), tuple[dict[str, object], ...])
+        row_tools = msgspec.convert(_without_nulls(listed or []), tuple[dict[str, object], ...])
         more = msgspec.convert(_without_nulls(arguments or {}), dict[str, object])
-        msgspec.msgpack.encode((given, more))
+        msgspec.msgpack.encode((row_tools, more))
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise TaskError(
             f"{where}: the column {tools!r} is a list of JSON schemas and {ARGUMENTS!r} has arguments by name, for the "
             f'chat template; here {error}. Name another column, or none: tools = ""'
         ) from error
     return Template(
-        arguments={**base.arguments, **more}, tools=(*base.tools, *given), control_tokens=base.control_tokens
+        arguments={**base.arguments, **more}, tools=(*base.tools, *row_tools), control_tokens=base.control_tokens
     )
 
 

@@ -78,21 +78,21 @@ class ChatTemplate:
         chat: Any = [message.plain() for message in messages]
         # Templates would treat an empty list as tools.
         tools = list(template.tools) or None
-        given = {**self._clock, **template.arguments, **how}
-        rendered = self._render_checked(chat, tools, given)
+        arguments = {**self._clock, **template.arguments, **how}
+        rendered = self._render_checked(chat, tools, arguments)
         if template.control_tokens == "parse":
             return rendered
         escaped = [self._control.escape(message, str(message["role"])) for message in chat]
         escaped_tools = self._control.escape(tools, "tool")
         if (escaped, escaped_tools) == (chat, tools):
             return rendered
-        kept = self._render_checked(escaped, escaped_tools, given)
-        if self._control.restore(kept) != rendered:
+        private = self._render_checked(escaped, escaped_tools, arguments)
+        if self._control.restore(private) != rendered:
             raise TaskError(
                 "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "
                 'as text: take it out of the row, or choose control_tokens = "parse"'
             )
-        return kept
+        return private
 
     def _render_checked(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         try:
@@ -103,7 +103,7 @@ class ChatTemplate:
 
 def sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the texts of a tokenizer's chat templates: none, one, or several named ones."""
-    found: object = tokenizer.chat_template
-    if isinstance(found, Mapping):
-        return [str(one) for one in found.values()]
-    return [str(found)] if found else []
+    templates: object = tokenizer.chat_template
+    if isinstance(templates, Mapping):
+        return [str(text) for text in templates.values()]
+    return [str(templates)] if templates else []

@@ -102,8 +102,8 @@ def _moment(value: datetime.datetime) -> datetime.datetime | None:
 
 
 def _key(name: object) -> object:
-    made = plain(name)
-    return tuple(made) if isinstance(made, list) else made
+    key = plain(name)
+    return tuple(key) if isinstance(key, list) else key
 
 
 # --- between processes ---------------------------------------------------------------------------------------

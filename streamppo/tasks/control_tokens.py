@@ -71,7 +71,7 @@ class ControlTokens:
         match value:
             case str():
                 _refuse_marks(value)
-                return pattern.sub(lambda found: f"{MARK}{self._names.index(found[0])}z", value)
+                return pattern.sub(lambda match: f"{MARK}{self._names.index(match[0])}z", value)
             case dict():
                 return {self._escape(key, pattern): self._escape(item, pattern) for key, item in value.items()}
             case list() | tuple():
@@ -81,7 +81,7 @@ class ControlTokens:
 
     def restore(self, text: str) -> str:
         """Replace escaped names by the names."""
-        return ESCAPED.sub(lambda found: self._names[int(found[1])], text) if MARK in text else text
+        return ESCAPED.sub(lambda match: self._names[int(match[1])], text) if MARK in text else text
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without any control token. Raises `TaskError` as `ids` does."""
@@ -95,15 +95,15 @@ class ControlTokens:
         """
         private, written = rendered, 0
         if self._all_names is not None:
-            private, written = self._all_names.subn(lambda found: _private(self._names.index(found[0])), rendered)
+            private, written = self._all_names.subn(lambda match: _private(self._names.index(match[0])), rendered)
         return self._read(self.restore(private), written)
 
     def _read(self, text: str, written: int) -> list[int]:
         twin, numbers = self._twin
         read: list[int] = twin.encode(text, add_special_tokens=False).ids
-        ids = [numbers.get(one, one) for one in read]
+        ids = [numbers.get(token, token) for token in read]
         control = {self._ids[name] for name in self._names if self._ids[name] != self._unknown}
-        if sum(one in control for one in ids) != written:
+        if sum(token in control for token in ids) != written:
             raise TaskError(
                 f"the tokenizer has no other way to write {self._all_names and self._all_names.findall(text)[:3]} than "
                 'by its control tokens: take it out of the text, or choose control_tokens = "parse"'

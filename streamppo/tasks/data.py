@@ -87,14 +87,14 @@ class Data:
 
     def _keys(self, prompts: Sequence[Prompt]) -> list[bytes]:
         """`split.key` of the prompts without the source's system message."""
-        return [split.key(one.text.removeprefix(self._source.system)) for one in prompts]
+        return [split.key(prompt.text.removeprefix(self._source.system)) for prompt in prompts]
 
     def _read(self, data: str, of_split: str) -> Sequence[Prompt]:
         folder = Path(data)
         if folder.is_dir() and (doubtful := files.find(folder, of_split).doubtful):
             self.notes.append(f"{self._name}: not read as of the split {of_split!r} in {folder}: {', '.join(doubtful)}")
         rows = islice(dataset_files.rows(data, of_split, self._source.subset), self._limit)
-        fitting = [made for where, row in rows if (made := self._prompt(row, where)) is not None]
+        fitting = [prompt for where, row in rows if (prompt := self._prompt(row, where)) is not None]
         if not fitting:
             raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))
         return fitting
@@ -103,12 +103,12 @@ class Data:
         """Make the prompt of a row; None for a skipped one."""
         plain = columns.plain_columns(row)
         self._left_out |= plain.left_out
-        made = prompt(plain.columns, where, self._name, self._source)
-        if self._tokenizer is not None and not self._fits(made, where, self._source, self._tokenizer):
+        converted = prompt(plain.columns, where, self._name, self._source)
+        if self._tokenizer is not None and not self._fits(converted, where, self._source, self._tokenizer):
             return None
         if self._look is not None:
-            self._look(where, made)
-        return made
+            self._look(where, converted)
+        return converted
 
     def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
         """Return True if the prompt is used; count it if it is too long."""
@@ -218,5 +218,5 @@ def _as_json(text: str) -> list[object]:
         listed = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    is_chat = isinstance(listed, list) and all(isinstance(one, dict) and "role" in one for one in listed)
+    is_chat = isinstance(listed, list) and all(isinstance(item, dict) and "role" in item for item in listed)
     return listed if is_chat else []

@@ -59,13 +59,13 @@ T = TypeVar("T")
 
 def load(config: Config) -> Make:
     """Load the environment's class; return a function that makes instances. Raises `TaskError` if it is invalid."""
-    found = plugins.load(config.name, "environment.name")
+    environment = plugins.load(config.name, "environment.name")
     for method in ("reset", "step", "close"):
-        there = getattr(found, method, None)
-        if not asyncio.iscoroutinefunction(there) and (there is not None or method != "close"):
+        member = getattr(environment, method, None)
+        if not asyncio.iscoroutinefunction(member) and (member is not None or method != "close"):
             raise TaskError(f"environment.name {config.name!r} has no `async def {method}`")
 
-    make_one = cast(Callable[..., Environment], found)
+    make_one = cast(Callable[..., Environment], environment)
     plugins.check_arguments(make_one, config.arguments, f"environment.name {config.name!r}")
 
     async def make() -> Environment:

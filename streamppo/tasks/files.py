@@ -61,7 +61,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def ending(path: Path) -> str:
     """Return the ending of a supported file, "" for others."""
-    return next((one for one in ENDINGS if path.name.endswith(one)), "")
+    return next((suffix for suffix in ENDINGS if path.name.endswith(suffix)), "")
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
@@ -74,7 +74,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 def _stem(name: Path) -> str:
     """Return a file's name without its ending."""
-    known = ending(name) or (found[0] if (found := UNREAD.search(name.name)) else "")
+    known = ending(name) or (match[0] if (match := UNREAD.search(name.name)) else "")
     return name.name.removesuffix(known)
 
 
@@ -85,7 +85,7 @@ def _is_named(stem: str, split: str) -> bool:
 def _is_of(name: Path, split: str) -> bool:
     """Return True if a file belongs to the split and to no other."""
     named = {part for part in name.parts[:-1] if part in SPLITS or part == split}
-    named |= {one for one in SPLITS | {split} if _is_named(_stem(name), one)}
+    named |= {candidate for candidate in SPLITS | {split} if _is_named(_stem(name), candidate)}
     return named == {split}
 
 

@@ -26,10 +26,10 @@ def load(name: str, most: int) -> Limit:
     if not name:
         return lambda prompt, identity: most
     # `index` below rejects an answer that is no integer.
-    given = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
+    user_limit = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
 
     def limit(prompt: Prompt, identity: Identity | None) -> int:
-        tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(given(prompt, identity)))
+        tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(user_limit(prompt, identity)))
         if tokens < 1:
             raise TaskError(f"rollout.limit {name!r} gave {tokens}, and a completion has at least 1 token")
         return min(tokens, most)

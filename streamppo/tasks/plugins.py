@@ -21,10 +21,10 @@ Arguments = TypeVarTuple("Arguments")
 
 def export_path() -> None:
     """Make modules of the current folder importable here and in every child process."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
 
 def load(name: str, asked_by: str) -> object:
@@ -41,18 +41,18 @@ def load(name: str, asked_by: str) -> object:
         raise TaskError(
             f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
         ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    plugin = getattr(module, attribute, None)
+    if plugin is None:
         raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")
-    return found
+    return plugin
 
 
 def function(name: str, asked_by: str) -> Callable[..., object]:
     """Import the function `name`, as `load` does. Raises `TaskError` if it is not callable."""
-    found = load(name, asked_by)
-    if not callable(found):
+    plugin = load(name, asked_by)
+    if not callable(plugin):
         raise TaskError(f"{asked_by} {name!r} is not a function")
-    return found
+    return plugin
 
 
 def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:

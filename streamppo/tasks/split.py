@@ -33,8 +33,8 @@ def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed:
     Raises `TaskError` if no training row is left.
     """
     first: dict[bytes, int] = {}
-    for number, one in enumerate(keys):
-        first.setdefault(one, number)
+    for number, key in enumerate(keys):
+        first.setdefault(key, number)
     different = list(first.values())
     count = held_out_count(len(different), share)
     if count >= len(different):
@@ -45,8 +45,8 @@ def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed:
         )
     order = np.random.default_rng((seed, 0xF11E)).permutation(len(different))
     rows = [different[int(place)] for place in order[:count]]
-    kept = drop_taken(prompts, keys, {keys[row] for row in rows})
-    return SplitPrompts(kept, [prompts[row] for row in rows])
+    training = drop_taken(prompts, keys, {keys[row] for row in rows})
+    return SplitPrompts(training, [prompts[row] for row in rows])
 
 
 def held_out_count(count: int, share: float) -> int:
@@ -56,7 +56,7 @@ def held_out_count(count: int, share: float) -> int:
 
 def drop_taken(values: Sequence[T], keys: Sequence[bytes], taken: set[bytes]) -> list[T]:
     """Return the values whose keys are not in `taken`."""
-    return [value for value, one in zip(values, keys, strict=True) if one not in taken]
+    return [value for value, key in zip(values, keys, strict=True) if key not in taken]
 
 
 def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
@@ -71,7 +71,7 @@ def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
 
 def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
     """A sentence with the number of evaluation prompts that are also in the training rows, if there are any."""
-    count = sum(one in training for one in held_out)
+    count = sum(key in training for key in held_out)
     if not count:
         return ()
     verb = "is" if count == 1 else "are"

@@ -51,7 +51,7 @@ class Stop(NamedTuple):
         text = decode(tokens)
         if finish != "stop" or not self.strings:
             return text
-        return text[: min(at if (at := text.find(one)) >= 0 else len(text) for one in self.strings)]
+        return text[: min(at if (at := text.find(string)) >= 0 else len(text) for string in self.strings)]
 
     def make_check(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
         """Make a function that returns True if the last of tokens [T] completes a stop string; None without strings.
@@ -61,11 +61,11 @@ class Stop(NamedTuple):
         if not self.strings:
             return None
         # A token has at least one byte.
-        window = max(len(one.encode(errors="surrogatepass")) for one in self.strings) + SLACK
+        window = max(len(string.encode(errors="surrogatepass")) for string in self.strings) + SLACK
 
         def completes(tokens: Ints) -> bool:
             text = decode(tokens[-window:].tolist())
-            return any(one in text for one in self.strings)
+            return any(string in text for string in self.strings)
 
         return completes
 
@@ -85,18 +85,18 @@ def read(
 
     Raises `ModelError` for an eos_token_id that is no token.
     """
-    found: dict[int, list[str]] = {}
+    origins: dict[int, list[str]] = {}
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
     names = {} if tokenizer is None else {**tokenizer.get_vocab(), **added}
     for place, value in _eos(model, hf_config, tokenizer):
-        for one in _ids(value, place, names):
-            found.setdefault(one, []).append(place)
+        for token in _ids(value, place, names):
+            origins.setdefault(token, []).append(place)
     if tokenizer is not None and (end := end_of_turn(tokenizer)) is not None:
-        found.setdefault(end, []).append("chat template")
+        origins.setdefault(end, []).append("chat template")
     for name in configured:
         if name in added:
-            found.setdefault(added[name], []).append("rollout.stop")
-    return Stop(found, tuple(name for name in configured if name not in added))
+            origins.setdefault(added[name], []).append("rollout.stop")
+    return Stop(origins, tuple(name for name in configured if name not in added))
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
@@ -112,8 +112,8 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
         return None
     behind = str(text).rpartition(SENTINEL)[2]
     # At one position the longer name wins. Added tokens that are only white space are no end of a turn.
-    named = [(name, one) for name, one in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
-    places = [(at, -len(name), one) for name, one in named if (at := behind.find(name)) >= 0]
+    named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
+    places = [(at, -len(name), token) for name, token in named if (at := behind.find(name)) >= 0]
     return min(places)[2] if places else None
 
 
@@ -124,16 +124,16 @@ def _eos(
     from transformers import GenerationConfig
 
     text_config = hf_config.get_text_config()
-    found: list[tuple[str, object]] = [("model config", getattr(hf_config, "eos_token_id", None))]
+    sources: list[tuple[str, object]] = [("model config", getattr(hf_config, "eos_token_id", None))]
     if text_config is not hf_config:
-        found.append(("text config", getattr(text_config, "eos_token_id", None)))
+        sources.append(("text config", getattr(text_config, "eos_token_id", None)))
     if tokenizer is not None:
-        found.append(("tokenizer", tokenizer.eos_token_id))
+        sources.append(("tokenizer", tokenizer.eos_token_id))
     try:
-        return [("generation config", GenerationConfig.from_pretrained(model).eos_token_id), *found]
+        return [("generation config", GenerationConfig.from_pretrained(model).eos_token_id), *sources]
     except OSError:
         # A model need not have one.
-        return found
+        return sources
 
 
 def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
@@ -150,7 +150,7 @@ def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
         case str() if value.strip().lstrip("-").isdigit():
             return _ids(int(value), place, names)
         case list() | tuple() | set():
-            return [one for item in value for one in _ids(item, place, names)]
+            return [token for item in value for token in _ids(item, place, names)]
         case _:
             pass
     raise ModelError(

@@ -148,16 +148,16 @@ class Tokenizer:
         """Return the last `max_tokens` token ids [P] of a prompt; read-only, because its samples share the array."""
         is_plain = not prompt.messages and prompt.template.control_tokens == "text"
         key = prompt.text if is_plain else encode((prompt.text, prompt.messages, prompt.template))
-        kept = self._encoded.get((key, prompt.max_tokens))
-        if kept is not None:
-            return kept
+        cached = self._encoded.get((key, prompt.max_tokens))
+        if cached is not None:
+            return cached
         ids = self.ids(prompt)
-        made = np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
-        made.flags.writeable = False
+        tokens = np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
+        tokens.flags.writeable = False
         if len(self._encoded) >= KEPT:
             del self._encoded[next(iter(self._encoded))]
-        self._encoded[key, prompt.max_tokens] = made
-        return made
+        self._encoded[key, prompt.max_tokens] = tokens
+        return tokens
 
     def turn_end(self) -> int | None:
         """Return the token that the chat template writes after an assistant's message; None if it writes none.
@@ -213,9 +213,9 @@ class Tokenizer:
         ids, special = tokens.tolist(), self._control.special
         policys = [True] * len(ids) if sampled is None else sampled.tolist()
         shown = [
-            one
-            for one, own in zip(ids, policys, strict=True)
-            if one not in special or (own and one not in self._silent)
+            token
+            for token, by_policy in zip(ids, policys, strict=True)
+            if token not in special or (by_policy and token not in self._silent)
         ]
         if self._fast is not None and self._plain:
             return self._fast.decode(shown, skip_special_tokens=False)
@@ -308,7 +308,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    written = "".join(piece for one in alphabet for piece, _ in bytewise.pre_tokenize_str(one))
+    written = "".join(piece for character in alphabet for piece, _ in bytewise.pre_tokenize_str(character))
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys(["<pad>", "<eos>", "<unk>", *written]))}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFC()

@@ -16,9 +16,9 @@ NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "plat
 
 def format_user_error(error: BaseException) -> str:
     """Return an error's message, after the file and innermost line of user code in its traceback, if there is one."""
-    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    message = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
     place = _innermost(traceback.walk_tb(error.__traceback__))
-    return f"{place}: {said}" if place else said
+    return f"{place}: {message}" if place else message
 
 
 def locate_thread(thread: int) -> str:

@@ -62,7 +62,7 @@ def warmup_of_task(task: Task) -> Lesson:
             f"{BUILTIN} learns {CHARACTERS} different characters at most, and the prompts and answers have "
             f"{len(used)}: name a model that knows them (model.path)"
         )
-    if any("\ud800" <= one <= "\udfff" for one in used):
+    if any("\ud800" <= character <= "\udfff" for character in used):
         raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is no character")
     return Lesson(_sort_characters(used), problems, max(map(_length, problems)))
 
@@ -106,7 +106,7 @@ def _answer(prompt: Prompt) -> str:
 
 def _sort_characters(characters: Iterable[str]) -> str:
     """Sort characters, letters and digits first."""
-    return "".join(sorted(characters, key=lambda one: (not one.isalnum(), one)))
+    return "".join(sorted(characters, key=lambda character: (not character.isalnum(), character)))
 
 
 def _quoted(text: str) -> str:

@@ -48,12 +48,12 @@ class Diagnosis:
     def findings(self) -> dict[str, Sign]:
         """All findings, also the ones that are over: first early ones (bad settings), then in the order of `RULES`."""
         known = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
-        return {one.name: one for one in sorted(known, key=lambda one: one.first > EARLY)}
+        return {sign.name: sign for sign in sorted(known, key=lambda sign: sign.first > EARLY)}
 
     def add(self, line: Line) -> list[Sign]:
         """Add one line of metrics.jsonl; return the findings that are new and the ones that are over."""
         if "evaluation" in line:
-            self._evaluations = sorted([*self._evaluations, line], key=lambda one: one["evaluation"])
+            self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
         if "update" not in line:
             return []
         self._version = line["update"]

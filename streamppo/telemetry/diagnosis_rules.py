@@ -133,7 +133,7 @@ def _worse_than_at_first(seen: Evidence) -> str | None:
     known = progress.evaluations_with_score(seen.evaluations)
     if len(known) < 2 or not progress.is_below(known[-1], known[0]):
         return None
-    best = max(known, key=lambda one: one.accuracy)
+    best = max(known, key=lambda evaluation: evaluation.accuracy)
     return (
         f"held-out accuracy {known[-1].accuracy:.3f}, and {known[0].accuracy:.3f} at first; the best is "
         f"{best.accuracy:.3f}, of version {best.version}"
@@ -144,12 +144,12 @@ def _held_out_falls(seen: Evidence) -> str | None:
     known = progress.evaluations_with_score(seen.evaluations)
     if not known or not seen.windows:
         return None
-    best = max(known, key=lambda one: (one.accuracy, one.version))
+    best = max(known, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
     # A single evaluation may be of an unlucky version; two in a row are a fall.
-    later = [one for one in known if one.version > best.version][-2:]
+    later = [evaluation for evaluation in known if evaluation.version > best.version][-2:]
     then = seen.windows[min(max(best.version - 1, 0) // WINDOW, len(seen.windows) - 1)].get("reward")
     reward = seen.mean("reward")
-    falls = len(later) == 2 and all(progress.is_below(one, best) for one in later)
+    falls = len(later) == 2 and all(progress.is_below(evaluation, best) for evaluation in later)
     if not falls or then is None or reward is None or reward <= then:
         return None
     return (
@@ -217,8 +217,8 @@ def _rewards_fail(seen: Evidence) -> str | None:
 
 
 def _nothing_to_learn(seen: Evidence) -> str | None:
-    empty, made = sum(seen.series("empty_steps")), sum(seen.series("steps"))
-    return f"{empty:g} of {empty + made:g} steps had no token left" if empty > EMPTY * (empty + made) else None
+    empty, taken = sum(seen.series("empty_steps")), sum(seen.series("steps"))
+    return f"{empty:g} of {empty + taken:g} steps had no token left" if empty > EMPTY * (empty + taken) else None
 
 
 # --- the pipeline --------------------------------------------------------------------------------------------

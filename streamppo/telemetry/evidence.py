@@ -60,7 +60,7 @@ class Evidence(NamedTuple):
         share = self._share(self.mean("reward"))
         known = progress.evaluations_with_score(self.evaluations)[-2:]
         is_new = bool(known) and known[-1].version > WINDOW * (len(self.windows) - RISE_WINDOWS)
-        return min(share, max(one.accuracy for one in known)) if is_new else share
+        return min(share, max(evaluation.accuracy for evaluation in known)) if is_new else share
 
     @property
     def left(self) -> float:
@@ -76,7 +76,7 @@ class Evidence(NamedTuple):
     @property
     def is_solved(self) -> bool:
         """True if nearly all answers are correct."""
-        accuracy = next((one["accuracy"] for one in reversed(self.evaluations)), None) or 0.0
+        accuracy = next((evaluation["accuracy"] for evaluation in reversed(self.evaluations)), None) or 0.0
         reward = self.mean("reward") or 0.0
         return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at
 

@@ -182,9 +182,9 @@ class Tail:
             self.written_s = 0.0
             return []
         with file:
-            found = os.fstat(file.fileno())
-            self._recognize((found.st_dev, found.st_ino), found.st_size)
-            self.written_s = found.st_mtime
+            status = os.fstat(file.fileno())
+            self._recognize((status.st_dev, status.st_ino), status.st_size)
+            self.written_s = status.st_mtime
             file.seek(self.end)
             # A line that is being written may be read in two pieces: stop at the first one without a newline.
             whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
@@ -247,13 +247,13 @@ def updates(folder: Path) -> list[UpdateLine]:
 
 def recorded_versions(lines: Iterable[Line]) -> set[int]:
     """The versions of the updates with a line, original or remade."""
-    found: set[int] = set()
+    versions: set[int] = set()
     for line in lines:
         if "update" in line:
-            found.add(line["update"])
+            versions.add(line["update"])
         elif "remade" in line:
-            found.add(line["remade"])
-    return found
+            versions.add(line["remade"])
+    return versions
 
 
 def mend(folder: Path) -> None:

@@ -28,15 +28,15 @@ def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
     Its start-up is thus excluded, unless the process has a single line. A process without an update in that time is
     omitted.
     """
-    told = [line for line in lines if "phases" in line]
+    timed = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]
-    found: dict[str, dict[str, PerUpdate]] = {}
-    for process, last in {line["phases"]: line for line in told}.items():
-        first = next(line for line in told if line["phases"] == process and abs(_began(line) - _began(last)) < 1)
+    by_process: dict[str, dict[str, PerUpdate]] = {}
+    for process, last in {line["phases"]: line for line in timed}.items():
+        first = next(line for line in timed if line["phases"] == process and abs(_began(line) - _began(last)) < 1)
         since, before = (_began(last), {}) if first is last else (first["wall_s"], first["spent"])
         if updates := sum(since <= at <= last["wall_s"] for at in made_at):
-            found[process] = _divided(last["spent"], before, updates)
-    return found
+            by_process[process] = _divided(last["spent"], before, updates)
+    return by_process
 
 
 def _began(line: PhasesLine) -> float:
@@ -45,10 +45,10 @@ def _began(line: PhasesLine) -> float:
 
 
 def _divided(spent: Mapping[str, Spending], before: Mapping[str, Spending], updates: int) -> dict[str, PerUpdate]:
-    found: dict[str, PerUpdate] = {}
+    by_phase: dict[str, PerUpdate] = {}
     for name, (calls, wall_s, cpu_s) in spent.items():
         calls_before, wall_before_s, cpu_before_s = before.get(name, NOTHING)
         wall_ms, cpu_ms = 1e3 * (wall_s - wall_before_s) / updates, 1e3 * (cpu_s - cpu_before_s) / updates
-        found[name] = PerUpdate((calls - calls_before) / updates, wall_ms, cpu_ms)
-    phases_ms = sum(one.cpu_ms for name, one in found.items() if name != WHOLE)
-    return {**found, ELSEWHERE: PerUpdate(0.0, 0.0, found[WHOLE].cpu_ms - phases_ms)}
+        by_phase[name] = PerUpdate((calls - calls_before) / updates, wall_ms, cpu_ms)
+    phases_ms = sum(phase.cpu_ms for name, phase in by_phase.items() if name != WHOLE)
+    return {**by_phase, ELSEWHERE: PerUpdate(0.0, 0.0, by_phase[WHOLE].cpu_ms - phases_ms)}

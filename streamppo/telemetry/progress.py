@@ -26,12 +26,12 @@ class ScoredVersion(NamedTuple):
 
 def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[ScoredVersion]:
     """The evaluations with a score, ordered by version; the last one of each version."""
-    found = {
-        one["evaluation"]: ScoredVersion(one["evaluation"], one["accuracy"], one["count"])
-        for one in evaluations
-        if one["accuracy"] is not None
+    by_version = {
+        evaluation["evaluation"]: ScoredVersion(evaluation["evaluation"], evaluation["accuracy"], evaluation["count"])
+        for evaluation in evaluations
+        if evaluation["accuracy"] is not None
     }
-    return [found[version] for version in sorted(found)]
+    return [by_version[version] for version in sorted(by_version)]
 
 
 def is_below(one: ScoredVersion, other: ScoredVersion) -> bool:
@@ -71,12 +71,12 @@ def verdict(evaluations: Sequence[EvaluationLine]) -> str:
     known = evaluations_with_score(evaluations)
     if len(known) < 2:
         return ""
-    first, last, best = known[0], known[-1], max(known, key=lambda one: (one.accuracy, one.version))
+    first, last, best = known[0], known[-1], max(known, key=lambda scored: (scored.accuracy, scored.version))
     if is_below(last, first):
-        said = WORSE
+        change = WORSE
     elif is_below(first, last):
-        said = "better than at the start"
+        change = "better than at the start"
     else:
-        said = f"as at the start, within the noise of {min(first.num_prompts, last.num_prompts)} prompts"
-    text = f"{first.accuracy:.3f} -> {last.accuracy:.3f}: {said}"
+        change = f"as at the start, within the noise of {min(first.num_prompts, last.num_prompts)} prompts"
+    text = f"{first.accuracy:.3f} -> {last.accuracy:.3f}: {change}"
     return f"{text}; best {best.accuracy:.3f} at version {best.version}" if is_below(last, best) else text

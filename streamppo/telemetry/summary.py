@@ -113,7 +113,7 @@ def summarise(lines: Sequence[Line]) -> OfLines:
     known = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
     # They end in any order; a resumed run may repeat a version, and its last evaluation stays the newest.
-    evaluations.sort(key=lambda one: one[0])
+    evaluations.sort(key=lambda evaluation: evaluation[0])
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
     return {
@@ -139,9 +139,9 @@ def summarise(lines: Sequence[Line]) -> OfLines:
 
 def updates_in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
     """The lines of updates, original or remade, ordered by version."""
-    found: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
-    found |= {line["update"]: line for line in lines if "update" in line}
-    return [found[version] for version in sorted(found)]
+    by_version: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
+    by_version |= {line["update"]: line for line in lines if "update" in line}
+    return [by_version[version] for version in sorted(by_version)]
 
 
 def final_line(summary: Summary) -> str:
@@ -181,15 +181,19 @@ def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
     idle_s, swaps = sum(engine.idle_s for engine in engines), sum(engine.swaps for engine in engines)
     seconds = [engine.busy_s + engine.idle_s for engine in engines]
     return {
-        "actors": [{"actor": one.actor, "version": one.version, "checksum": one.checksum} for one in engines],
+        "actors": [
+            {"actor": report.actor, "version": report.version, "checksum": report.checksum} for report in engines
+        ],
         "tokens": sum(engine.tokens for engine in engines),
-        "tokens_per_s": sum(one.tokens / max(lived_s, 1e-9) for one, lived_s in zip(engines, seconds, strict=True)),
+        "tokens_per_s": sum(
+            report.tokens / max(lived_s, 1e-9) for report, lived_s in zip(engines, seconds, strict=True)
+        ),
         "seconds": sum(seconds),
         "idle_share": idle_s / max(sum(seconds), 1e-9),
         "swaps": swaps,
         "swap_ms": sum(engine.swap_s for engine in engines) * 1e3 / max(swaps, 1),
         "restarts": sum(engine.restarts for engine in engines),
-        "scorers": [{"actor": one.actor, **msgspec.to_builtins(s)} for one in engines for s in one.scorers],
+        "scorers": [{"actor": report.actor, **msgspec.to_builtins(s)} for report in engines for s in report.scorers],
         "too_long": dict(engines[0].too_long),
         "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
         "agents": dict(sum((Counter(engine.agents) for engine in engines), Counter[str]())),
@@ -209,8 +213,8 @@ def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
 
 def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
     histogram: Counter[int] = Counter()
-    for one in histograms:
-        histogram.update({int(lag): count for lag, count in one.items()})
+    for counts in histograms:
+        histogram.update({int(lag): count for lag, count in counts.items()})
     total = sum(histogram.values())
     if not total:
         return {"mean": None, "p99": None, "max": None, "histogram": {}}
@@ -225,10 +229,10 @@ def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
 
 def _percentile(histogram: Mapping[int, int], share: float) -> int:
     """The smallest lag that is not exceeded by `share` of all tokens."""
-    wanted, seen = share * sum(histogram.values()), 0
+    least, seen = share * sum(histogram.values()), 0
     for lag in sorted(histogram):
         seen += histogram[lag]
-        if seen >= wanted:
+        if seen >= least:
             return lag
     return max(histogram)
 

@@ -26,8 +26,8 @@ def events(lines: Sequence[Line], name: str) -> list[Event]:
     """All events of the run `name`, ordered by start time."""
     named: list[Event] = [_named("process_name", 0, name)]
     named += [_named("thread_name", lane, title) for lane, title in enumerate(LANES)]
-    found = [*_slices(lines), *_instants(lines), *_counters(lines)]
-    return named + sorted(found, key=lambda event: _number(event["ts"]))
+    timed = [*_slices(lines), *_instants(lines), *_counters(lines)]
+    return named + sorted(timed, key=lambda event: _number(event["ts"]))
 
 
 def _named(kind: str, lane: int, name: str) -> Event:

@@ -61,8 +61,8 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
     def plain(self) -> dict[str, Any]:
         """The message as a dict of its set fields, the form of chat templates and TRL's rewards."""
         known = {"name": self.name, "tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id}
-        given = {key: value for key, value in known.items() if value}
-        return {"role": self.role, "content": self.content, **self.fields, **given}
+        filled = {key: value for key, value in known.items() if value}
+        return {"role": self.role, "content": self.content, **self.fields, **filled}
 
 
 class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
@@ -128,7 +128,9 @@ class ScoredText(WireStruct, frozen=True):
         turns = [Message(role="assistant", content=text) for text in (self._prefill + first, *rest)]
         # A truncated trajectory may end with an observation.
         between = (*self.observations, *[()] * (len(turns) - len(self.observations)))
-        return tuple(one for turn, said in zip(turns, between, strict=True) for one in (turn, *said))
+        return tuple(
+            message for turn, observation in zip(turns, between, strict=True) for message in (turn, *observation)
+        )
 
     @property
     def _prefill(self) -> str:
@@ -324,8 +326,8 @@ class Push(WireStruct, frozen=True):
     @property
     def digest(self) -> str:
         """The SHA-256 of a version's names, dtypes, shapes and content hashes; the same for any sharding."""
-        told = [(one.name, one.dtype, one.shape, one.content) for one in self.tensors + self.frozen]
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        described = [(tensor.name, tensor.dtype, tensor.shape, tensor.content) for tensor in self.tensors + self.frozen]
+        return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 class TokenRecord(WireStruct, frozen=True):

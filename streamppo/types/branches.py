@@ -86,9 +86,9 @@ def depths(column: bytes, width: int) -> Ints:
 
 def paths(column: bytes, width: int) -> list[Ints]:
     """The tokens from a root to each leaf, in the order of the leaves; a leaf is a token that no token follows."""
-    made: list[Ints] = []
+    root_paths: list[Ints] = []
     cut = pieces(column, width)
-    starts, parents, before = [one.start for one in cut], {one.parent for one in cut}, list[Ints]()
+    starts, parents, before = [piece.start for piece in cut], {piece.parent for piece in cut}, list[Ints]()
     for start, end, parent in cut:
         whole = np.arange(start, end, dtype=np.int32)
         if parent >= 0:
@@ -96,8 +96,8 @@ def paths(column: bytes, width: int) -> list[Ints]:
             whole = np.concatenate([above[: int(np.searchsorted(above, parent)) + 1], whole])
         before.append(whole)
         if end - 1 not in parents:
-            made.append(whole)
-    return made
+            root_paths.append(whole)
+    return root_paths
 
 
 def trees(column: bytes, width: int) -> list[Ints]:
@@ -105,21 +105,21 @@ def trees(column: bytes, width: int) -> list[Ints]:
     root = np.arange(width, dtype=np.int32)
     for start, end, parent in pieces(column, width):
         root[start:end] = root[parent] if parent >= 0 else start
-    return [np.flatnonzero(root == one).astype(np.int32) for one in np.unique(root)]
+    return [np.flatnonzero(root == first).astype(np.int32) for first in np.unique(root)]
 
 
 def sizes(column: bytes, width: int) -> list[Size]:
     """The sizes of `trees`, in the same order."""
-    cut, roots, depths, made = pieces(column, width), list[int](), list[int](), dict[int, Size]()
-    starts, parents = [one.start for one in cut], {one.parent for one in cut}
+    cut, roots, depths, by_root = pieces(column, width), list[int](), list[int](), dict[int, Size]()
+    starts, parents = [piece.start for piece in cut], {piece.parent for piece in cut}
     for start, end, parent in cut:
         at = bisect_right(starts, parent) - 1
         roots.append(roots[at] if parent >= 0 else start)
         depths.append(depths[at] + parent - starts[at] + 1 if parent >= 0 else 0)
-        tokens, paths = made.get(roots[-1], Size(0, []))
+        tokens, paths = by_root.get(roots[-1], Size(0, []))
         ends = [depths[-1] + end - start] if end - 1 not in parents else []
-        made[roots[-1]] = Size(tokens + end - start, paths + ends)
-    return list(made.values())
+        by_root[roots[-1]] = Size(tokens + end - start, paths + ends)
+    return list(by_root.values())
 
 
 def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
@@ -128,7 +128,7 @@ def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
     Within its piece, a token follows the tokens before it in the row.
     """
     cut = pieces(column, width)
-    piece = np.repeat(np.arange(len(cut), dtype=np.int32), [one.end - one.start for one in cut])
+    piece = np.repeat(np.arange(len(cut), dtype=np.int32), [part.end - part.start for part in cut])
     sees = np.zeros((len(cut), width), np.bool_)
     for number, (start, end, parent) in enumerate(cut):
         if parent >= 0:

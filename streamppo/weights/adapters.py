@@ -34,7 +34,7 @@ def merge_adapters(frozen: Mapping[str, Tensor], adapters: Mapping[str, Tensor],
         shape = None if name not in frozen else tuple(frozen[name].shape)
         if shape != (len(b), a.shape[-1]) or len(a) != b.shape[-1]:
             raise WeightsError(f"the adapter of {name} is {tuple(b.shape)} x {tuple(a.shape)}, the weight {shape}")
-    found = dict(frozen)
+    merged = dict(frozen)
     for name, (a, b) in pairs.items():
-        found[name] = torch.add(frozen[name].float(), b.float() @ a.float(), alpha=scale).to(frozen[name].dtype)
-    return found
+        merged[name] = torch.add(frozen[name].float(), b.float() @ a.float(), alpha=scale).to(frozen[name].dtype)
+    return merged

@@ -94,9 +94,9 @@ class Buckets:
         tensors = tuple(describe_tensor(name, shard, self.tensors[name]) for name, shard in self._shards.items())
         raw = self._raw()
         deltas = [None] * len(raw) if before is None else self._deltas(raw, before._raw())
-        stored = [whole if one is None else one for one, whole in zip(deltas, raw, strict=True)]
+        stored = [whole if encoded is None else encoded for encoded, whole in zip(deltas, raw, strict=True)]
         changed = zip(self._places, deltas, strict=True)
-        places, arrays = self._pack_changed(stored, {place.bucket for place, one in changed if one is not None})
+        places, arrays = self._pack_changed(stored, {place.bucket for place, encoded in changed if encoded is not None})
         pieces = tuple(
             TensorChunk(
                 tensor=number,
@@ -129,27 +129,29 @@ class Buckets:
     def _deltas(self, raw: Sequence[Bytes], before: Sequence[Bytes]) -> list[Bytes | None]:
         """The delta of each shard whose bucket shrinks to at most half its bytes; None for the other shards."""
         widths = [shard.dtype.itemsize for shard in self._shards.values()]
-        found = [delta.changes(*three) for three in zip(before, raw, widths, strict=True)]
+        deltas = [delta.changes(*three) for three in zip(before, raw, widths, strict=True)]
         left = [0] * len(self.arrays)
-        for one, whole, place in zip(found, raw, self._places, strict=True):
-            left[place.bucket] += (whole if one is None else one).nbytes
+        for encoded, whole, place in zip(deltas, raw, self._places, strict=True):
+            left[place.bucket] += (whole if encoded is None else encoded).nbytes
         pays = [2 * nbytes <= array.nbytes for nbytes, array in zip(left, self.arrays, strict=True)]
-        return [one if pays[place.bucket] else None for one, place in zip(found, self._places, strict=True)]
+        return [encoded if pays[place.bucket] else None for encoded, place in zip(deltas, self._places, strict=True)]
 
     def _pack_changed(self, stored: Sequence[Bytes], anew: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
         """Pack the `stored` bytes of the shards in buckets `anew` into new buckets; keep the other buckets."""
-        kept = [number for number in range(len(self.arrays)) if number not in anew]
+        unchanged = [number for number in range(len(self.arrays)) if number not in anew]
         moved = [number for number, place in enumerate(self._places) if place.bucket in anew]
         places, totals = _plan([stored[number].nbytes for number in moved], self._bucket_bytes)
         arrays = [np.zeros(total, dtype=np.uint8) for total in totals]
         for number, place in zip(moved, places, strict=True):
             _bytes_at(arrays, place, stored[number].nbytes)[:] = stored[number]
-        found = dict(zip(moved, (place._replace(bucket=len(kept) + place.bucket) for place in places), strict=True))
-        after = {number: at for at, number in enumerate(kept)}
+        packed = dict(
+            zip(moved, (place._replace(bucket=len(unchanged) + place.bucket) for place in places), strict=True)
+        )
+        after = {number: at for at, number in enumerate(unchanged)}
         return [
-            found[number] if number in found else place._replace(bucket=after[place.bucket])
+            packed[number] if number in packed else place._replace(bucket=after[place.bucket])
             for number, place in enumerate(self._places)
-        ], [*(self.arrays[number] for number in kept), *arrays]
+        ], [*(self.arrays[number] for number in unchanged), *arrays]
 
 
 def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:

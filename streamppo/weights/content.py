@@ -52,9 +52,9 @@ def write(into: Tensor, values: Tensor) -> int:
     if not into.dim() or into.device.type != "cpu":
         return hash_tensor(into.copy_(values).to(values.dtype))
     total, row = 0, values[:1].nbytes
-    some = max(1, PART_BYTES // max(1, row))
-    for first in range(0, len(into), some):
-        part = into[first : first + some].copy_(values[first : first + some])
+    rows = max(1, PART_BYTES // max(1, row))
+    for first in range(0, len(into), rows):
+        part = into[first : first + rows].copy_(values[first : first + rows])
         total += hash_tensor(part.to(values.dtype), first * row)
     return total & _MASK
 
@@ -66,7 +66,7 @@ def check(expected: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]]) ->
 
 def compare(expected: Mapping[str, int], found: Iterable[tuple[str, int]]) -> None:
     """Raise `WeightsError` with the first name if a `found` hash is not the `expected` one."""
-    wrong = [name for name, one in found if one != expected[name]]
+    wrong = [name for name, content in found if content != expected[name]]
     if wrong:
         raise WeightsError(f"{wrong[0]} is not as it was pushed ({len(wrong)} tensors are not)")
 
@@ -78,14 +78,14 @@ def _of_words(words: Tensor, start: int) -> int:
     while at < len(words):
         block, within = divmod(start + at, BLOCK)
         if within or len(words) - at < BLOCK:
-            some = words[at : at + BLOCK - within]
-            (one,) = _of_blocks(some[None], table[within : within + len(some)])
-            total += one * _factor(block)
+            part = words[at : at + BLOCK - within]
+            (block_sum,) = _of_blocks(part[None], table[within : within + len(part)])
+            total += block_sum * _factor(block)
         else:
-            some = words[at : at + min(many, (len(words) - at) // BLOCK) * BLOCK]
-            sums: list[int] = _of_blocks(some.view(-1, BLOCK), table)
-            total += sum(one * _factor(n) for n, one in enumerate(sums, block))
-        at += len(some)
+            part = words[at : at + min(many, (len(words) - at) // BLOCK) * BLOCK]
+            sums: list[int] = _of_blocks(part.view(-1, BLOCK), table)
+            total += sum(block_sum * _factor(n) for n, block_sum in enumerate(sums, block))
+        at += len(part)
     return total
 
 
@@ -110,7 +110,11 @@ def _byte(value: int, at: int) -> int:
 @lru_cache
 def _table(device: torch.device) -> Tensor:
     signed = [_mixed(n) | 1 for n in range(BLOCK)]
-    return torch.tensor([one - 2**64 if one >> 63 else one for one in signed], dtype=torch.int64, device=device)
+    return torch.tensor(
+        [coefficient - 2**64 if coefficient >> 63 else coefficient for coefficient in signed],
+        dtype=torch.int64,
+        device=device,
+    )
 
 
 def _coefficient(word: int) -> int:

@@ -27,10 +27,10 @@ Bytes = NDArray[np.uint8]
 
 def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
     """Encode the delta from `before` to `after`, whose elements have `width` bytes; None if it saves no bytes."""
-    found = _find_changes(_elements(before, width), _elements(after, width))
-    if found is None:
+    changed = _find_changes(_elements(before, width), _elements(after, width))
+    if changed is None:
         return None
-    places, differences = found
+    places, differences = changed
     gaps = np.diff(places, prepend=-1)
     # Twice the mean gap must fit the width: some gaps are longer than the mean.
     mean = 2 * len(before) // width // max(1, len(gaps))
@@ -41,8 +41,8 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
     compressed = planes.nbytes >= COMPRESSED_FROM
     stored = np.frombuffer(_zstd().encode(planes), dtype=np.uint8) if compressed else planes
     head = np.array([gap_width, compressed, *len(split).to_bytes(8, "little")], dtype=np.uint8)
-    made = np.concatenate([head, split.view(np.uint8), stored])
-    return made if made.nbytes < after.nbytes else None
+    encoded = np.concatenate([head, split.view(np.uint8), stored])
+    return encoded if encoded.nbytes < after.nbytes else None
 
 
 def apply(encoded: Bytes, into: Bytes, width: int) -> None:
@@ -84,12 +84,12 @@ def _find_changes(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
         return None
     places, differences, count = list[Places](), list[Numbers](), 0
     for start in range(0, len(old), CHUNK):
-        at, found = _different(old[start : start + CHUNK] ^ new[start : start + CHUNK])
+        at, values = _different(old[start : start + CHUNK] ^ new[start : start + CHUNK])
         count += len(at)
         if count > DENSE * len(old):
             return None
         places.append(at + start)
-        differences.append(found)
+        differences.append(values)
     if not places:
         return np.zeros(0, dtype=np.int64), old
     return np.concatenate(places), np.concatenate(differences)
@@ -103,9 +103,9 @@ def _different(difference: Numbers) -> tuple[Places, Numbers]:
         return at, difference[at]
     wide = difference.view(np.uint64)
     words = np.flatnonzero(wide != 0)
-    some = wide[words].view(difference.dtype)
-    inside = np.flatnonzero(some != 0)
-    return words[inside // per] * per + inside % per, some[inside]
+    values = wide[words].view(difference.dtype)
+    inside = np.flatnonzero(values != 0)
+    return words[inside // per] * per + inside % per, values[inside]
 
 
 def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:

@@ -51,8 +51,10 @@ def with_run_folder(config: Config, run: Path) -> Config:
     """The configuration for ranks and actors of `run`: a folder transport gets a folder of this run alone."""
     match config.learner.transport:
         case Folder(path=path):
-            own = Path(path) / f"{run.name}-{crc32(str(run.resolve()).encode()):08x}" if path else run / "weights"
-            return structs.replace(config, learner=structs.replace(config.learner, transport=Folder(str(own))))
+            run_folder = (
+                Path(path) / f"{run.name}-{crc32(str(run.resolve()).encode()):08x}" if path else run / "weights"
+            )
+            return structs.replace(config, learner=structs.replace(config.learner, transport=Folder(str(run_folder))))
         case _:
             return config
 

@@ -54,10 +54,10 @@ class FolderSender:
             for path in self._names.pop(version):
                 path.unlink(missing_ok=True)
         self._before = before
-        for other in self._all.glob(f"{self._name}*"):
+        for folder in self._all.glob(f"{self._name}*"):
             # Folders of dead ranks: the ledger no longer refers to them.
-            if other != self._own:
-                shutil.rmtree(other, ignore_errors=True)
+            if folder != self._own:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, version: int, number: int, array: Bytes) -> bytes:
         path = self._own / f"{version:08d}-{number}"
@@ -97,9 +97,9 @@ class FolderReceiver:
 
 def _read(file: File) -> Bytes:
     """Read a bucket, or what is left of a truncated one. It is not memory-mapped: a shrinking file would be fatal."""
-    made, at = np.empty(file.nbytes, dtype=np.uint8), 0
-    into = made.data
+    bucket, at = np.empty(file.nbytes, dtype=np.uint8), 0
+    into = bucket.data
     with open(file.path, "rb", buffering=0) as source:
         while at < file.nbytes and (count := source.readinto(into[at:])):
             at += count
-    return made[:at]
+    return bucket[:at]

@@ -44,7 +44,9 @@ class Ledger(Generic[T]):
         if known is not None and known.push.digest != push.digest:
             raise WeightsError(f"version {push.version} was published again with other weights")
         self._entries[push.version] = LedgerEntry(push, handle)
-        whole = max((version for version, one in self._entries.items() if one.push.base_version is None), default=0)
+        whole = max(
+            (version for version, earlier in self._entries.items() if earlier.push.base_version is None), default=0
+        )
         self._entries = {version: entry for version, entry in self._entries.items() if version >= whole}
 
     @property

@@ -130,14 +130,14 @@ class NixlReceiver:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, RemoteBucket))
 
     def _fetch(self, remote: RemoteBucket) -> Bytes:
-        made, generation = np.empty(max(1, remote.nbytes), dtype=np.uint8), np.zeros(8, dtype=np.uint8)
+        bucket, generation = np.empty(max(1, remote.nbytes), dtype=np.uint8), np.zeros(8, dtype=np.uint8)
         try:
             name = self._agent.add_remote_agent(remote.agent)
         except self._failures as error:
             raise BucketGone(f"a rank cannot be reached: {error}") from error
         try:
             if remote.nbytes:
-                self._read(name, remote.address, made)
+                self._read(name, remote.address, bucket)
             self._read(name, remote.generation_address, generation)
         except self._failures as error:
             with suppress(*self._failures):
@@ -145,7 +145,7 @@ class NixlReceiver:
             raise BucketGone(f"a rank cannot be read: {error}") from error
         if int(generation.view(np.int64)[0]) != remote.generation:
             raise BucketGone("a rank has put newer weights there")
-        return made[: remote.nbytes]
+        return bucket[: remote.nbytes]
 
     def _read(self, name: str, address: int, into: Bytes) -> None:
         """Fill `into` from `address` of the agent `name`. Raises `BucketGone` if it takes too long."""
@@ -194,5 +194,5 @@ def _api() -> ModuleType:
 
 def _failures() -> tuple[type[Exception], ...]:
     """NIXL's exception types, raised for a lost peer or an unfinished read."""
-    found = vars(import_module("nixl._bindings")).values()
-    return tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
+    members = vars(import_module("nixl._bindings")).values()
+    return tuple(member for member in members if isinstance(member, type) and issubclass(member, Exception))

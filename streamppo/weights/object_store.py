@@ -47,7 +47,7 @@ class ObjectStoreReceiver:
         limit_s = self._limit_s
         try:
             async with asyncio.timeout(limit_s):
-                found = await cast("ObjectRef[Bytes]", ref)
+                bucket = await cast("ObjectRef[Bytes]", ref)
         except ObjectLostError as error:
             raise BucketGone(f"the object store has lost a bucket: {error}") from error
         except TimeoutError:
@@ -55,4 +55,4 @@ class ObjectStoreReceiver:
             self._limit_s = limit_s + LONGER_S
             raise BucketGone(f"a bucket has not come within {limit_s:g} s") from None
         self._limit_s = FETCH_S
-        return found
+        return bucket

@@ -45,7 +45,7 @@ def tokens(run: Path) -> list[str]:
 
 def token(run: Path) -> str:
     """The token of the last claim by the folder `run`; empty without one."""
-    return next((one for one in _written(run) if not one.startswith(TAKES_OVER)), "")
+    return next((claimed for claimed in _written(run) if not claimed.startswith(TAKES_OVER)), "")
 
 
 def newest(names: Sequence[str]) -> str:

@@ -106,7 +106,7 @@ class Pusher:
         """
         carried = list(self._carried.values())
         threads = ThreadPoolExecutor(max_workers=max(1, len(carried)), thread_name_prefix="push again")
-        sent = [threads.submit(self._publish, *one) for one in carried]
+        sent = [threads.submit(self._publish, *entry) for entry in carried]
         threads.shutdown(wait=False)
         return sent
 
@@ -130,7 +130,7 @@ class Pusher:
         refs = self._outlet.put(version, arrays)
         self._carried[version] = encoded, refs, learned
         published = self._publish(encoded, refs, learned)
-        self._carried = {number: one for number, one in self._carried.items() if number >= published.whole}
+        self._carried = {number: entry for number, entry in self._carried.items() if number >= published.whole}
         self._outlet.drop(published.whole)
         self._wants_whole = published.wants_whole
         ms = (time.perf_counter() - start) * 1e3

@@ -81,8 +81,8 @@ class ShareCollector(Generic[T, R]):
                 del self._begun[version]
 
     async def _make(self, shares: Sequence[RankShare[T]]) -> R:
-        refs = [ref for one in shares for ref in one.refs]
-        return await self._publish(RankShare(join([one.push for one in shares]), refs, shares[0].learned))
+        refs = [ref for share in shares for ref in share.refs]
+        return await self._publish(RankShare(join([share.push for share in shares]), refs, shares[0].learned))
 
 
 def join(parts: Sequence[Push]) -> Push:
@@ -119,7 +119,7 @@ def join(parts: Sequence[Push]) -> Push:
 def _sum_hashes(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """The tensors of all ranks; the hash of a tensor is the sum of its shards' hashes."""
     columns = zip(*parts, strict=True)
-    return tuple(structs.replace(same[0], content=sum(one.content for one in same) % 2**64) for same in columns)
+    return tuple(structs.replace(same[0], content=sum(shard.content for shard in same) % 2**64) for same in columns)
 
 
 def check_whole(push: Push) -> None:

@@ -61,9 +61,9 @@ class Store:
 
     def put_folder(self, folder: str, path: Path) -> None:
         """Copy the folder at `path`, which has no subfolders, to `folder` at the address."""
-        for one in sorted(path.iterdir()):
-            with one.open("rb") as file:
-                self.put(folder, {one.name: file})
+        for source in sorted(path.iterdir()):
+            with source.open("rb") as file:
+                self.put(folder, {source.name: file})
 
     def prove(self) -> None:
         """Test the address: write a file, read it and delete it."""
@@ -99,10 +99,10 @@ class Store:
         with self.naming_errors():
             self._files.invalidate_cache()
             try:
-                found: Sequence[str] = self._files.ls(place, detail=False)
+                listed: Sequence[str] = self._files.ls(place, detail=False)
             except FileNotFoundError:
                 return []
-        names = sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+        names = sorted(path.rstrip("/").rpartition("/")[2] for path in listed)
         # Temporary files are left over from writers that died.
         return [name for name in names if not name.endswith(durable.ASIDE)]
 
@@ -112,10 +112,10 @@ class Store:
         with self.naming_errors():
             self._files.invalidate_cache()
             try:
-                found: Sequence[dict[str, Any]] = self._files.ls(place, detail=True)
+                listed: Sequence[dict[str, Any]] = self._files.ls(place, detail=True)
             except FileNotFoundError:
                 return {}
-        return {one["name"].rpartition("/")[2]: int(one["size"] or 0) for one in found}
+        return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in listed}
 
     def read(self, folder: str, name: str) -> bytes:
         """The content of a file."""

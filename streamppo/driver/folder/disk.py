@@ -30,11 +30,11 @@ def refuse_network(folder: Path) -> None:
 
 def file_system(folder: Path, mounts: str) -> str:
     """Return the type of `folder`'s file system by `mounts`, the text of mountinfo (proc(5)); "" if no line matches."""
-    found, longest = "", -1
+    kind, longest = "", -1
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         point = before.split()[4].encode().decode("unicode_escape")
         # A later mount at the same point hides the earlier one.
         if folder.resolve().is_relative_to(point) and len(point) >= longest:
-            found, longest = after.split()[0], len(point)
-    return found
+            kind, longest = after.split()[0], len(point)
+    return kind

@@ -219,8 +219,8 @@ def refuse_dead_ray() -> None:
     node = cast("Node | None", worker._global_node)
     services = node.all_processes.items() if node is not None else ()
     for name, processes in services:
-        for one in processes:
-            if (code := one.process.poll()) is not None:
+        for process_info in processes:
+            if (code := process_info.process.poll()) is not None:
                 raise RunError(f"Ray's {name} has died ({_ending(code)}); resume starts another")
 
 

@@ -71,7 +71,7 @@ def _is_everybodys(name: str) -> bool:
 def key_variables(config: Config) -> frozenset[str]:
     """Names of the configuration's key variables: API keys of its reward services and its teacher."""
     remotes = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, Remote)]
-    return frozenset(one.key_env for one in (*remotes, config.algorithm.teacher) if one.key_env)
+    return frozenset(service.key_env for service in (*remotes, config.algorithm.teacher) if service.key_env)
 
 
 def quiet_pipes() -> None:

@@ -55,11 +55,11 @@ def marked_processes(value: str) -> Iterator[int]:
 
     A caller that kills each at once then rarely misses a child of a process that forks and exits.
     """
-    wanted = f"{MARK}={value}".encode()
+    mark = f"{MARK}={value}".encode()
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         # A process may end meanwhile, and other users' environments cannot be read.
         with suppress(OSError):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 yield pid
 
 
@@ -83,12 +83,12 @@ def _main(driver: int, value: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     _wait(driver)
     for _ in range(ROUNDS):
-        found = False
+        any_left = False
         for pid in marked_processes(value):
-            found = True
+            any_left = True
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not found:
+        if not any_left:
             return
         time.sleep(ROUND_S)
 

@@ -43,7 +43,7 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
     """
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
-    models = {name: one.gpus for name, one in config.reward.models().items() if one.gpus and rollout}
+    models = {name: model.gpus for name, model in config.reward.models().items() if model.gpus and rollout}
     ranks = [number // together for number in range(learner.ranks)]
     bundles = [_bundle(together * learner.thread_count, together * learner.gpus) for _ in range(ranks[-1] + 1)]
     if not shares_gpus(config):
@@ -101,11 +101,11 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
     """Raise `RunError` for a demand that our own Ray can never meet. A cluster may grow, so a run waits for it."""
     import ray
 
-    there: Mapping[str, float] = ray.cluster_resources()
+    resources: Mapping[str, float] = ray.cluster_resources()
     if config.cluster.cpus is None:
         # Our own Ray is started with as many CPUs as the configuration needs.
-        there = {**there, "CPU": math.inf}
-    if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), there)):
+        resources = {**resources, "CPU": math.inf}
+    if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), resources)):
         raise RunError(
             f"the configuration asks for {missing}: learner.gpus, rollout.gpus, rollout.actors and cluster.cpus say "
             "how many, `streamppo check` says why"
@@ -119,9 +119,9 @@ def _ranks_together(config: Config) -> int:
     if config.cluster.address == LOCAL:
         return 1
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    together, wanted = ranks_together(config, nodes), exchanging(config)
-    if together < wanted:
-        log.info("learner.mesh: %d ranks exchange tokens in every layer, and no node has room for all of them", wanted)
+    together, needed = ranks_together(config, nodes), exchanging(config)
+    if together < needed:
+        log.info("learner.mesh: %d ranks exchange tokens in every layer, and no node has room for all of them", needed)
     return together
 
 

@@ -40,20 +40,20 @@ class MemoryKills:
 def limit(cgroups: Path = CGROUPS, own: Path = OWN) -> int | None:
     """The smallest memory limit of this process's cgroups in bytes, shared by all their processes; None without one."""
     levels = _levels(cgroups, own.read_text() if own.exists() else "")
-    return min((found for level in levels if (found := _limit(level)) is not None), default=None)
+    return min((at_level for level in levels if (at_level := _limit(level)) is not None), default=None)
 
 
 def _levels(cgroups: Path, own: str) -> list[Path]:
     """The folders that count kills: a process's memory cgroup and its parents."""
-    found: list[Path] = []
+    levels: list[Path] = []
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
         root = cgroups / controllers
         folder = root / path.lstrip("/")
-        found += [level for level in (folder, *folder.parents) if level.is_relative_to(root)]
-    return [level for level in found if any((level / name).is_file() for name in COUNTERS)]
+        levels += [level for level in (folder, *folder.parents) if level.is_relative_to(root)]
+    return [level for level in levels if any((level / name).is_file() for name in COUNTERS)]
 
 
 def _kills(level: Path) -> int:

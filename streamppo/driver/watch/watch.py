@@ -97,7 +97,7 @@ class WatchedCalls:
     def forget(self, stage: RunStage, name: str = "") -> None:
         """Stop watching the calls of `stage`; with `name`, only this actor's."""
         gone = (stage, name or stage)
-        self._watched = {ref: one for ref, one in self._watched.items() if (one.stage, one.name) != gone}
+        self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != gone}
 
     def reset_stall(self) -> None:
         """Restart the stall timer: there was progress."""

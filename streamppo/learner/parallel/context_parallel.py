@@ -59,8 +59,8 @@ class Slices(NamedTuple):
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups made for the slices."""
-        own = tuple(one for one in (self.within, self.across, self.heads) if one is not None)
-        return (*own, *self.cut.groups())
+        groups = tuple(group for group in (self.within, self.across, self.heads) if group is not None)
+        return (*groups, *self.cut.groups())
 
 
 WHOLE = Slices()
@@ -72,8 +72,8 @@ def slices_of(device: str, config: Mesh) -> Slices:
     if ranks == 1:
         return Slices(cut=cut)
     rows = dist.get_world_size() // ranks
-    made = init_device_mesh(device, (rows, ranks), mesh_dim_names=("across", "within"))
-    number, within, across = made.get_local_rank("within"), made.get_group("within"), made.get_group("across")
+    mesh = init_device_mesh(device, (rows, ranks), mesh_dim_names=("across", "within"))
+    number, within, across = mesh.get_local_rank("within"), mesh.get_group("within"), mesh.get_group("across")
     if config.tensor == 1:
         return Slices(ranks, number, within, across, within, cut)
     heads: dist.ProcessGroup | None = None
@@ -133,7 +133,7 @@ def _attend(
         others.pop("position_ids", None)
     if slices.heads is None:
         return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)
-    heads = [_ExchangeSlices.apply(one, slices.heads, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
+    heads = [_ExchangeSlices.apply(tensor, slices.heads, 1, 2) for tensor in (query_BHSD, key_BHSD, value_BHSD)]
     seen_BWHD, _ = compute(module, *heads, attention_mask, **others)
     return _ExchangeSlices.apply(seen_BWHD, slices.heads, 1, 2), None  # pyright: ignore[reportReturnType]
 

@@ -106,7 +106,7 @@ class CopiedJournal(Journal):
             self._refuse_others()
         for path, name in self._archive_files(checksums(made)):
             self._copy_file(ARCHIVE, path, name)
-        if any(self._every and one.version % self._every == 0 for one in made):
+        if any(self._every and version.version % self._every == 0 for version in made):
             self._copy_run()
         self._copy(WriteEntry(changes=changes, made=tuple(made)))
 
@@ -118,7 +118,7 @@ class CopiedJournal(Journal):
 
     def forget(self, before: int, first_slot: int) -> None:
         """As `Journal.forget`; also delete the copies of these batches."""
-        dropped = [one for one in checksums(self.versions().values()).items() if one[0] < before]
+        dropped = [item for item in checksums(self.versions().values()).items() if item[0] < before]
         super().forget(before, first_slot)
         self._copy(ForgetEntry(before=before, first_slot=first_slot))
         for _, name in self._archive_files(dict(dropped)):
@@ -148,9 +148,9 @@ class CopiedJournal(Journal):
 
     def _copy_archive(self) -> None:
         """Copy the batches whose copies are missing or truncated: an earlier writer died, or had no address."""
-        there = self._copies.sizes(ARCHIVE)
+        sizes = self._copies.sizes(ARCHIVE)
         for path, name in self._archive_files(checksums(self.versions().values())):
-            if path.is_file() and there.get(name) != path.stat().st_size:
+            if path.is_file() and sizes.get(name) != path.stat().st_size:
                 self._copy_file(ARCHIVE, path, name)
 
     def _archive_files(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
@@ -202,8 +202,8 @@ class CopiedBodies(Bodies):
         self._token = owner.token(run)
         self._needed: dict[str, set[Identity]] = {}
         before = self._copies.names(self._folder)
-        for some in self.all(TOGETHER):
-            self._copy(some)
+        for bodies in self.all(TOGETHER):
+            self._copy(bodies)
         for old in before:
             self._copies.delete(self._folder, old)
 
@@ -229,7 +229,7 @@ class CopiedBodies(Bodies):
     def _needless(self, dropped: set[Identity], first_prompt: int) -> list[str]:
         with self._lock:
             for copy, needed in self._needed.items():
-                self._needed[copy] = {one for one in needed - dropped if one.prompt >= first_prompt}
+                self._needed[copy] = {identity for identity in needed - dropped if identity.prompt >= first_prompt}
             return [copy for copy, needed in self._needed.items() if not needed]
 
 
@@ -287,8 +287,8 @@ def _behind(token: str) -> str:
 
 def crc(path: Path) -> int:
     """The CRC-32 of a file."""
-    found = 0
+    checksum = 0
     with path.open("rb") as file:
         while part := file.read(store.PART_BYTES):
-            found = crc32(part, found)
-    return found
+            checksum = crc32(part, checksum)
+    return checksum

@@ -317,11 +317,11 @@ class QueueRules:
 
         Reopens every unit that is too old.
         """
-        wanted = self.settings.batch_units
-        if self.state.ready_units < wanted:
+        count = self.settings.batch_units
+        if self.state.ready_units < count:
             return None
-        first = list(islice(units_in_window(self.settings, self.state), wanted))
-        if len(first) == wanted and all_younger(first, min_version):
+        first = list(islice(units_in_window(self.settings, self.state), count))
+        if len(first) == count and all_younger(first, min_version):
             return first, 0
         chosen: list[Unit] = []
         masked_tokens = 0
@@ -330,7 +330,7 @@ class QueueRules:
             if masked is not None:
                 chosen.append(unit)
                 masked_tokens += masked
-            if len(chosen) == wanted:
+            if len(chosen) == count:
                 return chosen, masked_tokens
         return None
 
@@ -390,7 +390,7 @@ def _num_sampled(trajectories: Sequence[Trajectory]) -> int:
 def _teaches_nothing(group: Sequence[Trajectory], resample: Resample) -> str | None:
     """Why a group has no learning signal, or None. `validation.defect` ensures that every reward has the component."""
     name = resample.component
-    values = [one.components[name] if name else one.reward for one in group]
+    values = [trajectory.components[name] if name else trajectory.reward for trajectory in group]
     what = f"values of {name!r}" if name else "rewards"
     if len(set(values)) == 1:
         return f"all {what} are {values[0]:g}"

@@ -59,5 +59,5 @@ def choose(state: QueueState, min_version: int, count: int) -> ChosenUnits:
             given_up.append(unit)
         else:
             young.append((trajectory.oldest_version, unit.slots[0].place, old, unit))
-    first = sorted(young, key=lambda one: one[:2])[:count]
+    first = sorted(young, key=lambda segment: segment[:2])[:count]
     return ChosenUnits([unit for *_, unit in first], sum(old for _, _, old, _ in first), given_up)

@@ -202,8 +202,8 @@ def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
 def newest_version(trajectories: Sequence[Trajectory]) -> int:
     """The newest version among all tokens of the trajectories."""
     if isinstance(trajectories[0], TrajectoryRecord):
-        return max(one.newest_version for one in trajectories if isinstance(one, TrajectoryRecord))
-    return int(ints(b"".join([one.versions for one in trajectories])).max())
+        return max(trajectory.newest_version for trajectory in trajectories if isinstance(trajectory, TrajectoryRecord))
+    return int(ints(b"".join([trajectory.versions for trajectory in trajectories])).max())
 
 
 def all_younger(units: Iterable[Unit], version: int) -> bool:

@@ -180,7 +180,7 @@ class QueueState:
 
     def first_prompt(self, samples_per_prompt: int) -> int:
         """The first prompt that has a held slot; the next prompt to open if nothing is held."""
-        leased = (slot for one in self.leases.values() for unit in one.units for slot in unit.slots)
+        leased = (slot for lease in self.leases.values() for unit in lease.units for slot in unit.slots)
         held = [*(prompt for prompt, _ in self.slots), *(slot.identity.prompt for slot in leased)]
         return min(held, default=self.opened // samples_per_prompt)
 

@@ -34,7 +34,7 @@ def defects(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> l
     """`defect` of each trajectory of a delivery; if all are valid, one check over all columns is enough."""
     if trajectories and all(map(_is_even, trajectories)) and _are_sound(trajectories, limits):
         return [None] * len(trajectories)
-    return [defect(one, limits) for one in trajectories]
+    return [defect(trajectory, limits) for trajectory in trajectories]
 
 
 def _is_even(one: Trajectory) -> bool:
@@ -47,14 +47,14 @@ def _is_even(one: Trajectory) -> bool:
 
 def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
     """True if `defect` refuses none of these trajectories with even columns. False: check each of them."""
-    marks = b"".join(one.mask for one in trajectories)
-    if max(marks) > 1 or not all(b"\1" in one.mask for one in trajectories):
+    marks = b"".join(trajectory.mask for trajectory in trajectories)
+    if max(marks) > 1 or not all(b"\1" in trajectory.mask for trajectory in trajectories):
         return False
-    logprobs = floats(b"".join(one.logprobs for one in trajectories))[flags(marks)]
+    logprobs = floats(b"".join(trajectory.logprobs for trajectory in trajectories))[flags(marks)]
     # Written so that NaN fails: no comparison holds for it.
     if not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_SLACK):
         return False
-    if not all(math.isfinite(one.reward) for one in trajectories):
+    if not all(math.isfinite(trajectory.reward) for trajectory in trajectories):
         return False
     if limits is None:
         return True
@@ -63,21 +63,21 @@ def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -
         or limits.components
         or limits.teacher
         or limits.routes
-        or max(one.prefix + one.num_tokens for one in trajectories) > limits.completion
+        or max(trajectory.prefix + trajectory.num_tokens for trajectory in trajectories) > limits.completion
     ):
         return False
-    longest = max(len(one.prompt_tokens) - 4 * one.prefix for one in trajectories)
+    longest = max(len(trajectory.prompt_tokens) - 4 * trajectory.prefix for trajectory in trajectories)
     if limits.prompt is not None and longest > 4 * limits.prompt:
         return False
-    tokens = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
+    tokens = ints(b"".join(trajectory.prompt_tokens + trajectory.tokens for trajectory in trajectories))
     return bool(tokens.min() >= 0 and tokens.max() < limits.vocabulary)
 
 
 def defect(trajectory: Trajectory, limits: TokenLimits | None) -> str | None:
     """The reason why a trajectory cannot be trained on, or None."""
-    found = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
-    found = found or _routes(trajectory) or _branches(trajectory)
-    return found or (limits and _beyond(trajectory, limits))
+    reason = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
+    reason = reason or _routes(trajectory) or _branches(trajectory)
+    return reason or (limits and _beyond(trajectory, limits))
 
 
 def _shape(trajectory: Trajectory) -> str | None:
@@ -171,8 +171,8 @@ def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     if limits.linear and trajectory.branches:
         return f"its tokens have branches, which {limits.linear[0]} does not take"
     if lacking := sorted(limits.components - trajectory.components.keys()):
-        there = ", ".join(trajectory.components) or "none"
-        return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"
+        components = ", ".join(trajectory.components) or "none"
+        return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {components})"
     prompt, tokens = ints(trajectory.prompt_tokens), ints(trajectory.tokens)
     before, so_far = len(prompt) - trajectory.prefix, len(tokens) + trajectory.prefix
     if limits.prompt is not None and before > limits.prompt:

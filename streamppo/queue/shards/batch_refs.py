@@ -56,8 +56,8 @@ def _add_batch(whole: bytearray, batch: Batch) -> None:
 
 def _add(whole: bytearray, members: Sequence[WireStruct]) -> None:
     encoder = msgspec.msgpack.Encoder()
-    for one in members:
-        encoder.encode_into(one, whole, -1)
+    for member in members:
+        encoder.encode_into(member, whole, -1)
 
 
 def _head(count: int) -> bytes:
@@ -106,10 +106,10 @@ class _Once(Generic[Made]):
         of_version = self._made.setdefault(version, {})
         if name not in of_version:
             of_version[name] = asyncio.create_task(asyncio.to_thread(make))
-        made = of_version[name]
+        task = of_version[name]
         for old in list(self._made)[:-KEPT]:
             del self._made[old]
-        await asyncio.wait([made])
-        if made.exception() is not None:
+        await asyncio.wait([task])
+        if task.exception() is not None:
             of_version.pop(name, None)
-        return made.result()
+        return task.result()

@@ -88,9 +88,11 @@ class QueueShard:
             self._limits = await asyncio.to_thread(limits_of, self._config, self._model_path)
         rows = [bytes(raw) for raw in decode(trajectories, tuple[msgspec.Raw, ...])]
         decoded = [decode(row, Trajectory) for row in rows]
-        found = zip(decoded, defects(decoded, self._limits), strict=True)
-        records = tuple(record_of(one, defect) for one, defect in found)
-        await self._write({one.identity: row for one, row in zip(records, rows, strict=True) if not one.defect})
+        checked = zip(decoded, defects(decoded, self._limits), strict=True)
+        records = tuple(record_of(trajectory, defect) for trajectory, defect in checked)
+        await self._write(
+            {trajectory.identity: row for trajectory, row in zip(records, rows, strict=True) if not trajectory.defect}
+        )
         return encode(records)
 
     @ray.method
@@ -156,5 +158,5 @@ class QueueShard:
         ends = np.frombuffer(part.ends, dtype=np.int64).tolist()
         mine = [slice(ends[row], ends[row + 1]) for row in ints(part.rows).tolist()]
         columns = {name: floats(column) for name, column in msgspec.structs.asdict(learned).items() if column}
-        own = {name: b"".join(column[one].tobytes() for one in mine) for name, column in columns.items()}
-        return archive.write(self._archive, self._batch(part), TokenRecord(**own))
+        fields = {name: b"".join(column[tokens].tobytes() for tokens in mine) for name, column in columns.items()}
+        return archive.write(self._archive, self._batch(part), TokenRecord(**fields))

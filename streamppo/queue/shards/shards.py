@@ -50,7 +50,7 @@ class Shards:
 
     async def store(self, trajectories: Sequence[Trajectory]) -> tuple[TrajectoryRecord, ...]:
         """Send each trajectory to its shard; return their records in order."""
-        rows = self._rows([one.identity for one in trajectories])
+        rows = self._rows([trajectory.identity for trajectory in trajectories])
         sent = [
             self._actors[shard].store.remote(encode(tuple(trajectories[row] for row in mine))) for shard, mine in rows
         ]
@@ -76,7 +76,7 @@ class Shards:
         """Have the shards write their parts of a batch to the archive, each under a temporary name."""
         parts = self._parts(batch)
         answers = await asyncio.gather(*(self._actors[shard].archive.remote(part, learned) for shard, part in parts))
-        return [decode(one, WrittenFile) for one in answers]
+        return [decode(answer, WrittenFile) for answer in answers]
 
     def drop(self, identities: Sequence[Identity], first_prompt: int) -> None:
         """Have the shards delete trajectories, without waiting; a missed deletion is made up for by `first_prompt`."""
@@ -91,15 +91,15 @@ class Shards:
 
     def _rows(self, identities: Sequence[Identity]) -> list[tuple[int, list[int]]]:
         """(shard, indices of its identities) for each shard that has any of them."""
-        found: dict[int, list[int]] = {}
+        by_shard: dict[int, list[int]] = {}
         for row, identity in enumerate(identities):
-            found.setdefault(identity.prompt % len(self._actors), []).append(row)
-        return sorted(found.items())
+            by_shard.setdefault(identity.prompt % len(self._actors), []).append(row)
+        return sorted(by_shard.items())
 
     def _parts(self, batch: Batch) -> list[tuple[int, bytes]]:
         """(shard, encoded `BatchPart`) for each shard that has a part of a batch of records."""
         records = batch.trajectories
-        ends = np.cumsum([0, *(one.num_tokens for one in records)]).astype("<i8").tobytes()
+        ends = np.cumsum([0, *(record.num_tokens for record in records)]).astype("<i8").tobytes()
         return [
             (
                 shard,
@@ -113,5 +113,5 @@ class Shards:
                     )
                 ),
             )
-            for shard, rows in self._rows([one.identity for one in records])
+            for shard, rows in self._rows([record.identity for record in records])
         ]

@@ -96,11 +96,11 @@ class Archive:
 
     def gather(self, version: int, written: Sequence[WrittenFile]) -> ArchivedBatch:
         """Keep the temporary names of a batch's files, until `settle`; return the journal's record of the files."""
-        self._asides[version] = [Path(one.path) for one in written]
+        self._asides[version] = [Path(file.path) for file in written]
         return ArchivedBatch(
-            files=tuple(one.sha256 for one in written),
-            first_prompt=min(one.first_prompt for one in written),
-            last_prompt=max(one.last_prompt for one in written),
+            files=tuple(file.sha256 for file in written),
+            first_prompt=min(file.first_prompt for file in written),
+            last_prompt=max(file.last_prompt for file in written),
         )
 
     def settle(self, made: PublishedVersion) -> None:
@@ -130,7 +130,7 @@ class Archive:
 
     def drop(self, before: int) -> None:
         """Delete the batches of versions below `before`, after `Journal.forget`. Raises `JournalError`."""
-        for version in [one for one in self.checksums if one < before]:
+        for version in [number for number in self.checksums if number < before]:
             for path in self.paths(version, len(self.checksums[version])):
                 with durable.naming(path, JournalError):
                     path.unlink(missing_ok=True)
@@ -168,8 +168,8 @@ class Archive:
         if "components" in columns:
             columns |= dict(zip(attributes.component_names, columns.pop("components").T, strict=True))
         words = {name: decode_words(columns.pop(name), known) for name, known in attributes.words().items()}
-        told = {"explanation": texts} if any(texts) else {}
-        return pyarrow.table({**columns, **words, **told, **flat})
+        explained = {"explanation": texts} if any(texts) else {}
+        return pyarrow.table({**columns, **words, **explained, **flat})
 
     def path(self, version: int) -> Path:
         """The file of the batch of `version`, for a queue without shards."""
@@ -187,8 +187,8 @@ class Archive:
                 raise JournalError(f"{path}: not kept: the archive begins with version {min(self.checksums)}")
             raise JournalError(f"{path}: no batch of version {version} was recorded")
         paths = self.paths(version, len(expected))
-        found = [_read(path, sha256) for path, sha256 in zip(paths, expected, strict=True)]
-        return found[0] if len(found) == 1 and not found[0][1].rows else _merge_columns(found)
+        parts = [_read(path, sha256) for path, sha256 in zip(paths, expected, strict=True)]
+        return parts[0] if len(parts) == 1 and not parts[0][1].rows else _merge_columns(parts)
 
 
 def open(run: Path) -> Archive:
@@ -201,7 +201,7 @@ def open(run: Path) -> Archive:
 
 def checksums(versions: Iterable[PublishedVersion]) -> dict[int, tuple[str, ...]]:
     """The SHA-256 of the files of each archived batch, by the batch's version."""
-    return {made.version - 1: made.archived.files for made in versions if made.archived}
+    return {version.version - 1: version.archived.files for version in versions if version.archived}
 
 
 @phase("archive")
@@ -239,11 +239,11 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
     except zarr_zip.Strange as error:
         raise JournalError(f"{path}: not as streamppo writes it: {error}") from error
     try:
-        told = msgspec.json.decode(attributes, type=Attributes)
-        verify(columns, told)
+        decoded = msgspec.json.decode(attributes, type=Attributes)
+        verify(columns, decoded)
     except (ValueError, LookupError, RecursionError) as error:
         raise JournalError(f"{path}: no batch: {error}") from error
-    return columns, told
+    return columns, decoded
 
 
 def _merge_columns(found: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:

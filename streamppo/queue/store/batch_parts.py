@@ -19,9 +19,9 @@ from streamppo.types import Batch, Outline, Tokens, Trajectory, ints
 
 def outline_of(batch: Batch) -> Outline:
     """The batch without its token ids."""
-    lengths = [len(one.prompt_tokens) // 4 for one in batch.trajectories]
+    lengths = [len(trajectory.prompt_tokens) // 4 for trajectory in batch.trajectories]
     none = Tokens(row=0, prompt_tokens=b"", tokens=b"", candidates=b"")
-    bare = tuple(_with(one, none) for one in batch.trajectories)
+    bare = tuple(_with(trajectory, none) for trajectory in batch.trajectories)
     prompt_lengths = np.array(lengths, dtype="<i4").tobytes()
     return Outline(batch=structs.replace(batch, trajectories=bare), prompt_lengths=prompt_lengths)
 
@@ -41,7 +41,7 @@ def merge(batches: Sequence[Batch]) -> Batch:
     first, *others = batches
     if not others and not first.rows:
         return first
-    rows = dict(pair for one in batches for pair in zip(ints(one.rows).tolist(), one.trajectories, strict=True))
+    rows = dict(pair for part in batches for pair in zip(ints(part.rows).tolist(), part.trajectories, strict=True))
     if sorted(rows) != list(range(len(rows))):
         raise JournalError(f"the batch of version {first.version} came in parts, and lacks rows")
     return structs.replace(first, rows=b"", trajectories=tuple(rows[row] for row in sorted(rows)))
@@ -52,14 +52,14 @@ def merge_outlines(outlines: Sequence[Outline]) -> Outline:
     first, *others = outlines
     if not others and not first.batch.rows:
         return first
-    order = np.argsort(ints(b"".join(one.batch.rows for one in outlines)))
-    lengths = ints(b"".join(one.prompt_lengths for one in outlines))
-    return Outline(batch=merge([one.batch for one in outlines]), prompt_lengths=lengths[order].tobytes())
+    order = np.argsort(ints(b"".join(outline.batch.rows for outline in outlines)))
+    lengths = ints(b"".join(outline.prompt_lengths for outline in outlines))
+    return Outline(batch=merge([outline.batch for outline in outlines]), prompt_lengths=lengths[order].tobytes())
 
 
 def widths(outline: Outline) -> list[int]:
     """The number of prompt and completion tokens of every row."""
-    completions = (len(one.versions) // 4 for one in outline.batch.trajectories)
+    completions = (len(trajectory.versions) // 4 for trajectory in outline.batch.trajectories)
     return [prompt + tokens for prompt, tokens in zip(ints(outline.prompt_lengths).tolist(), completions, strict=True)]
 
 

@@ -130,10 +130,10 @@ def _verify_branches(columns: Mapping[str, Column]) -> None:
         return
     names = ("branches_offsets", "prompt_offsets", "offsets")
     ends, prompts, tokens = (pairwise(columns[name].tolist()) for name in names)
-    for (begin, end), (first, last), own in zip(ends, prompts, tokens, strict=True):
-        column, mask = columns["branches"][begin:end].tobytes(), columns["mask"][slice(*own)]
-        if found := branches.flaw(column, last - first, mask.astype(np.bool_)):
-            raise ValueError(found)
+    for (begin, end), (first, last), completion in zip(ends, prompts, tokens, strict=True):
+        column, mask = columns["branches"][begin:end].tobytes(), columns["mask"][slice(*completion)]
+        if flaw := branches.flaw(column, last - first, mask.astype(np.bool_)):
+            raise ValueError(flaw)
 
 
 def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
@@ -145,18 +145,24 @@ def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
 def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column], Attributes]:
     """The columns of a batch, with the learner's record of its tokens, and the attributes."""
     trajectories = batch.trajectories
-    words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
+    words = {
+        "task": [trajectory.identity.task for trajectory in trajectories],
+        "actor": [trajectory.actor for trajectory in trajectories],
+    }
     known = {name: sorted(set(column)) for name, column in words.items()}
-    known["finish"], words["finish"] = list(FINISH), [one.finish for one in trajectories]
+    known["finish"], words["finish"] = list(FINISH), [trajectory.finish for trajectory in trajectories]
     columns: dict[str, Column] = {
-        "prompt": np.array([one.identity.prompt for one in trajectories]),
-        "sample": np.array([one.identity.sample for one in trajectories]),
-        "attempt": np.array([one.identity.attempt for one in trajectories]),
-        "reward": np.array([one.reward for one in trajectories], dtype=np.float64),
-        "prompt_tokens": ints(b"".join(one.prompt_tokens for one in trajectories)),
-        "prompt_offsets": _offsets([len(one.prompt_tokens) // 4 for one in trajectories]),
-        "offsets": _offsets([one.num_tokens for one in trajectories]),
-        **{name: read(b"".join(getattr(one, name) for one in trajectories)) for name, read in FLAT.items()},
+        "prompt": np.array([trajectory.identity.prompt for trajectory in trajectories]),
+        "sample": np.array([trajectory.identity.sample for trajectory in trajectories]),
+        "attempt": np.array([trajectory.identity.attempt for trajectory in trajectories]),
+        "reward": np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64),
+        "prompt_tokens": ints(b"".join(trajectory.prompt_tokens for trajectory in trajectories)),
+        "prompt_offsets": _offsets([len(trajectory.prompt_tokens) // 4 for trajectory in trajectories]),
+        "offsets": _offsets([trajectory.num_tokens for trajectory in trajectories]),
+        **{
+            name: read(b"".join(getattr(trajectory, name) for trajectory in trajectories))
+            for name, read in FLAT.items()
+        },
         **{name: np.array([known[name].index(word) for word in column]) for name, column in words.items()},
     }
     attributes = Attributes(
@@ -168,24 +174,26 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
         finishs=list(FINISH),
     )
     for name, read in RAGGED.items():
-        if any(parts := [getattr(one, name) for one in trajectories]):
+        if any(parts := [getattr(trajectory, name) for trajectory in trajectories]):
             columns[name] = read(b"".join(parts))
             columns[f"{name}_offsets"] = _offsets([read(part).size for part in parts])
-    if any(one.finish == "cut" or one.identity.segment for one in trajectories):
-        columns["segment"] = np.array([one.identity.segment for one in trajectories])
-        columns["prefix"] = np.array([one.prefix for one in trajectories])
+    if any(trajectory.finish == "cut" or trajectory.identity.segment for trajectory in trajectories):
+        columns["segment"] = np.array([trajectory.identity.segment for trajectory in trajectories])
+        columns["prefix"] = np.array([trajectory.prefix for trajectory in trajectories])
     for name in LEARNED:
-        if found := getattr(learned, name):
-            columns[name] = floats(found)
+        if numbers := getattr(learned, name):
+            columns[name] = floats(numbers)
             assert len(columns[name]) == len(columns["tokens"]), "one number for each token"
-    if any(texts := [one.explanation.encode() for one in trajectories]):
+    if any(texts := [trajectory.explanation.encode() for trajectory in trajectories]):
         columns["explanations"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
         columns["explanations_offsets"] = _offsets([len(text) for text in texts])
-    if names := sorted({name for one in trajectories for name in one.components}):
-        columns["components"] = np.array([[one.components.get(name, np.nan) for name in names] for one in trajectories])
+    if names := sorted({name for trajectory in trajectories for name in trajectory.components}):
+        columns["components"] = np.array(
+            [[trajectory.components.get(name, np.nan) for name in names] for trajectory in trajectories]
+        )
         attributes.component_names = names
-    if not all(one.versions_known for one in trajectories):
-        columns["versions_known"] = np.array([one.versions_known for one in trajectories])
+    if not all(trajectory.versions_known for trajectory in trajectories):
+        columns["versions_known"] = np.array([trajectory.versions_known for trajectory in trajectories])
     return columns, attributes
 
 

@@ -59,11 +59,11 @@ class Database:
     def back_up(self, path: Path) -> None:
         """Write all committed content to a new file at `path`."""
         with self._errors_named():
-            other = sqlite3.connect(path, check_same_thread=False)
+            copy = sqlite3.connect(path, check_same_thread=False)
             try:
-                self._db.backup(other)
+                self._db.backup(copy)
             finally:
-                other.close()
+                copy.close()
 
     # --- for subclasses --------------------------------------------------------------------------------------
 
@@ -103,8 +103,8 @@ class Database:
 
     def _rows(self, table: str, query: str, kind: type[T], *arguments: int) -> list[T]:
         with self._errors_named():
-            found = self._db.execute(query, arguments).fetchall()
-        return [self._decode(table, row, checksum, kind) for row, checksum in found]
+            rows = self._db.execute(query, arguments).fetchall()
+        return [self._decode(table, row, checksum, kind) for row, checksum in rows]
 
     def _decode(self, table: str, row: bytes, checksum: int, kind: type[T]) -> T:
         self._check(table, row, checksum)
@@ -126,19 +126,19 @@ class Database:
 
     def _verify_format(self, tables: str, number: int, *, read_only: bool) -> None:
         """Create the tables of a new file. Raises `JournalError` for another format, or an empty read-only file."""
-        ((found,),) = self._db.execute("pragma user_version").fetchall()
-        there = self._db.execute(SCHEMA).fetchall()
-        if not there and read_only:
+        ((stored,),) = self._db.execute("pragma user_version").fetchall()
+        schema = self._db.execute(SCHEMA).fetchall()
+        if not schema and read_only:
             raise JournalError(f"{self.path}: empty: nothing was ever written there")
-        if not there:
+        if not schema:
             self._db.executescript(f"begin immediate; {tables} pragma user_version = {number}; commit;")
-        elif found != number:
+        elif stored != number:
             # The first format had no number.
             raise JournalError(
-                f"{self.path}: made by another version of streamppo: its format is {found or 1}, and this version "
+                f"{self.path}: made by another version of streamppo: its format is {stored or 1}, and this version "
                 f"reads {number}: go on with the version that made the run, or begin a new one"
             )
-        elif there != _tables(tables):
+        elif schema != _tables(tables):
             raise JournalError(f"{self.path}: not a journal of streamppo: its tables, views or triggers are others")
 
 
@@ -174,5 +174,5 @@ def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:
     except OSError:
         return "another process"
     # 1: POSIX  ADVISORY  WRITE 4711 fe:00:1234 120 120
-    found = [row[4] for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")]
-    return f"process {', '.join(found)}" if found else "another process"
+    pids = [row[4] for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")]
+    return f"process {', '.join(pids)}" if pids else "another process"

@@ -130,8 +130,8 @@ class Journal(Database):
             db.executemany(
                 "insert or ignore into ended values (?, ?, ?, ?, ?)",
                 [
-                    (one.number, one.identity.attempt, one.identity.segment, *with_checksum(one))
-                    for one in changes.ended
+                    (attempt.number, attempt.identity.attempt, attempt.identity.segment, *with_checksum(attempt))
+                    for attempt in changes.ended
                 ],
             )
             db.executemany(
@@ -153,8 +153,8 @@ class Journal(Database):
 
     def counters(self) -> Counters | None:
         """The queue's counters; None if nothing was ever written."""
-        found = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
-        return found[0] if found else None
+        rows = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
+        return rows[0] if rows else None
 
     def slots(self, numbers: range = ALL) -> list[SavedSlot]:
         """The held slots with a number in `numbers`, ordered by number and part."""
@@ -167,8 +167,8 @@ class Journal(Database):
 
     def versions(self) -> dict[int, PublishedVersion]:
         """Every published version, by its number, in order."""
-        found = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
-        return {version.version: version for version in found}
+        versions = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
+        return {version.version: version for version in versions}
 
     def dead_letters(self) -> list[DeadLetter]:
         """The delivered trajectories that cannot be trained on, oldest first; at most `DEAD_LETTERS`."""
@@ -182,10 +182,10 @@ class Journal(Database):
     def configs(self) -> dict[int, bytes]:
         """The encoded configurations of the run, each by the first version from which it holds."""
         with self._errors_named():
-            found = self._db.execute("select version, row, checksum from configs order by version").fetchall()
-        for _, row, checksum in found:
+            rows = self._db.execute("select version, row, checksum from configs order by version").fetchall()
+        for _, row, checksum in rows:
             self._check("configs", row, checksum)
-        return {version: row for version, row, _ in found}
+        return {version: row for version, row, _ in rows}
 
     def configure(self, version: int, config: bytes) -> None:
         """Record that `config` holds from `version` on."""
@@ -194,8 +194,14 @@ class Journal(Database):
 
     def forget(self, before: int, first_slot: int) -> None:
         """Forget the archived batches of versions below `before`, and the ended attempts below `first_slot`."""
-        made = [one for one in self.versions().values() if one.archived is not None and one.version <= before]
-        rows = [(one.version, *with_checksum(msgspec.structs.replace(one, archived=None))) for one in made]
+        versions = [
+            version
+            for version in self.versions().values()
+            if version.archived is not None and version.version <= before
+        ]
+        rows = [
+            (version.version, *with_checksum(msgspec.structs.replace(version, archived=None))) for version in versions
+        ]
         with self._numbered_transaction() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
             db.execute("delete from ended where number < ?", (first_slot,))
@@ -223,8 +229,8 @@ class Journal(Database):
 
     def _transactions(self) -> int:
         """The recorded number of the last transaction."""
-        found = self._rows("state", "select value, checksum from state where name = 'number'", int)
-        return found[0] if found else 0
+        rows = self._rows("state", "select value, checksum from state where name = 'number'", int)
+        return rows[0] if rows else 0
 
     def _last_transaction(self, tip: bytes) -> int:
         """The number of the last transaction. Raises `JournalError` if the `tip`, read before, has a later one."""

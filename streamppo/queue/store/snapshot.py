@@ -54,11 +54,11 @@ def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueS
         failed=Counter(counters.failed),
         fenced=set(counters.fenced),
     )
-    for one in saved.slots:
-        _add(state, one, settings.unit_size)
-    for one in saved.leases:
-        firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in one.slots)
-        state.lease(one.version, one.min_version, [state.units[first] for first in firsts])
+    for entry in saved.slots:
+        _add(state, entry, settings.unit_size)
+    for entry in saved.leases:
+        firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in entry.slots)
+        state.lease(entry.version, entry.min_version, [state.units[first] for first in firsts])
     state.ready_units = sum(unit.missing == 0 for unit in state.units.values())
     return state
 

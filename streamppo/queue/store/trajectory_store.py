@@ -43,7 +43,7 @@ class Bodies(Database):
     @phase("journal")
     def write(self, encoded: Mapping[Identity, bytes]) -> None:
         """Add encoded trajectories, in one transaction; existing rows are kept."""
-        rows = [(*_key(identity), *checked_row(one)) for identity, one in encoded.items()]
+        rows = [(*_key(identity), *checked_row(body)) for identity, body in encoded.items()]
         with self._lock, self._transaction() as db:
             db.executemany("insert or ignore into bodies values (?, ?, ?, ?, ?, ?)", rows)
 
@@ -61,22 +61,22 @@ class Bodies(Database):
     def all(self, together: int) -> Iterator[dict[Identity, bytes]]:
         """Iterate over all encoded trajectories, `together` at a time. Raises `JournalError` if one is damaged."""
         with self._errors_named():
-            found = self._db.execute("select row, checksum from bodies")
-            while rows := found.fetchmany(together):
+            cursor = self._db.execute("select row, checksum from bodies")
+            while rows := cursor.fetchmany(together):
                 yield {self._decode("bodies", row, checksum, Trajectory).identity: row for row, checksum in rows}
 
     def count(self) -> int:
         """The number of trajectories."""
         with self._lock, self._errors_named():
-            ((found,),) = self._db.execute("select count(*) from bodies").fetchall()
-        return found
+            ((count,),) = self._db.execute("select count(*) from bodies").fetchall()
+        return count
 
     def _read(self, identity: Identity) -> Trajectory:
         query = f"select row, checksum from bodies where {ONE}"
-        found = self._rows("bodies", query, Trajectory, *_key(identity))
-        if not found:
+        trajectories = self._rows("bodies", query, Trajectory, *_key(identity))
+        if not trajectories:
             raise JournalError(f"{self.path}: the queue has the record of {identity}, and its tokens are missing here")
-        return found[0]
+        return trajectories[0]
 
 
 def path(run: Path, number: int) -> Path:

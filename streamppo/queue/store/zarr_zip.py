@@ -54,7 +54,7 @@ def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, ob
     """The content of a file with `columns`, each as one chunk, and `attributes`; `unpack` accepts it at any size."""
     assert len(columns) <= MOST_COLUMNS, "more columns than are read"
     contents = {name: _compress(column) for name, column in columns.items()}
-    if _is_bomb(sum(one.nbytes for one in columns.values()), sum(map(len, contents.values()))):
+    if _is_bomb(sum(array.nbytes for array in columns.values()), sum(map(len, contents.values()))):
         contents = {name: _store_raw(column) for name, column in columns.items()}
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, mode="w") as file:
@@ -105,12 +105,15 @@ def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]
 
 
 def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    entries = {one.filename: one for one in file.infolist()}
+    entries = {entry.filename: entry for entry in file.infolist()}
     if len(entries) != len(file.infolist()) or len(entries) > 2 * MOST_COLUMNS + 1:
         raise Strange(f"{len(file.infolist())} entries, or several of one name")
-    if any(one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size for one in entries.values()):
+    if any(
+        entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
+        for entry in entries.values()
+    ):
         raise Strange("an entry is compressed")
-    if sum(one.file_size for one in entries.values()) > size:
+    if sum(entry.file_size for entry in entries.values()) > size:
         raise Strange("its entries are longer than the file")
     group = msgspec.json.decode(file.read("zarr.json") if "zarr.json" in entries else b"", type=Group)
     names = [name.removesuffix("/zarr.json") for name in entries if name.endswith("/zarr.json")]
@@ -119,20 +122,22 @@ def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.gene
     expected |= {_chunk(name, shape) for name, (_, shape) in described.items()}
     if expected != entries.keys():
         raise Strange(f"entries of no column, or none of one: {sorted(expected ^ entries.keys())[:3]}")
-    if _is_bomb(total := sum(_bytes(*one) for one in described.values()), size):
+    if _is_bomb(total := sum(_bytes(*entry) for entry in described.values()), size):
         raise Strange(f"columns of {total:,} bytes in a file of {size:,}")
-    return {name: _column(file.read(_chunk(name, one[1])), *one) for name, one in described.items()}, group.attributes
+    return {
+        name: _column(file.read(_chunk(name, entry[1])), *entry) for name, entry in described.items()
+    }, group.attributes
 
 
 def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
     """The dtype and shape of a column. Raises `Strange` if its metadata differ from those that `pack` writes."""
-    told = msgspec.json.decode(content, type=ColumnMetadata)
-    if told.data_type not in TYPES or not 1 <= len(told.shape) <= 2:
-        raise Strange(f"a column of {told.data_type!r} with the shape {told.shape}")
-    found = np.dtype(told.data_type), tuple(told.shape)
-    if content != msgspec.json.encode(_read_metadata(*found)):
+    metadata = msgspec.json.decode(content, type=ColumnMetadata)
+    if metadata.data_type not in TYPES or not 1 <= len(metadata.shape) <= 2:
+        raise Strange(f"a column of {metadata.data_type!r} with the shape {metadata.shape}")
+    description = np.dtype(metadata.data_type), tuple(metadata.shape)
+    if content != msgspec.json.encode(_read_metadata(*description)):
         raise Strange("a column with other metadata than streamppo's")
-    return found
+    return description
 
 
 def _column(content: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:

@@ -23,10 +23,14 @@ class Arithmetic:
         unordered = sorted({(min(pair), max(pair)) for pair in pairs})
         generator = np.random.default_rng((seed, 0xADD))
         cut = held_out_count(len(unordered), held_out)
-        kept = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
+        training_pairs = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
         shuffled = [pairs[int(n)] for n in generator.permutation(len(pairs))]
-        self.training: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in kept]
-        self.held_out: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in kept]
+        self.training: Sequence[Prompt] = [
+            _prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in training_pairs
+        ]
+        self.held_out: Sequence[Prompt] = [
+            _prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in training_pairs
+        ]
         if not self.training:
             raise TaskError(f"no addition of {first} and {second} is left to train on (held_out = {held_out:g})")
 

@@ -62,10 +62,10 @@ class Rows:
 
     def __init__(self, config: VerifiersTask, seed: int) -> None:
         name = config.environment
-        made = _environment(name)
-        self.training: Sequence[Prompt] = [_prompt(row, name) for row in made.get_dataset()]
-        self.held_out: Sequence[Prompt] = [_prompt(row, name) for row in made.get_eval_dataset()]
-        keys, held_out = ([split.key(one.text) for one in rows] for rows in (self.training, self.held_out))
+        environment = _environment(name)
+        self.training: Sequence[Prompt] = [_prompt(row, name) for row in environment.get_dataset()]
+        self.held_out: Sequence[Prompt] = [_prompt(row, name) for row in environment.get_eval_dataset()]
+        keys, held_out = ([split.key(prompt.text) for prompt in rows] for rows in (self.training, self.held_out))
         self.notes = [*split.describe_repeats(keys, name)]
         if held_out and set(held_out) <= set(keys):
             # Without evaluation rows verifiers returns the training rows.
@@ -90,10 +90,10 @@ class Verifiers:
         row = json.loads(prompt.columns["row"])
         rollout = self._environment.rollout(row, client, "policy", {})
         self._conversation = asyncio.ensure_future(rollout)
-        said = await self._next()
-        if isinstance(said, Done):
+        observation = await self._next()
+        if isinstance(observation, Done):
             raise TaskError("the environment ended before the policy's first turn")
-        return said
+        return observation
 
     async def step(self, text: str) -> tuple[Message, ...] | Done:
         """Pass on the policy's turn; return the environment's next messages, or its rewards."""
@@ -169,8 +169,8 @@ class _Client(Protocol):
 
 
 def _prompt(row: Row, source: str) -> Prompt:
-    given = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-    messages = tuple(chat.message(message, f"a row of {source}") for message in given)
+    conversation = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+    messages = tuple(chat.message(message, f"a row of {source}") for message in conversation)
     columns = {"answer": row.get("answer", ""), "row": json.dumps(row, default=str)}
     text = "\n\n".join(message.text for message in messages)
     return Prompt(text=text, messages=messages, columns=columns, source=source)

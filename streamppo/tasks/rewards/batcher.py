@@ -49,16 +49,16 @@ class Batcher:
         return await done
 
     async def _run(self, batch: list[_Waiting]) -> None:
-        texts = tuple(one.text for one in batch)
-        columns = tuple(one.columns for one in batch)
+        texts = tuple(waiting.text for waiting in batch)
+        columns = tuple(waiting.columns for waiting in batch)
         try:
             outcomes = await self._call(texts, columns)
             if len(batch) > 1 and all(outcome.whole and not outcome.retryable for outcome in outcomes):
-                outcomes = [(await self._call((one.text,), (one.columns,)))[0] for one in batch]
+                outcomes = [(await self._call((waiting.text,), (waiting.columns,)))[0] for waiting in batch]
         # A cancellation too must reach the batch's other calls, which wait only for this one.
         except BaseException as error:
-            for one in batch:
-                one.done.set_exception(error)
+            for waiting in batch:
+                waiting.done.set_exception(error)
             raise
-        for one, outcome in zip(batch, outcomes, strict=True):
-            one.done.set_result(outcome)
+        for waiting, outcome in zip(batch, outcomes, strict=True):
+            waiting.done.set_result(outcome)

@@ -80,12 +80,12 @@ def check_verl(value: object, text: ScoredText) -> Outcome:
 
 
 def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
-    for name, numbers, wanted in (
+    for name, numbers, expected in (
         ("tokens", reward.tokens, text.num_tokens),
         ("turns", reward.turns, max(1, len(text.turns))),
     ):
-        if numbers and len(numbers) != wanted:
-            return Outcome(reason=f"returned {len(numbers)} rewards for {wanted} {name}")
+        if numbers and len(numbers) != expected:
+            return Outcome(reason=f"returned {len(numbers)} rewards for {expected} {name}")
     try:
         return Outcome(reward=plain(reward))
     except ValueError as error:
@@ -114,14 +114,14 @@ def number(value: object) -> float:
         # Numbers of numpy, torch and jax, and arrays with one element.
         item = getattr(value, "item", None)
         plain = item() if callable(item) else value
-        found = float(plain) if isinstance(plain, Real | Decimal) else math.nan
+        converted = float(plain) if isinstance(plain, Real | Decimal) else math.nan
     except (TypeError, ValueError, RuntimeError, ArithmeticError):
-        found = math.nan
-    if not math.isfinite(found):
+        converted = math.nan
+    if not math.isfinite(converted):
         raise ValueError("not a finite number")
-    if abs(found) > LARGEST:
+    if abs(converted) > LARGEST:
         raise ValueError(f"beyond {LARGEST:.0e}, and the learner squares rewards in float32: scale it down")
-    return found
+    return converted
 
 
 def _number_within(value: object) -> float:

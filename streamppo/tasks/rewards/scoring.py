@@ -179,9 +179,9 @@ class Rewards:
 
 def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
     """Return a function's signature, and True if it runs in the actor. Raises `TaskError` if it cannot be called."""
-    found = plugins.load(scorer.function, "reward.function")
-    how = signature.detect_signature(found, scorer.function, scorer.arguments)
-    ours = getattr(found, "__module__", "").startswith("streamppo.")
+    function = plugins.load(scorer.function, "reward.function")
+    how = signature.detect_signature(function, scorer.function, scorer.arguments)
+    ours = getattr(function, "__module__", "").startswith("streamppo.")
     in_actor = scorer.where == "actor" or (scorer.where == "auto" and ours and how.is_async)
     if in_actor and not how.is_async:
         raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
@@ -223,5 +223,5 @@ def _one(call: CallBatch) -> CallOne:
 
 def _weighted_sum(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
     """The weighted sum of the columns that are not empty, which have equal lengths."""
-    given = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
-    return tuple(sum(weight * column[i] for weight, column in given) for i in range(len(given[0][1]))) if given else ()
+    pairs = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
+    return tuple(sum(weight * column[i] for weight, column in pairs) for i in range(len(pairs[0][1]))) if pairs else ()

@@ -49,13 +49,13 @@ class Service:
         )
         match answer:
             case {"choices": [{"message": {"content": content}}, *_]}:
-                said = str(content)
+                judgement = str(content)
             case _:
                 raise TaskError(f"{judge.url}: no chat completion: {repr(answer)[:QUOTED]}")
-        found = re.search(judge.pattern, said.strip())
-        if found is None:
-            return Outcome(reason=f"the judge gave no number: {said[-QUOTED:]!r}")
-        return check(Reward(score=float(found[1]) / judge.scale, explanation=said), text)
+        match = re.search(judge.pattern, judgement.strip())
+        if match is None:
+            return Outcome(reason=f"the judge gave no number: {judgement[-QUOTED:]!r}")
+        return check(Reward(score=float(match[1]) / judge.scale, explanation=judgement), text)
 
     async def _post(self, url: str, body: Mapping[str, object]) -> object:
         return json.loads(await self._client.post(url, body))

@@ -62,23 +62,23 @@ def detect_signature(found: object, name: str, arguments: Mapping[str, object]) 
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     is_async = inspect.iscoroutinefunction(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    style, own = _style(named, name)
-    _check_bound(bound, named, own, f"reward.function {name!r}", takes_all=takes_all)
-    rest = {key: p for key, p in named.items() if key not in own and key not in bound}
+    style, own_names = _style(named, name)
+    _check_bound(bound, named, own_names, f"reward.function {name!r}", takes_all=takes_all)
+    rest = {key: p for key, p in named.items() if key not in own_names and key not in bound}
     needs = frozenset(key for key, p in rest.items() if p.default is p.empty)
     if style == "batched" and takes_all:
-        own = BATCHED
+        own_names = BATCHED
     # verl passes no further columns, so its `**kwargs` gets none here either.
     return Signature(
-        style, is_async, frozenset(own), frozenset(rest), needs, takes_all and style != "verl", frozenset(bound)
+        style, is_async, frozenset(own_names), frozenset(rest), needs, takes_all and style != "verl", frozenset(bound)
     )
 
 
 def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], asked_by: str, *, takes_all: bool) -> None:
     """Raise `TaskError` for arguments that a function lacks, or that hold the scored trajectory."""
     plugins.check_names(bound, set(named) - own, asked_by, takes_all=takes_all)
-    if given := own & set(bound):
-        raise TaskError(f"{asked_by}: {min(given)!r} is no argument: it is what is scored")
+    if taken := own & set(bound):
+        raise TaskError(f"{asked_by}: {min(taken)!r} is no argument: it is what is scored")
 
 
 def _called(found: object, name: str) -> Callable[..., object]:
@@ -117,15 +117,15 @@ def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
 
     Raises `TaskError` for a wrong name, signature or constructor.
     """
-    found = plugins.load(name, "reward.function")
-    signature = detect_signature(found, name, arguments)
+    function = plugins.load(name, "reward.function")
+    signature = detect_signature(function, name, arguments)
     try:
-        made = found(**arguments) if inspect.isclass(found) else partial(_called(found, name), **arguments)
+        reward = function(**arguments) if inspect.isclass(function) else partial(_called(function, name), **arguments)
     # A user's constructor may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(f"reward.function {name!r}: {user_traceback.format_user_error(error)}") from error
-    assert callable(made)
-    return LoadedReward(signature, made)
+    assert callable(reward)
+    return LoadedReward(signature, reward)
 
 
 def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:

@@ -29,28 +29,28 @@ def extract_boxed(text: str) -> str | None:
 
 def extract_marked(text: str) -> str | None:
     """Return the rest of the line after the last ####, as in GSM8K's own answers; None if there is none."""
-    found = MARKED.findall(text)
-    return found[-1].strip() if found else None
+    matches = MARKED.findall(text)
+    return matches[-1].strip() if matches else None
 
 
 def last_number(text: str) -> str | None:
     """Return the last number in the text, as written; None if there is none."""
-    found = NUMBER.findall(text)
-    return found[-1] if found else None
+    matches = NUMBER.findall(text)
+    return matches[-1] if matches else None
 
 
 def first_number(text: str) -> str | None:
     """Return the first number in the text, as written; None if there is none."""
-    found = NUMBER.search(text)
-    return found[0] if found else None
+    match = NUMBER.search(text)
+    return match[0] if match else None
 
 
 def number(text: str) -> Fraction | None:
     r"""Return the exact value of "1,234.50", "-$3", "1e-05", "3/4" or "50\%" (which is 50); None for anything else."""
-    found = VALUE.fullmatch(text.strip())
-    if found is None:
+    match = VALUE.fullmatch(text.strip())
+    if match is None:
         return None
-    sign, inner_sign, over, under = found.groups()
+    sign, inner_sign, over, under = match.groups()
     if sign and inner_sign:
         return None
     try:

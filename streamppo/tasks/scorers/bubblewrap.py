@@ -69,11 +69,11 @@ class Bubblewrap:
 @functools.cache
 def problem() -> str:
     """The reason why bubblewrap does not work here, with the remedy; "" if it works."""
-    found = shutil.which("bwrap")
-    if found is None:
+    path = shutil.which("bwrap")
+    if path is None:
         install = "`apt-get install bubblewrap` or `dnf install bubblewrap` installs it"
         return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {OTHERWISE}"
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     if tuple(map(int, re.findall(r"\d+", version))) < NEEDS:
         needs = ".".join(map(str, NEEDS))
         return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {OTHERWISE}"

@@ -74,12 +74,12 @@ class StartSignal:
 def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, place: Place) -> Ran:
     """Run a command that ends in the launcher. Raises `TaskError`, or `Retryable` if late, if no program began."""
     # Unlinked files: descendants of the program may hold a pipe open, and could replace a path.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
+    with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        stdin_file.write(stdin.encode(errors="replace"))
+        stdin_file.seek(0)
         process = subprocess.Popen(
             command,
-            stdin=given,
+            stdin=stdin_file,
             stdout=out,
             stderr=err,
             cwd=place.folder,
@@ -94,12 +94,12 @@ def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal,
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        said = _text(err)
+        error_text = _text(err)
         if not started.has_begun():
             if exit_code is None:
                 raise Retryable(f"the sandbox did not start within {START_S:g} s")
-            raise TaskError(f"the sandbox did not start: {said.strip()[-500:]}")
-        return Ran(exit_code, _text(out), f"{said}{note}")
+            raise TaskError(f"the sandbox did not start: {error_text.strip()[-500:]}")
+        return Ran(exit_code, _text(out), f"{error_text}{note}")
 
 
 def _text(file: IO[bytes]) -> str:
@@ -141,21 +141,21 @@ def memory_bytes(pid: int) -> int:
     It is their anonymous and swapped memory, their shared memory, counted once, and the capacity of their sockets.
     """
     alone, shared, sockets = 0, 0, 0
-    found: list[int] = []
+    members: list[int] = []
     waiting = [pid]
     while waiting:
-        one = waiting.pop()
+        member = waiting.pop()
         # A process may end meanwhile.
         with contextlib.suppress(OSError, ValueError, KeyError):
-            for thread in os.listdir(f"/proc/{one}/task"):
-                waiting += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())
-            status = _kib(Path(f"/proc/{one}/status"))
+            for thread in os.listdir(f"/proc/{member}/task"):
+                waiting += map(int, Path(f"/proc/{member}/task/{thread}/children").read_text().split())
+            status = _kib(Path(f"/proc/{member}/status"))
             alone += status["RssAnon"] + status["VmSwap"]
             shared += status["RssShmem"]
-            sockets += _sockets(one)
-            found.append(one)
+            sockets += _sockets(member)
+            members.append(member)
     if shared > SHARED_KIB:
-        shared = sum(_shares(one) for one in found)
+        shared = sum(_shares(member) for member in members)
     return (alone + shared) * 2**10 + sockets * _socket_bytes()
 
 
@@ -178,9 +178,9 @@ def _sockets(pid: int) -> int:
     """Count the sockets of a process; 0 if they are not readable."""
     count = 0
     with contextlib.suppress(OSError):
-        for one in os.scandir(f"/proc/{pid}/fd"):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                count += os.readlink(one.path).startswith("socket:")
+                count += os.readlink(entry.path).startswith("socket:")
     return count
 
 

@@ -137,7 +137,7 @@ class CodeTests:
         end = time.monotonic() + self._all_timeout_s
         codes = [test for test in tests if isinstance(test, str)]
         of_codes = iter(await self._codes(program, codes, end) if codes else [])
-        return [next(of_codes) if isinstance(one, str) else await self._printed(program, one, end) for one in tests]
+        return [next(of_codes) if isinstance(item, str) else await self._printed(program, item, end) for item in tests]
 
     async def _printed(self, program: str, test: dict[str, str], end: float) -> str:
         limits = self._left(end)
@@ -146,36 +146,36 @@ class CodeTests:
         ran = await self._sandbox.run(program, test["input"], limits)
         if reason := _ended_badly(ran, limits):
             return reason
-        wanted = test["output"]
-        same = _lines(ran.stdout) == _lines(wanted)
-        return "" if same else f"printed {ran.stdout[:QUOTED]!r} instead of {wanted[:QUOTED]!r}"
+        expected = test["output"]
+        same = _lines(ran.stdout) == _lines(expected)
+        return "" if same else f"printed {ran.stdout[:QUOTED]!r} instead of {expected[:QUOTED]!r}"
 
     async def _codes(self, program: str, codes: list[str], end: float) -> list[str]:
         """Exchange operations and answers of checker and program until each test has ended or makes no progress."""
         exchanges = [Exchange(code, first) for code, first in zip(codes, await self._first_of(codes, end), strict=True)]
-        while waiting := [one for one in exchanges if one.reason is None]:
-            for one in waiting:
+        while waiting := [exchange for exchange in exchanges if exchange.reason is None]:
+            for exchange in waiting:
                 limits = self._left(end)
                 if limits is None:
-                    one.reason = self._late()
+                    exchange.reason = self._late()
                     continue
-                task = {"program": program, "operations": one.wanted}
+                task = {"program": program, "operations": exchange.wanted}
                 ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
-                one.take_answers(ran, limits)
-            waiting = [one for one in waiting if one.reason is None]
+                exchange.take_answers(ran, limits)
+            waiting = [exchange for exchange in waiting if exchange.reason is None]
             if waiting:
-                for one, said in zip(waiting, await self._check(waiting, end), strict=True):
-                    one.take_verdict(said)
-        return [one.reason or "" for one in exchanges]
+                for exchange, verdict in zip(waiting, await self._check(waiting, end), strict=True):
+                    exchange.take_verdict(verdict)
+        return [exchange.reason or "" for exchange in exchanges]
 
     async def _first_of(self, codes: list[str], end: float) -> list[Operations]:
         """The operations that tests need before any answer, which are the same for every program."""
         key = json.dumps(codes)
         if key in self._first:
             return self._first[key]
-        said = await self._check([Exchange(code, "[]") for code in codes], end)
-        first = [one.get("ask", "[]") for one in said]
-        if not any("lost" in one for one in said):
+        verdicts = await self._check([Exchange(code, "[]") for code in codes], end)
+        first = [verdict.get("ask", "[]") for verdict in verdicts]
+        if not any("lost" in verdict for verdict in verdicts):
             if len(self._first) >= REMEMBERED:
                 self._first.clear()
             self._first[key] = first
@@ -183,7 +183,10 @@ class CodeTests:
 
     async def _check(self, exchanges: list[Exchange], end: float) -> list[Verdict]:
         """Run tests on the present answers, each with its time limit. Raises `TaskError` for an unusable test."""
-        tests = [{"code": one.code, "operations": one.wanted, "answers": one.answers} for one in exchanges]
+        tests = [
+            {"code": exchange.code, "operations": exchange.wanted, "answers": exchange.answers}
+            for exchange in exchanges
+        ]
         each_s = self._limits.timeout_s
         all_s = min(each_s * len(tests), end - time.monotonic())
         if all_s <= 0:
@@ -192,13 +195,13 @@ class CodeTests:
         # One second more, so that the checker can report its own time limit.
         limits = self._limits._replace(timeout_s=all_s + 1.0)
         ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
-        said = _verdicts(ran.stdout)[: len(tests)]
-        for one, verdict in zip(exchanges, said, strict=False):
+        verdicts = _verdicts(ran.stdout)[: len(tests)]
+        for exchange, verdict in zip(exchanges, verdicts, strict=False):
             if "unusable" in verdict:
-                raise TaskError(f"the test {one.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
+                raise TaskError(f"the test {exchange.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
         reason = f"its test could not be run on what the program gave: {_ended_badly(ran, limits) or 'too much of it'}"
         lost: Verdict = {"failed": reason, "lost": True}
-        return [*said, *[lost] * (len(tests) - len(said))]
+        return [*verdicts, *[lost] * (len(tests) - len(verdicts))]
 
     def _left(self, end: float) -> RunLimits | None:
         left_s = end - time.monotonic()
@@ -252,13 +255,13 @@ def _ended_badly(ran: Ran, limits: RunLimits) -> str:
 
 def _verdicts(text: str) -> list[Verdict]:
     """Read the checker's lines up to one that a limit has truncated."""
-    said: list[Verdict] = []
+    verdicts: list[Verdict] = []
     for line in filter(None, text.split("\n")):
         try:
-            said.append(json.loads(line))
+            verdicts.append(json.loads(line))
         except (ValueError, RecursionError):
             break
-    return said
+    return verdicts
 
 
 def _lines(text: str) -> list[str]:

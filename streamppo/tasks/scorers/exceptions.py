@@ -53,11 +53,11 @@ class Exceptions:
 
     def _accept(self, error: BaseException | None, *, raises: bool = False) -> None:
         if isinstance(error, BaseExceptionGroup):
-            for one in error.exceptions:
-                self._accept(one, raises=raises)
+            for exception in error.exceptions:
+                self._accept(exception, raises=raises)
         if isinstance(error, Refused) or (isinstance(error, ITERATION) and not raises):
             return
-        self.left = [one for one in self.left if one is not error]
+        self.left = [exception for exception in self.left if exception is not error]
 
     def _watch(self, manager: Manager) -> Manager:
         accept = self._accept
@@ -104,11 +104,11 @@ def python_error(kind: str, text: str, arguments: list[object] | None) -> Except
     known = getattr(builtins, kind, None)
     if not isinstance(known, type) or not issubclass(known, Exception):
         known = RuntimeError
-    for given in (arguments, [text]):
+    for attempted in (arguments, [text]):
         # Some classes take other arguments: UnicodeDecodeError five, an ExceptionGroup a list.
         try:
-            error = known(*given or [])
-            if str(error) == text or given == [text]:
+            error = known(*attempted or [])
+            if str(error) == text or attempted == [text]:
                 return error
         except (TypeError, ValueError):
             continue

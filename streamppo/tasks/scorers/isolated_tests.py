@@ -58,20 +58,20 @@ def answer(program: str, operations: list[Operation], out: TextIO) -> None:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     exec(compile(program, "program", "exec"), module.__dict__)
-    found: list[object] = []
+    values: list[object] = []
     for operation in operations:
         try:
-            arguments = [decode(one, found.__getitem__) for one in as_list(operation.get("arguments"))]
-            before = [_written(one) for one in arguments]
-            value = _run_operation(operation, arguments, module.__dict__, found)
+            arguments = [decode(argument, values.__getitem__) for argument in as_list(operation.get("arguments"))]
+            before = [_written(argument) for argument in arguments]
+            value = _run_operation(operation, arguments, module.__dict__, values)
             line: dict[str, Data] = _shown(value)
             if value is None:
-                changed = [_written(one) for one in arguments]
+                changed = [_written(argument) for argument in arguments]
                 line["changed"] = [None if old == new else new for old, new in zip(before, changed, strict=True)]
         # The program, and its values when inspected, may raise any exception.
         except Exception as error:
             value, line = None, _raised(error)
-        found.append(value)
+        values.append(value)
         _say(out, line)
     _say(out, "done")
 
@@ -93,7 +93,7 @@ def _run_operation(
         case _:
             named = operation["named"]
             assert callable(target) and isinstance(named, dict)
-            return target(*arguments, **{key: decode(one, found.__getitem__) for key, one in named.items()})
+            return target(*arguments, **{key: decode(argument, found.__getitem__) for key, argument in named.items()})
 
 
 def _written(value: object) -> Data:
@@ -111,7 +111,7 @@ def _shown(value: object) -> dict[str, Data]:
 
 
 def _raised(error: Exception) -> dict[str, Data]:
-    known = next(one for one in type(error).__mro__ if one.__module__ == "builtins")
+    known = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
     return {"raised": known.__name__, "text": str(error)[:QUOTED], "arguments": _written(list(error.args))}
 
 
@@ -139,10 +139,10 @@ class Trace:
             self.guesses = True
             return RemoteObject(self, place)
         self.certain += 1
-        said = self._known[place][1]
+        reply = self._known[place][1]
         # The program may have forged this line.
         try:
-            value = _value_of(said, arguments)
+            value = _value_of(reply, arguments)
         except UNREADABLE as error:
             raise self.refusal(f"the program's answer is no data: {type(error).__name__}") from None
         if value is OBJECT:
@@ -162,8 +162,8 @@ class Trace:
 def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
     """Return an answer's value, exception or `OBJECT`, and apply its changes to the arguments."""
     if "raised" in said:
-        given = said.get("arguments")
-        read = None if given is None else decode(given, data_alone)
+        encoded = said.get("arguments")
+        read = None if encoded is None else decode(encoded, data_alone)
         return python_error(str(said["raised"]), str(said.get("text")), read if isinstance(read, list) else None)
     if "object" in said:
         return OBJECT
@@ -191,8 +191,8 @@ class RemoteObject:
         return self._trace.ask({"do": "attribute", "of": self.reference(), "name": name})
 
     def __call__(self, *arguments: object, **named: object) -> object:
-        written = [encode(one, _crossing) for one in arguments]
-        by_name = {key: encode(one, _crossing) for key, one in named.items()}
+        written = [encode(argument, _crossing) for argument in arguments]
+        by_name = {key: encode(argument, _crossing) for key, argument in named.items()}
         call: Operation = {"do": "call", "of": self.reference(), "arguments": written, "named": by_name}
         return self._trace.ask(call, arguments)
 
@@ -317,12 +317,12 @@ def _bound(tree: ast.Module, trace: Trace) -> dict[str, object]:
     """
     loads = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     based = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
-    wanted = dict.fromkeys(name for name in loads if not hasattr(builtins, name))
+    free_names = dict.fromkeys(name for name in loads if not hasattr(builtins, name))
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    if not wanted and len(called) == 1:
-        wanted = dict.fromkeys(called)
+    if not free_names and len(called) == 1:
+        free_names = dict.fromkeys(called)
     bound: dict[str, object] = {"__name__": "test"}
-    for name in wanted:
+    for name in free_names:
         module = NUMPY.get(name, name if name in sys.stdlib_module_names else "")
         try:
             if module and loads.count(name) == based.count(name):
@@ -353,21 +353,21 @@ def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[s
             out.write(json.dumps(look()))
         os._exit(0)
     os.close(writer)
-    said = b""
+    output = b""
     end, poll = time.monotonic() + timeout_s, select.poll()
     poll.register(reader, select.POLLIN)
     while poll.poll(1e3 * max(0.0, end - time.monotonic())):
         more = os.read(reader, 2**16)
         if not more:
             break
-        said += more
+        output += more
     else:
-        said = json.dumps({"failed": f"its test has no end after {timeout_s:.3g} s"}).encode()
+        output = json.dumps({"failed": f"its test has no end after {timeout_s:.3g} s"}).encode()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reader)
     try:
-        return json.loads(said)
+        return json.loads(output)
     except ValueError:
         return {"failed": "its test ended without a result"}
 

@@ -89,7 +89,7 @@ def hoards_filter(machine: str) -> bytes:
     # Numbers from 2**30 are the x32 variants of the same calls.
     program = [(load, 0, 0, 4), (equal, 0, count + 3, arch), (load, 0, 0, 0), (at_least, count + 1, 0, 0x40000000)]
     program += [(equal, count - place, 0, number) for place, number in enumerate(numbers)]
-    return b"".join(struct.pack("HBBI", *one) for one in [*program, allow, refuse])
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, allow, refuse])
 
 
 def _die_with(parent: int) -> None:

@@ -36,18 +36,18 @@ async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
     `answer` is a number, a GSM8K solution that ends in "#### 72", or a solution with \boxed{72}. Raises `TaskError` for
     an answer without a number.
     """
-    wanted = gold.number(answer)
+    expected = gold.number(answer)
     text = trajectory.completion
     claimed = extract_marked(text)
-    given = (first_number(claimed) or claimed) if claimed else extract_boxed(text) or last_number(text)
-    return float(given is not None and number(given) == wanted)
+    claim = (first_number(claimed) or claimed) if claimed else extract_boxed(text) or last_number(text)
+    return float(claim is not None and number(claim) == expected)
 
 
 async def numeric(trajectory: ScoredText, answer: str | float) -> float:
     r"""Compare the number in the completion's last \boxed{}, else its last number. `answer` is as in `gsm8k`."""
-    wanted = gold.number(answer)
-    given = extract_boxed(trajectory.completion) or last_number(trajectory.completion)
-    return float(given is not None and number(given) == wanted)
+    expected = gold.number(answer)
+    claim = extract_boxed(trajectory.completion) or last_number(trajectory.completion)
+    return float(claim is not None and number(claim) == expected)
 
 
 class Math:
@@ -69,14 +69,14 @@ class Math:
 
     def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
         """Return 1.0 for an equal answer, else 0.0."""
-        wanted_text, wanted = self.read_answer(answer)
+        expected_text, expected = self.read_answer(answer)
         inside = extract_boxed(trajectory.completion)
         if inside is None and self._boxed_only:
             return 0.0
-        if inside is not None and same_number(inside, wanted_text):
+        if inside is not None and same_number(inside, expected_text):
             return 1.0
-        given = self._parse(trajectory.completion) if inside is None else self._parse_bare(inside)
-        return float(self._library.verify(wanted, given, timeout_seconds=None))
+        claim = self._parse(trajectory.completion) if inside is None else self._parse_bare(inside)
+        return float(self._library.verify(expected, claim, timeout_seconds=None))
 
     def read_answer(self, answer: object) -> tuple[str, Expressions]:
         """Read a row's answer: its text, and its formulas. Raises `TaskError` if math-verify cannot read it."""

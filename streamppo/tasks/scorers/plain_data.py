@@ -105,7 +105,7 @@ def encode(value: object, other: Callable[[object], Data]) -> Data:
         case dict():
             return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
         case list() | tuple() | set() | frozenset():
-            kind = next(one for one in (list, tuple, set, frozenset) if isinstance(value, one))
+            kind = next(candidate for candidate in (list, tuple, set, frozenset) if isinstance(value, candidate))
             return {kind.__name__: [encode(item, other) for item in value]}
         case _:
             return other(value)
@@ -128,7 +128,7 @@ def decode(data: Data, answers: Callable[[int], object]) -> object:
     if kind in LISTS and isinstance(inside, list):
         return LISTS[kind](decode(item, answers) for item in inside)
     if kind == "dict" and isinstance(inside, list):
-        pairs = [[decode(one, answers) for one in as_list(pair)] for pair in inside]
+        pairs = [[decode(element, answers) for element in as_list(pair)] for pair in inside]
         return {key: item for key, item in pairs}
     if kind in LIBRARY:
         return LIBRARY[kind][2](*(decode(item, answers) for item in as_list(inside)))

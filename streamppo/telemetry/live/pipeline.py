@@ -59,12 +59,12 @@ def _buckets(state: RunState) -> dict[str, float]:
     """Share of the tokens in each bucket of lags, up to the largest present lag."""
     histogram = state.lag_histogram
     total, oldest = sum(histogram.values()), max(histogram, default=0)
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for low, high in BUCKETS:
         if total and low <= oldest:
             count = sum(n for lag, n in histogram.items() if low <= lag and (high is None or lag <= high))
-            found[f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"] = count / total
-    return found
+            shares[f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"] = count / total
+    return shares
 
 
 def _lags(state: RunState, width: int) -> list[Text]:

@@ -129,10 +129,11 @@ class RunState:
     @property
     def sampled_per_s(self) -> float | None:
         """Tokens sampled per second by all engines together."""
-        found = [
-            (_since(one, "tokens"), _since(one, "idle_s") + _since(one, "busy_s")) for one in self.engines.values()
+        totals = [
+            (_since(engine, "tokens"), _since(engine, "idle_s") + _since(engine, "busy_s"))
+            for engine in self.engines.values()
         ]
-        rates = [tokens / lived_s for tokens, lived_s in found if lived_s > 0]
+        rates = [tokens / lived_s for tokens, lived_s in totals if lived_s > 0]
         return sum(rates) if rates else None
 
     @property
@@ -150,10 +151,10 @@ class RunState:
     @property
     def lag_histogram(self) -> dict[int, int]:
         """Tokens of the newest batches by lag."""
-        found: Counter[int] = Counter()
+        totals: Counter[int] = Counter()
         for histogram in self.lags:
-            found.update({int(lag): count for lag, count in histogram.items()})
-        return dict(sorted(found.items()))
+            totals.update({int(lag): count for lag, count in histogram.items()})
+        return dict(sorted(totals.items()))
 
     # --- lines -----------------------------------------------------------------------------------------------
 

@@ -43,14 +43,14 @@ def view(state: RunState, columns: int, rows: int) -> list[Text]:
     """Lay out the state for a terminal: rows of at most `columns` - 1 cells, with some rows left for log lines."""
     width, room = columns - 1, _room(rows)
     if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
-        found = [_line(state, width)]
+        texts = [_line(state, width)]
     elif columns < WIDE:
-        found = _narrow(state, width, room)
+        texts = _narrow(state, width, room)
     else:
-        found = _wide(state, width, room)
-    for row in found:
+        texts = _wide(state, width, room)
+    for row in texts:
         row.truncate(max(width, row.cell_len) if width < 0 else width)
-    return found[: max(1, rows - 1)]
+    return texts[: max(1, rows - 1)]
 
 
 def last(state: RunState, columns: int) -> list[Text]:
@@ -58,12 +58,12 @@ def last(state: RunState, columns: int) -> list[Text]:
     width = columns - 1
     if columns < LEAST_COLUMNS:
         return [_line(state, width)]
-    found = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
-    found += [_warning(state, width)] if state.present_warning else []
-    found += [_end(state, width)] if state.ended not in ("", FINISHED) else []
-    for row in found:
+    texts = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
+    texts += [_warning(state, width)] if state.present_warning else []
+    texts += [_end(state, width)] if state.ended not in ("", FINISHED) else []
+    for row in texts:
         row.truncate(width)
-    return found
+    return texts
 
 
 def _room(rows: int) -> int:
@@ -93,13 +93,13 @@ def _narrow(state: RunState, width: int, room: int) -> list[Text]:
             (8, [_footer(state)]),
         ]
 
-    found = ranked(_height(lambda height: sum(len(rows) for _, rows in ranked(height)), room))
+    sections = ranked(_height(lambda height: sum(len(rows) for _, rows in ranked(height)), room))
     taken, left = set[int](), room
-    for place, (_, rows) in sorted(enumerate(found), key=lambda one: one[1][0]):
+    for place, (_, rows) in sorted(enumerate(sections), key=lambda item: item[1][0]):
         if len(rows) <= left:
             taken.add(place)
             left -= len(rows)
-    return [row for place, (_, rows) in enumerate(found) if place in taken for row in rows]
+    return [row for place, (_, rows) in enumerate(sections) if place in taken for row in rows]
 
 
 def _wide(state: RunState, width: int, room: int) -> list[Text]:
@@ -153,7 +153,7 @@ def _progress(state: RunState, width: int) -> Text:
 
     For a finished run it shows the total time.
     """
-    made = f"{state.version}/{state.updates}"
+    count = f"{state.version}/{state.updates}"
     left = seconds(state.wall_s)
     if state.seconds_left and state.doing:
         left = f"{seconds(state.seconds_left)} left"
@@ -163,11 +163,11 @@ def _progress(state: RunState, width: int) -> Text:
         left = harmless(state.doing)
     left = truncate(left, width // 2)
     share = state.version / state.updates
-    room = width - LABEL - len(made) - Text(left).cell_len - 10
+    room = width - LABEL - len(count) - Text(left).cell_len - 10
     done, colour = bar(share, room), "red" if state.ended not in ("", FINISHED) else "green"
     rest = "─" * (room - len(done))
     return labelled_row(
-        "update", (f"{made}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold")
+        "update", (f"{count}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold")
     )
 
 
@@ -197,11 +197,11 @@ def _over_versions(held_out: Sequence[tuple[int, float]], cells: int) -> list[fl
     if len(held_out) < TREND or cells < len(held_out):
         return [accuracy for _, accuracy in held_out]
     (first, _), *_, (last, newest) = held_out
-    found = list[float]()
+    values = list[float]()
     for (begin, low), (end, high) in pairwise(held_out):
-        while (version := first + len(found) * (last - first) / (cells - 1)) < end:
-            found.append(low + (high - low) * (version - begin) / (end - begin))
-    return [*found[: cells - 1], newest]
+        while (version := first + len(values) * (last - first) / (cells - 1)) < end:
+            values.append(low + (high - low) * (version - begin) / (end - begin))
+    return [*values[: cells - 1], newest]
 
 
 def _drawn(label: str, values: Sequence[float], width: int, height: int, style: str) -> list[Text]:
@@ -229,10 +229,10 @@ def _sample(state: RunState, width: int) -> list[Text]:
     """Show a prompt's end and its completion in one row, with control characters made harmless."""
     if state.sampled is None:
         return []
-    one = state.sampled
-    tail = f"  reward {one['reward']:.3g}  v{one['version']}"
+    sample = state.sampled
+    tail = f"  reward {sample['reward']:.3g}  v{sample['version']}"
     room = width - LABEL - len(tail) - 3
-    prompt, completion = harmless(one["prompt"]), harmless(one["completion"])
+    prompt, completion = harmless(sample["prompt"]), harmless(sample["completion"])
     # A prompt ends with its question; the completion gets at least half of the row.
     prompt = _tail(prompt, max(room // 2, room - len(completion)))
     shown = truncate(completion, room - Text(prompt).cell_len)

@@ -139,10 +139,10 @@ def render(views: Sequence[View]) -> str:
         "ledger": view.ledger,
         "lengths": view.lengths,
     }
-    environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": lags}
+    environment.globals |= {"timeline": lambda run_view: plot.timeline(view.events(run_view)), "lags": lags}
     environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}
     template = environment.get_template("page.html")
-    return template.render(views=views, runs=[one for one in views if not one.is_replay])
+    return template.render(views=views, runs=[run_view for run_view in views if not run_view.is_replay])
 
 
 def curves(one: View) -> str:
@@ -155,20 +155,20 @@ def curves(one: View) -> str:
 
 def charts(views: Sequence[View]) -> list[Chart]:
     """The panels with data, and one for the components of the reward; flat charts come last."""
-    lines = [_by_version(one) for one in views]
+    lines = [_by_version(run_view) for run_view in views]
     components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
     panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]
-    found = [_chart(panel, views, lines) for panel in panels]
-    return sorted((chart for chart in found if chart.drawing), key=lambda chart: chart.is_flat)
+    panel_charts = [_chart(panel, views, lines) for panel in panels]
+    return sorted((chart for chart in panel_charts if chart.drawing), key=lambda chart: chart.is_flat)
 
 
 def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping[str, object]]]) -> Chart:
     curves: list[Curve] = []
     drawn: set[str] = set()
-    for number, (one, run) in enumerate(zip(views, lines, strict=True)):
+    for number, (run_view, run) in enumerate(zip(views, lines, strict=True)):
         for place, metric in enumerate(panel.metrics):
-            points = _points(metric, one, run)
-            name = " ".join([one.name] * (len(views) > 1) + [metric] * (len(panel.metrics) > 1)) or metric
+            points = _points(metric, run_view, run)
+            name = " ".join([run_view.name] * (len(views) > 1) + [metric] * (len(panel.metrics) > 1)) or metric
             colour = (number if len(views) > 1 else place) % COLOURS
             if points:
                 drawn.add(metric)
@@ -211,8 +211,8 @@ def _sentence(metric: str) -> str:
 
 def lags(one: View) -> Markup:
     """Tokens by lag; masked ones in another colour."""
-    told = summary.summarise(one.lines)
-    sampled, trained = told["lag"]["histogram"], told["trained_lag"]["histogram"]
+    totals = summary.summarise(one.lines)
+    sampled, trained = totals["lag"]["histogram"], totals["trained_lag"]["histogram"]
     every = sampled if max(sampled, default=0) > plot.MOST_COLUMNS else range(max(sampled, default=-1) + 1)
     bars = [Bar(f"{lag}", sampled.get(lag, 0), 0 if trained.get(lag) else 3) for lag in every]
     return plot.bars(bars, "tokens by lag in versions")

@@ -80,13 +80,13 @@ def curves(found: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
 
     A curve that ends before the others has a dot at its end. A jagged curve is pale, with its running mean in front.
     """
-    found = [one._replace(points=_thin_out(_finite(one.points))) for one in found]
-    if not any(one.points for one in found):
+    found = [curve._replace(points=_thin_out(_finite(curve.points))) for curve in found]
+    if not any(curve.points for curve in found):
         return Markup("")
-    xs = [x for one in found for x, _ in one.points]
-    ys = [y for one in found for _, y in one.points]
+    xs = [x for curve in found for x, _ in curve.points]
+    ys = [y for curve in found for _, y in curve.points]
     x_axis, y_axis = _Axis(*_wide(min(xs), max(xs)), LEFT, WIDTH - RIGHT), _y_axis(ys)
-    drawn = [part for one in found if one.points for part in _curve(one, x_axis, y_axis)]
+    drawn = [part for curve in found if curve.points for part in _curve(curve, x_axis, y_axis)]
     box = " ".join(f"{value:.10g}" for value in (*x_axis[:2], *y_axis[:2]))
     return _svg(
         [*_rules(y_axis), *_marks(x_axis), *_names(x_name, unit), *drawn],
@@ -142,10 +142,10 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
 
 def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
     """Draw a heat map of histograms over an x axis; the colour is deeper for a larger share of a column."""
-    columns = _merge_bins([one for one in columns if sum(one.amounts.values()) > 0])
+    columns = _merge_bins([distribution for distribution in columns if sum(distribution.amounts.values()) > 0])
     if not columns:
         return Markup("")
-    highest = min(MOST_ROWS, max(max(one.amounts) for one in columns))
+    highest = min(MOST_ROWS, max(max(distribution.amounts) for distribution in columns))
     x_axis = _Axis(*_wide(columns[0].x, columns[-1].x), LEFT, WIDTH - RIGHT)
     wide, high = (WIDTH - RIGHT - LEFT) / len(columns), (HEIGHT - BOTTOM - TOP) / (highest + 1)
     drawn: list[str] = []
@@ -229,20 +229,20 @@ def _thin_out(points: Sequence[Point]) -> list[Point]:
 
 def _merge_bins(columns: Sequence[Histogram]) -> list[Histogram]:
     size = max(1, math.ceil(len(columns) / MOST_COLUMNS))
-    found: list[Histogram] = []
+    merged: list[Histogram] = []
     for begin in range(0, len(columns), size):
         sums: Counter[int] = Counter()
-        for one in columns[begin : begin + size]:
-            sums.update(one.amounts)
-        found.append(Histogram(columns[min(begin + size, len(columns)) - 1].x, sums))
-    return found
+        for column in columns[begin : begin + size]:
+            sums.update(column.amounts)
+        merged.append(Histogram(columns[min(begin + size, len(columns)) - 1].x, sums))
+    return merged
 
 
 def _rows(column: Histogram, highest: int) -> dict[int, int]:
-    found: Counter[int] = Counter()
+    rows: Counter[int] = Counter()
     for row, amount in column.amounts.items():
-        found[min(row, highest)] += amount
-    return {row: amount for row, amount in sorted(found.items()) if amount}
+        rows[min(row, highest)] += amount
+    return {row: amount for row, amount in sorted(rows.items()) if amount}
 
 
 def _row_name(row: int, highest: int) -> str:

@@ -36,8 +36,8 @@ def attempt(part: Callable[[], T]) -> tuple[T | None, str]:
 
 def section(caller: Callable[[], Markup]) -> Markup:
     """Make a section of a page; on failure, a paragraph with the reason."""
-    made, why = attempt(caller)
-    return Markup(f'<p class="none">{escape(why)}</p>') if made is None else made
+    content, why = attempt(caller)
+    return Markup(f'<p class="none">{escape(why)}</p>') if content is None else content
 
 
 class TextPiece(NamedTuple):
@@ -116,28 +116,30 @@ def condition_word(condition: str) -> str:
 
 def signs(view: View) -> tuple[list[Sign], list[Sign]]:
     """(findings that hold, findings that are over)."""
-    return [one for one in view.findings if one.holds], [one for one in view.findings if not one.holds]
+    return [sign for sign in view.findings if sign.holds], [sign for sign in view.findings if not sign.holds]
 
 
 def headline(view: View) -> list[NamedNumber]:
     """The most important numbers of a run."""
-    told = summaries.summarise(view.lines)
-    rows = [NamedNumber("verdict", told["verdict"])] if told["verdict"] else []
-    rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{told['updates']}")]
-    rows += [NamedNumber("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
-    rows += _ends(told)
-    lag = told["trained_lag"]
+    totals = summaries.summarise(view.lines)
+    rows = [NamedNumber("verdict", totals["verdict"])] if totals["verdict"] else []
+    rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{totals['updates']}")]
+    rows += [
+        NamedNumber("time", duration(totals["wall_s"]), f"in {totals['parts']} parts" if totals["parts"] > 1 else "")
+    ]
+    rows += _ends(totals)
+    lag = totals["trained_lag"]
     if lag["mean"] is not None:
         rows.append(NamedNumber("lag of trained tokens", f"{lag['mean']:.2f}", f"versions; at most {lag['max']}"))
-    rows.append(NamedNumber("tokens trained on", abbreviate(told["tokens_trained"])))
-    rows.append(NamedNumber("learner waits", f"{told['learner_idle_share']:.0%}", "of its time"))
+    rows.append(NamedNumber("tokens trained on", abbreviate(totals["tokens_trained"])))
+    rows.append(NamedNumber("learner waits", f"{totals['learner_idle_share']:.0%}", "of its time"))
     if view.summary and (engines := view.summary["engines"]):
         rows.append(NamedNumber("engines idle", f"{engines['idle_share']:.0%}", "of their time"))
         rows.append(NamedNumber("sampled", f"{abbreviate(engines['tokens_per_s'])}/s", "tokens, all engines together"))
-    restarts = sum(told["restarts"].values())
+    restarts = sum(totals["restarts"].values())
     return [
         *rows,
-        NamedNumber("push", f"{told['push_ms']:.0f} ms", "in the mean"),
+        NamedNumber("push", f"{totals['push_ms']:.0f} ms", "in the mean"),
         NamedNumber("restarts", f"{restarts}"),
     ]
 
@@ -153,9 +155,11 @@ def compare_headlines(views: Sequence[View]) -> RunsTable | None:
     """The headlines of several runs; None for a single run."""
     if len(views) < 2:
         return None
-    found = [{row.name: row.value for row in headline(one)} for one in views]
-    names = list(dict.fromkeys(name for rows in found for name in rows))
-    return RunsTable([one.name for one in views], [(name, [rows.get(name, "") for rows in found]) for name in names])
+    headlines = [{row.name: row.value for row in headline(view)} for view in views]
+    names = list(dict.fromkeys(name for rows in headlines for name in rows))
+    return RunsTable(
+        [view.name for view in views], [(name, [rows.get(name, "") for rows in headlines]) for name in names]
+    )
 
 
 def _ends(told: OfLines) -> list[NamedNumber]:
@@ -176,37 +180,37 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
     """
     if view.queue is None:
         return [], ""
-    found, version = view.queue.tokens, view.queue.version
+    tokens, version = view.queue.tokens, view.queue.version
     known = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
-    missing, told = version - len(known), _in_batches(known)
-    trained, masked, rest = told["tokens_trained"], told["tokens_too_old"], told["tokens"]
-    unknown = found["consumed"] - rest if missing else 0
+    missing, in_batches = version - len(known), _in_batches(known)
+    trained, masked, rest = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
+    unknown = tokens["consumed"] - rest if missing else 0
     parts = [
         ("trained on", trained, ""),
         ("masked", masked, "beyond queue.max_lag, in a batch and out of its loss"),
         ("left out", rest - trained - masked, "in a batch and out of its loss: filters, equal groups"),
         ("trained on or not", unknown, "in batches of updates that have no line in metrics.jsonl"),
-        ("dropped: too old", found["too_old"], "sampled again"),
-        ("dropped: abandoned", found["abandoned"], "another sample of the group failed too often"),
-        ("dropped: resampled", found["resampled"], "the group taught nothing"),
-        ("failed", found["failed"], "sampled, and without a score"),
-        ("dead letters", found["dead_letters"], "could not be trained on"),
-        ("duplicates", found["duplicates"], "nobody waited for them: delivered twice, or by one given up for dead"),
-        ("waiting", found["waiting"], "ready, in the queue"),
-        ("leased", found["leased"], "in the batch of an update that has not published its version"),
+        ("dropped: too old", tokens["too_old"], "sampled again"),
+        ("dropped: abandoned", tokens["abandoned"], "another sample of the group failed too often"),
+        ("dropped: resampled", tokens["resampled"], "the group taught nothing"),
+        ("failed", tokens["failed"], "sampled, and without a score"),
+        ("dead letters", tokens["dead_letters"], "could not be trained on"),
+        ("duplicates", tokens["duplicates"], "nobody waited for them: delivered twice, or by one given up for dead"),
+        ("waiting", tokens["waiting"], "ready, in the queue"),
+        ("leased", tokens["leased"], "in the batch of an update that has not published its version"),
     ]
     rows = [NamedNumber(name, f"{count:,}", remark) for name, count, remark in parts if count or name == "trained on"]
-    return rows, _sum(found["delivered"], sum(count for _, count, _ in parts), version, missing)
+    return rows, _sum(tokens["delivered"], sum(count for _, count, _ in parts), version, missing)
 
 
 def _sum(delivered: int, total: int, version: int, missing: int) -> str:
-    told = f"{delivered:,} tokens were delivered up to version {version:,}: "
+    text = f"{delivered:,} tokens were delivered up to version {version:,}: "
     if total != delivered:
-        return f"{told}the sum has {abs(delivered - total):,} {'less' if total < delivered else 'more'}."
+        return f"{text}the sum has {abs(delivered - total):,} {'less' if total < delivered else 'more'}."
     if missing:
         lines = "line of 1 update is" if missing == 1 else f"lines of {missing:,} updates are"
-        return f"{told}exactly the sum. The {lines} missing, so the queue's count stands for their tokens."
-    return f"{told}exactly the sum of what learner and queue have counted."
+        return f"{text}exactly the sum. The {lines} missing, so the queue's count stands for their tokens."
+    return f"{text}exactly the sum of what learner and queue have counted."
 
 
 def _version(line: UpdateLine | RemadeLine) -> int:
@@ -217,7 +221,10 @@ def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
     """Sums of token counts over updates, one line for each."""
     names = ("tokens", "tokens_trained", "tokens_too_old")
     values = {name: [line.get(name, 0) for line in known] for name in names}
-    return {name: round(sum(one for one in found if isinstance(one, int | float))) for name, found in values.items()}
+    return {
+        name: round(sum(number for number in numbers if isinstance(number, int | float)))
+        for name, numbers in values.items()
+    }
 
 
 def lengths(view: View) -> list[NamedNumber]:
@@ -235,31 +242,33 @@ def lengths(view: View) -> list[NamedNumber]:
 
 def events(view: View) -> list[Event]:
     """The timeline: parts, updates and the waits before them, pushes, rollout actors, evaluations, restarts."""
-    found: list[Event] = []
+    listed: list[Event] = []
     updates = [line for line in view.lines if "update" in line]
     for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
         begin, end, push_s = timeline.asked_s(line), line["wall_s"], line["push_ms"] / 1e3
         ready, name = begin + line["wait_s"], f"update {line['update']}"
-        found.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
+        listed.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
         reward = f", reward {line['reward']:.3f}" if "reward" in line else ""
-        found.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s{reward}", 0))
-        found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
+        listed.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s{reward}", 0))
+        listed.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
     stretches = list(timeline.stretches(view.lines))
-    found += [_engine(one) for one in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
-    found += _untold(view.lines, stretches)
+    listed += [_engine(stretch) for stretch in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
+    listed += _untold(view.lines, stretches)
     for line in view.lines:
-        if (told := timeline.describe_event(line)) is not None:
-            lane, before, colour = INSTANTS[told[0]]
+        if (described := timeline.describe_event(line)) is not None:
+            lane, before, colour = INSTANTS[described[0]]
             colour = FINISHED_COLOUR if line.get("end") == FINISHED else colour
-            found.append(Event(lane, line["wall_s"], line["wall_s"], before + told[1], colour))
-    return found
+            listed.append(Event(lane, line["wall_s"], line["wall_s"], before + described[1], colour))
+    return listed
 
 
 def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
     """The time since the last line of each rollout actor of the newest part, for which nothing is known yet."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
-    newest = {one.line["engine"]: one.line["wall_s"] for one in stretches if one.line["wall_s"] >= begun_s}
+    newest = {
+        stretch.line["engine"]: stretch.line["wall_s"] for stretch in stretches if stretch.line["wall_s"] >= begun_s
+    }
     text = "{}: has told nothing since second {:.0f}"
     return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
 

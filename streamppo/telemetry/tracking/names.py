@@ -34,8 +34,8 @@ def gauge(metric: str) -> Gauge | None:
     """Find the gauge of a metric; None for one that is not in the catalogue."""
     if metric == VERSION:
         return Gauge(name(VERSION), TEXTS[VERSION], "")
-    found = catalogue.find(metric)
-    return Gauge(name(found.name), found.text, found.of) if found else None
+    entry = catalogue.find(metric)
+    return Gauge(name(entry.name), entry.text, entry.of) if entry else None
 
 
 def name(entry: str) -> str:

@@ -63,5 +63,5 @@ def _of_pipeline(line: Line) -> dict[str, float]:
 
 def _of_engine(line: EngineLine) -> dict[str, float]:
     counters: Mapping[str, object] = {**line}
-    told = {name: counters.get(name) for name in BY_ENGINE}
-    return {f"engine_{name}_{line['engine']}": float(n) for name, n in told.items() if isinstance(n, int | float)}
+    values = {name: counters.get(name) for name in BY_ENGINE}
+    return {f"engine_{name}_{line['engine']}": float(n) for name, n in values.items() if isinstance(n, int | float)}

@@ -77,8 +77,8 @@ def progress_path(folder: Path, kind: Kind) -> Path:
 def _send(tracker: Tracker, follower: ResumedReader, points: Points) -> bool:
     """Send the next lines; False if there are none."""
     before, look = follower.sent, follower.look()
-    if found := list(points.make(look.lines, look.written_s)):
-        tracker.send(found)
+    if new_points := list(points.make(look.lines, look.written_s)):
+        tracker.send(new_points)
     return follower.sent != before
 
 

@@ -54,18 +54,18 @@ class Sinks:
 
     def check(self) -> None:
         """Warn about trackers whose process has ended."""
-        for kind, one in list(self._processes.items()):
-            if one.poll() is not None:
+        for kind, child in list(self._processes.items()):
+            if child.poll() is not None:
                 self._give_up(kind, self._reason(kind))
 
     def close(self) -> None:
         """Let all trackers send the remaining lines, and kill the late ones. Later calls do nothing."""
-        for one in self._processes.values():
-            _hang_up(one)
+        for child in self._processes.values():
+            _hang_up(child)
         deadline = time.monotonic() + END_S
-        for kind, one in list(self._processes.items()):
+        for kind, child in list(self._processes.items()):
             try:
-                code = one.wait(max(0.0, deadline - time.monotonic()))
+                code = child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._give_up(kind, f"it has not taken the last lines within {END_S:g} s")
                 continue
@@ -80,28 +80,30 @@ class Sinks:
             folder.mkdir(exist_ok=True)
         with path.open("wb") as output:
             command = [sys.executable, "-m", process.__name__]
-            one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+            child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            )
         with suppress(BrokenPipeError):
-            assert one.stdin is not None
-            one.stdin.write(msgspec.json.encode(run) + b"\n")
-            one.stdin.flush()
-        return one
+            assert child.stdin is not None
+            child.stdin.write(msgspec.json.encode(run) + b"\n")
+            child.stdin.flush()
+        return child
 
     def _give_up(self, kind: Kind, reason: str) -> None:
-        one = self._processes.pop(kind)
+        child = self._processes.pop(kind)
         # The group includes the library's own processes.
         with suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)
-        one.wait()
-        _hang_up(one)
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        _hang_up(child)
         log.warning("%s is given up, the run goes on without it: %s; %s has more", kind, reason, self._log(kind))
 
     def _reason(self, kind: Kind) -> str:
         """The reason from the log of an ended process: its error, or that it hung."""
         with suppress(OSError):
-            said = self._log(kind).read_text(errors="replace").strip().splitlines()
-            hung = any(text.startswith(HANGS) for text in said)
-            return "it gave no answer in time" if hung else " ".join(said[-1:]) or "its process has ended"
+            lines = self._log(kind).read_text(errors="replace").strip().splitlines()
+            hung = any(text.startswith(HANGS) for text in lines)
+            return "it gave no answer in time" if hung else " ".join(lines[-1:]) or "its process has ended"
         return "its process has ended"
 
     def _log(self, kind: Kind) -> Path:
@@ -117,10 +119,10 @@ def _hang_up(one: "subprocess.Popen[bytes]") -> None:
 def runs(config: Config, folder: Path) -> list[TrackedRun]:
     """A `TrackedRun` of the run in `folder` for every tracker with a process of its own."""
     telemetry, values = config.telemetry, diff.fields(config)
-    found = [TrackedRun(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
+    tracked = [TrackedRun(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
     if isinstance(telemetry.prometheus, Endpoint):
-        found.append(TrackedRun("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
-    return found
+        tracked.append(TrackedRun("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
+    return tracked
 
 
 def _gauges(config: Config, name: str) -> "RayGauges | None":

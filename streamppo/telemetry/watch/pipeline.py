@@ -68,15 +68,15 @@ def actors(lines: Sequence[Line]) -> list[Actor]:
     """The rollout actors with a line in the newest part of the run."""
     newest = {stretch.line["engine"]: stretch for stretch in timeline.stretches(_newest_part(lines))}
     return [
-        Actor(name, f"{one.line['version']:,}", _whole(one.tokens_per_s), f"{one.idle:.0%}")
-        for name, one in sorted(newest.items())
+        Actor(name, f"{last.line['version']:,}", _whole(last.tokens_per_s), f"{last.idle:.0%}")
+        for name, last in sorted(newest.items())
     ]
 
 
 def charts(lines: Sequence[Line]) -> list[Chart]:
     """The charts that have data."""
-    found = [_waiting(lines), _queue(lines), _lag(lines)]
-    return [chart for chart in found if chart.drawing]
+    all_charts = [_waiting(lines), _queue(lines), _lag(lines)]
+    return [chart for chart in all_charts if chart.drawing]
 
 
 def newest_updates(one: View) -> Markup:
@@ -99,7 +99,7 @@ def _waiting(lines: Sequence[Line]) -> Chart:
         for line in lines
         if "update" in line and line["update_s"] > 0
     ]
-    engines = [(one.line["wall_s"], one.idle) for one in timeline.stretches(lines)]
+    engines = [(stretch.line["wall_s"], stretch.idle) for stretch in timeline.stretches(lines)]
     text = "share of its time: the learner without a batch, a rollout actor without anything to decode"
     curves = [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)]
     return _chart("Who waits", curves, "share of time", text)

@@ -51,14 +51,14 @@ class _Macros(Protocol):
 
 def environment() -> Environment:
     """The templates of the page, and the ones shared with the report."""
-    found = Environment(loader=FileSystemLoader([HERE, Path(page.__file__).parent]), autoescape=True)
-    found.globals |= {
+    jinja = Environment(loader=FileSystemLoader([HERE, Path(page.__file__).parent]), autoescape=True)
+    jinja.globals |= {
         "actors": pipeline.actors,
         "stages": pipeline.stages,
         "waits": pipeline.waits,
         "pipeline_charts": pipeline.charts,
         "newest_updates": pipeline.newest_updates,
-        "timeline": lambda one: plot.timeline(view.events(one)),
+        "timeline": lambda run_view: plot.timeline(view.events(run_view)),
         "lags": page.lags,
         "ledger": view.ledger,
         "lengths": view.lengths,
@@ -66,7 +66,7 @@ def environment() -> Environment:
         "in_short": view.condition_word,
         "signs": view.signs,
     }
-    return found
+    return jinja
 
 
 MACROS = cast(_Macros, environment().get_template("sections.html").module)
@@ -74,7 +74,7 @@ MACROS = cast(_Macros, environment().get_template("sections.html").module)
 
 def sections(runs: Sequence[RunView]) -> dict[str, str]:
     """The HTML of every section by name: about the first run, with the curves of all runs."""
-    first, views = runs[0], [one.view for one in runs]
+    first, views = runs[0], [run.view for run in runs]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
         "head": lambda: MACROS.head(first, _left(first)),

@@ -62,19 +62,19 @@ def check(here: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
     With `body` only the transformer must be there: a critic has its own head. Raises `ModelError` with the names of
     tensors that are missing, unexpected or misshaped, and the errors of `folder.check`.
     """
-    found = _shapes(here)
-    tensors = dict(found)
+    shapes = _shapes(here)
+    tensors = dict(shapes)
     for head, embedding in pairs(config) if is_tied(config) else ():
         if head in tensors and embedding in tensors:
             # The values are equal, and transformers would compare them, which takes memory.
             tensors.pop(head)
     with naming(here), quiet():
-        made = _class(config, kind)
-        reported = _report(made, config, tensors)
-    reported = reported.of_body(made.base_model_prefix, kind, body=body)
+        model_class = _class(config, kind)
+        reported = _report(model_class, config, tensors)
+    reported = reported.of_body(model_class.base_model_prefix, kind, body=body)
     if reported:
-        refuse(here, config, _as_file_names(made, config, found, reported), found)
-    return len(found)
+        refuse(here, config, _as_file_names(model_class, config, shapes, reported), shapes)
+    return len(shapes)
 
 
 def report(info: Mapping[str, object]) -> Report:
@@ -113,11 +113,11 @@ def not_finite(here: Path) -> str:
     """The name of the first tensor in the files at `here` with a NaN or an infinity; empty if there is none."""
     from safetensors import safe_open
 
-    if (found := folder.check(here)) is None:
+    if (stored := folder.check(here)) is None:
         return first_not_finite(headers.pickle_tensors(here))
-    for file in sorted({one.file for one in found.values()}):
+    for file in sorted({header.file for header in stored.values()}):
         with safe_open(file, framework="pt") as opened:
-            names = [name for name, one in found.items() if one.file == file]
+            names = [name for name, header in stored.items() if header.file == file]
             first = next((name for name in names if first_not_finite({name: opened.get_tensor(name)})), "")
         if first:
             return first
@@ -127,9 +127,9 @@ def not_finite(here: Path) -> str:
 @torch.no_grad()
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     """The name of the first of `tensors` with a NaN or an infinity; empty if there is none."""
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         # aminmax takes one pass and no memory, and returns NaN if any entry is NaN.
-        if one.is_floating_point() and one.numel() and not torch.stack(torch.aminmax(one)).isfinite().all():
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             return name
     return ""
 
@@ -139,14 +139,14 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
 
 def _shapes(here: Path) -> dict[str, Tensor]:
     """The tensors of the files, on the meta device."""
-    found = folder.check(here)
-    if found is None:
+    stored = folder.check(here)
+    if stored is None:
         pickled = headers.pickle_tensors(here, "meta")
         folder.refuse_names(here, pickled)
         return pickled
     return {
-        name: torch.empty(one.shape, dtype=DTYPES.get(one.dtype, torch.float32), device="meta")
-        for name, one in found.items()
+        name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta")
+        for name, header in stored.items()
     }
 
 
@@ -180,15 +180,17 @@ def _as_file_names(
     with torch.device("meta"):
         empty = made(config)
     heads = {head for head, _ in pairs(config)} if is_tied(config) else set[str]()
-    own = {name: one for name, one in empty.state_dict().items() if name not in heads}
-    wanted = revert_weight_conversion(empty, own)
-    if 2 * len(wanted.keys() & found.keys()) < len(wanted):
+    state = {name: tensor for name, tensor in empty.state_dict().items() if name not in heads}
+    expected = revert_weight_conversion(empty, state)
+    if 2 * len(expected.keys() & found.keys()) < len(expected):
         return reported
-    shapes = {name: (tuple(found[name].shape), tuple(one.shape)) for name, one in wanted.items() if name in found}
+    shapes = {
+        name: (tuple(found[name].shape), tuple(tensor.shape)) for name, tensor in expected.items() if name in found
+    }
     misshaped = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-    missing = sorted(wanted.keys() - found.keys())
+    missing = sorted(expected.keys() - found.keys())
     if reported.missing == ["experts"]:
-        return Report(missing, sorted(found.keys() - wanted.keys() - heads), misshaped)
+        return Report(missing, sorted(found.keys() - expected.keys() - heads), misshaped)
     if missing or misshaped or reported.unexpected:
         return Report(missing if reported.missing or reported.misshaped else (), reported.unexpected, misshaped)
     return reported
@@ -207,9 +209,9 @@ def _sentences(config: "PretrainedConfig", reported: Report, found: Collection[s
 
 def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> str:
     text = config.get_text_config()
-    layers, there = getattr(text, "num_hidden_layers", 0), _layers(found)
-    if there and (_layers(reported.unexpected) > layers or _layers(reported.missing) > there):
-        return f". num_hidden_layers is {layers} in config.json, and they have {there} layers"
+    layers, stored_layers = getattr(text, "num_hidden_layers", 0), _layers(found)
+    if stored_layers and (_layers(reported.unexpected) > layers or _layers(reported.missing) > stored_layers):
+        return f". num_hidden_layers is {layers} in config.json, and they have {stored_layers} layers"
     heads = {head for head, _ in pairs(config)}
     if heads & set(reported.missing):
         return ". Set tie_word_embeddings = true in config.json if the model's head is its embedding"

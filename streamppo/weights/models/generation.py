@@ -30,8 +30,8 @@ def read_settings(path: str | Path) -> Generation:
     """Read the generation settings of the model at `path` that transformers accepts; never raises for bad ones."""
     from transformers import GenerationConfig
 
-    here = local_folder(path)
-    file = None if here is None else here / FILE
+    folder = local_folder(path)
+    file = None if folder is None else folder / FILE
     if file is None or not file.is_file():
         return Generation(GenerationConfig(), ())
     try:
@@ -51,17 +51,17 @@ def _drop_refused(wanted: Mapping[str, object]) -> Generation:
     whole = _validate(wanted)
     if not isinstance(whole, str):
         return Generation(whole, ())
-    kept: dict[str, object] = {}
+    accepted: dict[str, object] = {}
     notes: list[str] = []
     for name in sorted(wanted, key=lambda name: name not in SWITCHES):
-        made = _validate({**kept, name: wanted[name]})
-        if isinstance(made, str):
+        validated = _validate({**accepted, name: wanted[name]})
+        if isinstance(validated, str):
             notes.append(f"{name} = {json.dumps(wanted[name])} of {FILE} is left out: transformers does not save it")
         else:
-            kept[name] = wanted[name]
-    made = _validate(kept)
-    assert not isinstance(made, str), "each setting was taken beside those before"
-    return Generation(made, tuple(notes))
+            accepted[name] = wanted[name]
+    validated = _validate(accepted)
+    assert not isinstance(validated, str), "each setting was taken beside those before"
+    return Generation(validated, tuple(notes))
 
 
 def _validate(settings: Mapping[str, object]) -> "GenerationConfig | str":
@@ -69,9 +69,9 @@ def _validate(settings: Mapping[str, object]) -> "GenerationConfig | str":
     from transformers import GenerationConfig
 
     try:
-        made = GenerationConfig.from_dict(dict(settings))
-        made.validate(strict=True)
-        json.loads(made.to_json_string())
+        config = GenerationConfig.from_dict(dict(settings))
+        config.validate(strict=True)
+        json.loads(config.to_json_string())
     except REFUSALS as error:
         return str(error) or type(error).__name__
-    return made
+    return config

@@ -53,15 +53,15 @@ def folder_headers(folder: Path) -> dict[str, Header] | None:
         for file in files:
             refuse_pointer(file)
         return None
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     for file in files:
         for name, header in file_header(file).items():
-            if name in found:
-                raise ModelError(f"{folder}: {name!r} is in {found[name].file.name} and in {file.name}")
-            found[name] = header
+            if name in headers:
+                raise ModelError(f"{folder}: {name!r} is in {headers[name].file.name} and in {file.name}")
+            headers[name] = header
     if not (folder / SINGLE).is_file():
-        _compare(folder / INDEX, found)
-    return found
+        _compare(folder / INDEX, headers)
+    return headers
 
 
 def has_weights(folder: Path) -> bool:
@@ -127,23 +127,23 @@ def file_header(file: Path) -> dict[str, Header]:
             if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
                 raise ValueError(f"its first bytes are no header ({size:,} bytes in all)")
             content: object = json.loads(opened.read(length))
-        found = dict(_tensors(file, content, 8 + length))
+        headers = dict(_tensors(file, content, 8 + length))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         text = f"{file}: not a file of safetensors: {error}; copy or download it again"
         raise ModelError(text) from error
-    if (end := max((one.end for one in found.values()), default=8 + length)) != size:
+    if (end := max((header.end for header in headers.values()), default=8 + length)) != size:
         raise ModelError(f"{file}: {size:,} bytes, and its header says {end:,}: copy or download it again")
-    return found
+    return headers
 
 
 def _tensors(file: Path, content: object, first: int) -> Iterator[tuple[str, Header]]:
     if not isinstance(content, dict):
         raise TypeError("its header is no table")
-    for name, one in cast("dict[str, dict[str, object]]", content).items():
+    for name, entry in cast("dict[str, dict[str, object]]", content).items():
         if name != "__metadata__":
-            begin, end = cast("list[int]", one["data_offsets"])
-            shape = tuple(cast("list[int]", one["shape"]))
-            yield name, Header(file, str(one["dtype"]), shape, first + begin, first + end)
+            begin, end = cast("list[int]", entry["data_offsets"])
+            shape = tuple(cast("list[int]", entry["shape"]))
+            yield name, Header(file, str(entry["dtype"]), shape, first + begin, first + end)
 
 
 def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
@@ -153,7 +153,7 @@ def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
     """
     import torch
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         refuse_pointer(file)
         try:
@@ -163,10 +163,10 @@ def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             text = " ".join(str(error).split())[:200]
             raise ModelError(f"{file}: not a pickle of tensors: {text}; save the model as safetensors") from error
-        if not isinstance(content, dict) or not all(isinstance(one, torch.Tensor) for one in content.values()):
+        if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
             raise ModelError(f"{file}: a pickle of more than tensors by their names: save the model as safetensors")
-        found |= cast("dict[str, Tensor]", content)
-    return found
+        tensors |= cast("dict[str, Tensor]", content)
+    return tensors
 
 
 def refuse_pointer(file: Path) -> None:

@@ -37,8 +37,8 @@ def load(
     """
     import transformers
 
-    here, config = fetch(path), settings(path)
-    fit.check(here, config, kind, body=body)
+    folder, config = fetch(path), settings(path)
+    fit.check(folder, config, kind, body=body)
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
     with naming(path), fit.quiet():
         model, info = getattr(transformers, kind).from_pretrained(
@@ -52,7 +52,7 @@ def load(
         )
     reported = fit.report(info)
     if inside := reported.of_body(model.base_model_prefix, kind, body=body):
-        fit.refuse(here, config, inside, ())
+        fit.refuse(folder, config, inside, ())
     if kind == "AutoModelForCausalLM":
         _compare_ties(path, config, model)
     if name := fit.first_not_finite(dict(model.named_parameters())):
@@ -92,8 +92,8 @@ def fetch(path: str | Path) -> Path:
         for single, index in ((headers.SINGLE, headers.INDEX), (headers.PICKLE, headers.PICKLE_INDEX)):
             if cached_file(str(path), single, **lenient):
                 break
-            if found := cached_file(str(path), index, **lenient):
-                get_checkpoint_shard_files(str(path), found)
+            if cached := cached_file(str(path), index, **lenient):
+                get_checkpoint_shard_files(str(path), cached)
                 break
     return Path(config).parent
 

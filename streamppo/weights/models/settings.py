@@ -98,7 +98,7 @@ def _sentence(path: str | Path, error: BaseException) -> str:
 
 def is_tied(config: "PretrainedConfig") -> bool:
     """True if a configuration ties the head to the embedding."""
-    return any(getattr(one, "tie_word_embeddings", False) for one in (config, config.get_text_config()))
+    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 
 def untie(config: "PretrainedConfig") -> None:
@@ -126,19 +126,23 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
 
     Raises `ModelError` if only some of several heads differ.
     """
-    here = local_folder(path)
-    if here is None:
+    local = local_folder(path)
+    if local is None:
         return False
     prefix: str = getattr(_causal(config), "base_model_prefix", "")
     try:
-        found = headers.folder_headers(here)
+        stored = headers.folder_headers(local)
     except ModelError:
         # Missing or damaged files: loading them raises a more precise error.
         return False
-    if found is None:
-        return _pickles_differ(here, config, prefix)
-    both = [(_named(head, found, prefix), _named(embedding, found, prefix)) for head, embedding in pairs(config)]
-    differ = {not same(one, other) for one, other in both if one is not None and other is not None}
+    if stored is None:
+        return _pickles_differ(local, config, prefix)
+    both = [(_named(head, stored, prefix), _named(embedding, stored, prefix)) for head, embedding in pairs(config)]
+    differ = {
+        not same(of_head, of_embedding)
+        for of_head, of_embedding in both
+        if of_head is not None and of_embedding is not None
+    }
     if len(differ) > 1:
         raise ModelError(f"the model {str(path)!r} has several heads, and only some of them are its embedding")
     return True in differ
@@ -188,9 +192,11 @@ def same(one: Header, other: Header) -> bool:
 
 
 def _pickles_differ(here: Path, config: "PretrainedConfig", prefix: str) -> bool:
-    found = headers.pickle_tensors(here)
+    tensors = headers.pickle_tensors(here)
     for head, embedding in pairs(config):
-        one, other = (found.get(name, found.get(name.removeprefix(f"{prefix}."))) for name in (head, embedding))
-        if one is not None and other is not None and not one.equal(other):
+        of_head, of_embedding = (
+            tensors.get(name, tensors.get(name.removeprefix(f"{prefix}."))) for name in (head, embedding)
+        )
+        if of_head is not None and of_embedding is not None and not of_head.equal(of_embedding):
             return True
     return False

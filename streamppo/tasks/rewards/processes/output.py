@@ -38,14 +38,14 @@ def _forward(source: int, target: int, function: str) -> None:
         while chunk := read.read(2**16):
             if time.monotonic() - begin > WINDOW_S:
                 begin, passed = time.monotonic(), 0
-            kept = chunk[: max(0, WINDOW_BYTES - passed)]
+            forwarded = chunk[: max(0, WINDOW_BYTES - passed)]
             if passed <= WINDOW_BYTES < passed + len(chunk):
                 log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
             passed += len(chunk)
-            *whole, line = (line + kept).split(b"\n")
+            *whole, line = (line + forwarded).split(b"\n")
             while len(line) > LINE_BYTES:
                 whole, line = [*whole, line[:LINE_BYTES]], line[LINE_BYTES:]
-            _write(write, b"".join(_sanitise(one, head) for one in whole))
+            _write(write, b"".join(_sanitise(whole_line, head) for whole_line in whole))
         if line:
             _write(write, _sanitise(line, head))
 

@@ -68,8 +68,8 @@ def _wait(actor: int, template: int) -> None:
             with suppress(OSError):
                 os.close(int(name))
     poll = select.poll()
-    for one in watched:
-        poll.register(one, select.POLLIN)
+    for descriptor in watched:
+        poll.register(descriptor, select.POLLIN)
     while os.getppid() == actor and _lives(template) and not poll.poll(None if watched else LOOK_MS):
         pass
 
@@ -87,10 +87,10 @@ def _end_all() -> None:
     """Kill all descendants of this process until none is left."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for _ in range(ROUNDS):
-        found = _below(os.getpid())
-        if not found:
+        pids = _below(os.getpid())
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(ROUND_S)
@@ -98,13 +98,13 @@ def _end_all() -> None:
 
 def _below(pid: int) -> list[int]:
     """The descendants of `pid`."""
-    found, waiting = list[int](), [pid]
+    descendants, waiting = list[int](), [pid]
     while waiting:
-        one = waiting.pop()
+        parent = waiting.pop()
         # A process may end meanwhile.
         with suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
-                children = [*map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())]
-                found += children
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children = [*map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())]
+                descendants += children
                 waiting += children
-    return found
+    return descendants

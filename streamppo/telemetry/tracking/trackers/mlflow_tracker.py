@@ -33,13 +33,13 @@ class MLflow:
 
     def send(self, points: Sequence[Point]) -> None:
         """Send metrics, at most `MOST_METRICS` per call."""
-        found = [
+        metrics = [
             Metric(REFUSED.sub("_", name), value, round(1e3 * point.at_s), point.version)
             for point in points
             for name, value in point.values.items()
         ]
-        for begin in range(0, len(found), MOST_METRICS):
-            self._client.log_batch(self.id, metrics=found[begin : begin + MOST_METRICS])
+        for begin in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self.id, metrics=metrics[begin : begin + MOST_METRICS])
 
     def close(self, outcome: str) -> None:
         """Set the run's final status."""
