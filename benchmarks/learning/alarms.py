@@ -31,7 +31,11 @@ PROJECTS = {
     "grpo": (INIT, "updates=200", "algorithm.advantage={kind='grpo'}"),
     "second_chance": ("examples/second_chance.toml", "updates=100"),
     "math": (MATH, "updates=300"),
-    "custom_loss": (MATH, "updates=150", OWN.format("policy_loss", "loss").replace("own_policy_loss", "custom_loss")),
+    "custom_loss": (
+        MATH,
+        "updates=150",
+        OWN.format("policy_loss", "loss").replace("custom_policy_loss", "custom_loss"),
+    ),
     "custom_advantage": (MATH, "updates=150", OWN.format("advantage", "advantage")),
     "custom_correction": (MATH, "updates=150", OWN.format("correction", "weights")),
     "long": (INIT, "updates=700"),

@@ -236,7 +236,7 @@ def theirs(
     )
     path = model.parent / "job.json"
     path.write_bytes(msgspec.json.encode(job))
-    command = [options.python, str(Path(__file__).parent / "trl_run.py"), str(path)]
+    command = [options.python, str(Path(__file__).parents[1] / "lib" / "trl_run.py"), str(path)]
     # More than its threads would be used by libraries that are loaded before torch is told.
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.threads), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
