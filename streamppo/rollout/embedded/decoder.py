@@ -173,7 +173,7 @@ class Decoder:
 
     @torch.inference_mode()
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
-        """Copy the first `length` cached tokens of rows `sources_B` to `targets_B`; a source may come repeatedly."""
+        """Copy the first `length` cached tokens of rows `sources_B` to rows `targets_B`; a source may be repeated."""
         for layer in self.cache[:, :, :length]:
             # Whole rows at once: assignment by index would copy element by element.
             layer.index_copy_(0, targets_B, layer.index_select(0, sources_B))
