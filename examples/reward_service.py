@@ -1,4 +1,4 @@
-"""Score completions behind HTTP: `python examples/reward_service.py [PORT]`, beside a run of reward_service.toml.
+"""Score completions over HTTP: `python examples/reward_service.py [PORT]`, during a run of reward_service.toml.
 
     POST /score   {"prompt": "12+34=", "completion": "47", "finish": "stop", "columns": {"answer": "46"}, ...}
     200           {"score": 0.25, "digits": 0.5}

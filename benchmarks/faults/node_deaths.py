@@ -158,7 +158,7 @@ class Nodes:
         time.sleep(max(UNHEARD_S - seconds if seconds > BORNE_S else 0.0, REPLACED_S))
         alive = self._alive()
         for one in [one for one in self._others if one.name not in alive or one.process.poll() is not None]:
-            # It is told now that it was declared dead, and exits.
+            # Ray notifies the node now that it was declared dead, and it exits.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 one.process.wait(ENDS_S)
             self._replace(one)

@@ -167,7 +167,7 @@ class Cutter(Protocol):
 
 
 class Player:
-    """Plays prompts with one engine, each alone, with a new environment, or with an agent.
+    """Plays each prompt with one engine, and with a new environment or an agent, if one is configured.
 
     `scored`: the configuration has scorers; without them an agent must give a reward.
     """

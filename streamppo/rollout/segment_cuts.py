@@ -58,7 +58,9 @@ def kept_from(versions: Ints) -> int:
 
 
 def cut_for(version: int, oldest: Iterable[int], flow_lag: int) -> int:
-    """The newest version for which an engine at `version` has cut all that is due; `oldest` are its uncut versions.
+    """The newest version for which an engine at `version` has cut all that is due.
+
+    `oldest` are the oldest versions that its waiting completions keep.
 
     After the cuts for version v, all uncut tokens are of v - `flow_lag` + 1 or later.
     """

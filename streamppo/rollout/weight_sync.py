@@ -17,7 +17,7 @@ from streamppo.rollout.puller import Puller
 from streamppo.types import Push
 
 PULLS = 3
-"""A run fails after so many pulls in a row without a valid version."""
+"""`WeightSync` fails after this number of successive pulls or swaps that raise `WeightsError`."""
 SWAP_S, SLOWEST_BYTES_PER_S = 300.0, 50e6
 """Timeout of a swap: `SWAP_S` + bytes / `SLOWEST_BYTES_PER_S` seconds."""
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@
 
     at a boundary:   swap to new weights, if any  ->  admit waiting requests into free rows  ->  step
 
-The coroutine `_run_loop` owns all state. Its steps run in a thread, so that the actor's event loop stays free for
-rewards and deliveries.
+One coroutine, `_run_loop`, handles all state. It runs the steps in a thread, so that the actor's event loop stays free
+for rewards and deliveries.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ADMIT_SHARE = 8
 """Stepping stops for a prefill when 1 / `ADMIT_SHARE` of the rows are free."""
 BURST_S = 0.01
-"""Stepping stops after so many seconds at the latest, so that completions do not wait to be handed over."""
+"""Stepping stops with the first step that ends after so long, so that completions do not wait to be handed over."""
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
@@ -99,7 +99,7 @@ class EmbeddedEngine:
         """Allocate the cache for rows of `tokens` tokens. Raises `ModelError` if there is not enough memory.
 
         With `turns`, ended rows stay in the cache while there is room, and a prompt that continues one is prefilled
-        from its end on; at a swap they are kept or dropped by `kv`.
+        from its end on. With `kv` "recompute", a swap drops the ended rows.
         """
         self._rows.reserve(min(tokens, self._most))
         if turns:

@@ -24,11 +24,11 @@ from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling, TokenCan
 from streamppo.types import Ints
 
 REORDER = 1.2
-"""Long rows move to the front if attention reads more than so many times the positions that it would read then."""
+"""Long rows move to the front if attention would otherwise read more than `REORDER` times as many positions."""
 GROWTH = 4
 """The cache grows to 1 + 1 / `GROWTH` times the room that it needs."""
 LOOKS = 2**24
-"""Continued prompts are computed together up to so many (new token, position) pairs, padding included."""
+"""The most (new token, position) pairs, padding included, in one forward pass of prompts that continue rows."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k of the model's unchanged distribution."""
 
