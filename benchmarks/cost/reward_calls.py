@@ -31,7 +31,7 @@ from streamppo.errors import RewardFailed
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.types import Prompt, ScoredText
 
-HERE = Path(__file__).parent
+LIB = Path(__file__).parents[1] / "lib"
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     calls = options.calls or 3 * options.in_flight
-    service = subprocess.Popen([sys.executable, str(HERE / "calls_service.py")], stdout=subprocess.PIPE, text=True)
+    service = subprocess.Popen([sys.executable, str(LIB / "calls_service.py")], stdout=subprocess.PIPE, text=True)
     try:
         assert service.stdout is not None
         url = service.stdout.readline().strip()
@@ -67,7 +67,7 @@ async def _measure(case: str, in_flight: int, calls: int, url: str) -> dict[str,
         return {"case": case, **await _all(texts, in_flight, _plain)}
     waits = case != "service"
     scorer = FunctionScorer(
-        function=f"{HERE / 'calls_reward.py'}:{'wait' if waits else 'ask'}",
+        function=f"{LIB / 'calls_reward.py'}:{'wait' if waits else 'ask'}",
         timeout_s=5.0 if waits else 60.0,
         concurrency=in_flight,
     )

@@ -1,4 +1,4 @@
-"""flash-attn 2 as transformers finds it, in plain torch: the package itself cannot be had without CUDA."""
+"""A flash-attn 2 for transformers in plain torch: the package itself needs CUDA."""
 
 import sys
 from itertools import pairwise
@@ -11,7 +11,7 @@ from transformers import modeling_flash_attention_utils
 
 
 class Call(NamedTuple):
-    """What one layer asked flash-attn for: where the queries and the keys of each row begin, and the longest."""
+    """One layer's call: cumulative lengths of queries and keys, the longest of each, and whether it is causal."""
 
     queries: list[int]
     keys: list[int]
@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Let transformers find it; return the list that its calls are added to."""
+    """Install it for transformers; return the list of its calls."""
     calls: list[Call] = []
 
     def varlen(
@@ -57,7 +57,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         setattr(padding, name, None)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
-    # transformers' own import of the package by the name of the attention: another name is refused there.
+    # transformers checks for the package by the name of the attention, and rejects other names.
     monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True)
@@ -65,7 +65,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 
 def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of one row [tokens, heads, width], aligned at the end as flash-attn has it since 2.1."""
+    """Causal attention of one row [tokens, heads, width], aligned at the end as in flash-attn since 2.1."""
     sees = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     turned = [x[None].transpose(1, 2) for x in (q, k, v)]
     made = torch.nn.functional.scaled_dot_product_attention(*turned, attn_mask=sees, scale=scale, enable_gqa=True)
