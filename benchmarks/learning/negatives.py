@@ -12,7 +12,7 @@ a task and a seed begin with the same model. The learning rate falls linearly to
     split     any two numbers below 50 whose sum is the given one: "37=" asks for "12+25"    up to 50
     graded    ciphers.py with answers of 1 to 16 letters, whose reward grows by letters in place    1, dense
     turns     sums with a calculator at hand, over up to three turns                            1, and each by the tool
-    chain     reasoning-gym's chain_sum: sums and differences of two numbers below 100         1
+    next      reasoning-gym's number_sequence: the number behind four others, by simple rules   1
     spell     reasoning-gym's spell_backward, words of three to five letters                    1, dense
     wide      `add` with a model of 5 million parameters, 256 completions an update, rate 2e-4  1
 
@@ -73,7 +73,7 @@ SAMPLES = 16
 """Answers to a prompt for pass@16."""
 AVERAGE = 0.9
 GYM = ("reward.function=benchmarks.learning.negatives:score_gym", "reward.where=actor", "rollout.max_tokens=6")
-TERMS, WORDS = (f"kind='reasoning_gym',dataset='{name}'" for name in ("chain_sum", "spell_backward"))
+TERMS, WORDS = (f"kind='reasoning_gym',dataset='{name}'" for name in ("number_sequence", "spell_backward"))
 FURTHER = {
     "turns": (
         "task={kind='calculator'}",
@@ -81,7 +81,7 @@ FURTHER = {
         "reward={}",
         "rollout.max_tokens=6",
     ),
-    "chain": (f"task={{{TERMS},parameters={{min_terms=2,max_terms=2,min_digits=1,max_digits=2}}}}", *GYM),
+    "next": (f"task={{{TERMS},held_out=0.15,parameters={{min_terms=4,max_terms=4,max_complexity=1}}}}", *GYM),
     "spell": (f"task={{{WORDS},parameters={{min_word_len=3,max_word_len=5}}}}", *GYM),
     "wide": ("model.tiny.hidden_size=512", "learner.lr=2e-4", "queue.batch_size=256", "evaluation.prompts=256"),
 }
@@ -103,7 +103,7 @@ RULES = {
 
 
 TARGETS = {"add": 0.9, "subtract": 0.6, "sort": 0.9, "split": 0.9, "graded": 0.5}
-TARGETS |= {"turns": 0.9, "chain": 0.6, "spell": 0.9, "wide": 0.9}
+TARGETS |= {"turns": 0.9, "next": 0.6, "spell": 0.4, "wide": 0.9}
 """Held-out accuracy that is to be reached, set by runs of seed 1."""
 GOALS = {
     **{
