@@ -69,7 +69,7 @@ class Targets(NamedTuple):
         """True if most of the data rest on a critic that knows nothing: only the critic learns from the batch.
 
         To leave out the cut segments alone would not do. Those that are left teach the policy how to end, and nothing
-        of what comes before an end: it learns to end at once.
+        of what comes before an end: it learns to end early.
         """
         return self.explained is not None and self.explained < EXPLAINED
 
