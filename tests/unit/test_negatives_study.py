@@ -93,7 +93,7 @@ def test_a_trajectory_over_turns_has_the_observations_of_its_environment(tmp_pat
     assert all(len(row.versions) == 4 * row.num_tokens and row.components["tool"] for row in called)
 
 
-@pytest.mark.parametrize("name", ["number_sequence", "spell_backward"])
+@pytest.mark.parametrize("name", ["basic_arithmetic", "spell_backward"])
 def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier(name: str) -> None:
     pytest.importorskip("reasoning_gym")
     task = Gym(GymTask(dataset=name, parameters={}, size=20, held_out=0.2), 1)
