@@ -19,7 +19,8 @@ from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import EndTokens
-from streamppo.rollout.engine import Completion, Sampling
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class World(NamedTuple):
     engine: EmbeddedEngine
     updater: Updater
     rewards: Rewards
+    player: Player
 
     async def swap(self, version: int) -> None:
         """Load the updater's weights into the engine."""
@@ -69,31 +71,22 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
     )
     task, rewards = tasks.build(config.task, config.seed, tokenizer), Rewards(config.reward)
     await rewards.start(task.sources())
-    return World(config, task, tokenizer, engine, updater, rewards)
+    player = Player(engine, tokenizer, config.environment, scored=bool(config.reward.scorers))
+    return World(config, task, tokenizer, engine, updater, rewards, player)
 
 
 async def sampled(world: World, numbers: Sequence[int], version: int) -> list[Trajectory]:
-    """Sample and score one trajectory for each entry of `numbers`, with the engine's weights, which are `version`."""
-    prompts = {number: world.task.prompt(number) for number in numbers}
-    tokens = {number: world.tokenizer.encode(prompt) for number, prompt in prompts.items()}
+    """Play and score one trajectory for each entry of `numbers`, with the engine's weights, which are `version`."""
+    prompts = [world.task.prompt(number) for number in numbers]
     sampling = Sampling(world.config.rollout.max_tokens, world.config.rollout.temperature)
-    done = await asyncio.gather(*(world.engine.generate(tokens[number], sampling) for number in numbers))
+    episodes = await asyncio.gather(*(world.player.play(prompt, sampling) for prompt in prompts))
     made: list[Trajectory] = []
-    for place, (number, one) in enumerate(zip(numbers, done, strict=True)):
+    for place, (number, prompt, episode) in enumerate(zip(numbers, prompts, episodes, strict=True)):
         sample = place % world.config.queue.samples_per_prompt
-        made.append(
-            Trajectory(
-                identity=Identity(task=world.config.name, prompt=number, sample=sample),
-                actor="world",
-                prompt_tokens=tokens[number].tobytes(),
-                tokens=one.tokens.tobytes(),
-                logprobs=one.logprobs.tobytes(),
-                versions=np.full(len(one.tokens), version, np.int32).tobytes(),
-                mask=bytes([1]) * len(one.tokens),
-                finish=one.finish,
-                reward=await reward(world, prompts[number], one.tokens, finished=one.finish == "stop"),
-            )
-        )
+        identity = Identity(task=world.config.name, prompt=number, sample=sample)
+        scored = await world.rewards.score(prompt, episode.text(prompt, world.tokenizer))
+        of_version = episode._replace(versions=np.full(len(episode.tokens), version, np.int32))
+        made.append(of_version.trajectory(identity, "world", episode.reward(scored)))
     return made
 
 
@@ -108,14 +101,18 @@ async def next_batch(world: World, number: int, version: int) -> list[Trajectory
 async def accuracy(world: World) -> float:
     """Return the share of `evaluation.prompts` held-out prompts whose greedy answer has reward 1."""
     prompts = world.task.held_out(world.config.evaluation.prompts)
-    sampling = Sampling(world.config.rollout.max_tokens, 0.0)
-    answers = (world.engine.generate(world.tokenizer.encode(prompt), sampling) for prompt in prompts)
-    done: list[Completion] = await asyncio.gather(*answers)
-    rewards = [
-        await reward(world, prompt, one.tokens, finished=one.finish == "stop")
-        for prompt, one in zip(prompts, done, strict=True)
-    ]
-    return sum(one == 1.0 for one in rewards) / len(rewards)
+    found = await scores(world, prompts, Sampling(world.config.rollout.max_tokens, 0.0))
+    return sum(one == 1.0 for one in found) / len(found)
+
+
+async def scores(world: World, prompts: Sequence[Prompt], sampling: Sampling) -> list[float]:
+    """Play every prompt, and return the rewards."""
+    episodes = await asyncio.gather(*(world.player.play(prompt, sampling) for prompt in prompts))
+    found: list[float] = []
+    for prompt, episode in zip(prompts, episodes, strict=True):
+        scored = await world.rewards.score(prompt, episode.text(prompt, world.tokenizer))
+        found.append(episode.reward(scored).total)
+    return found
 
 
 async def reward(world: World, prompt: Prompt, tokens: Ints, *, finished: bool) -> float:

@@ -20,7 +20,10 @@ from streamppo.algorithms.masked import (
     spread,
 )
 from streamppo.algorithms.scan import group_sums, next_unmasked, reverse_scan
+from streamppo.algorithms.value_losses import explained_variance
 
+EXPLAINED = 0.1
+"""The share of the outcomes' variance from which on a critic's values stand for outcomes."""
 VARIANCE_FLOOR = 1e-8
 """Added to the variance before whitening divides by its root, so that a batch of equal values becomes zero, not NaN."""
 
@@ -110,6 +113,23 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
         raise ValueError(f"alpha must be positive, got {alpha}")
     lengths_B = at_least_float32(lengths_B).clamp(min=1)
     return (1 - 1 / (alpha * lengths_B)).clamp(0.0, 1.0)
+
+
+def outcomes_explained(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, known_B: Tensor, *, gamma: float
+) -> float:
+    """The share of the variance of known outcomes that the critic accounts for; 0 where none is known.
+
+        explained  = 1 - Var(outcomes - values) / Var(outcomes)
+        outcomes_t = rewards_t + gamma * outcomes_{t+1}
+
+    Variances are over the tokens of the sequences known_B [B], whose rewards are all there. An advantage before a cut
+    is the difference of two values: below `EXPLAINED` it is noise.
+    """
+    check_sequences(mask_BT, known_B=known_B)
+    known_BT, nothing_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
+    outcomes_BT = gae(rewards_BT, values_BT, known_BT, nothing_B, gamma=gamma, lam=1.0).returns
+    return explained_variance(values_BT, outcomes_BT, known_BT)
 
 
 def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> AdvantageEstimate:

@@ -274,7 +274,7 @@ RULES = (
         "cuts rest on the critic",
         f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
         "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
-        "completions: a policy that follows such a critic unlearns what it can",
+        "completions: with max_tokens the policy waits for such a critic",
         _cuts_rest_on_the_critic,
     ),
     SignRule(

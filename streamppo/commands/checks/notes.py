@@ -81,8 +81,8 @@ def _cuts(config: Config) -> Findings:
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
             f"queue.segments.max_tokens ({segments.max_tokens}) cuts every longer completion, also those that end in "
-            "time: their tokens learn from the critic instead of the reward; segments = {} cuts only what would grow "
-            "too old"
+            "time: their tokens learn from the critic instead of the reward, and the policy waits until that explains "
+            "outcomes; segments = {} cuts only what would grow too old"
         )
 
 
