@@ -24,6 +24,8 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
     if not (is_run or files) or (version is not None and not is_run):
         why = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
         raise ConfigError(f"{model}: no run is there, and {why}")
+    if is_run:
+        configfile.existing(model)
     own = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
     return own, configfile.load(Path(files[0]), overrides) if files else None
 

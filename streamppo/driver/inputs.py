@@ -90,7 +90,7 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
 def _recorded_inputs(folder: Path) -> dict[str, Input]:
     path = folder / INPUTS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Input])
+        return msgspec.json.decode(durable.read(path), type=dict[str, Input])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
@@ -147,7 +147,7 @@ def fingerprint(path: Path) -> str:
     if size <= WHOLE_BYTES:
         return durable.sha256(path)
     found = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with durable.reading(path) as file:
         for place in range(PLACES):
             file.seek((size - PIECE) * place // (PLACES - 1), os.SEEK_SET)
             found.update(file.read(PIECE))

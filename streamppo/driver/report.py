@@ -63,7 +63,7 @@ def write(found: Sequence[Path], to: Path) -> Path:
 def replay(path: Path) -> View:
     """The updates that `streamppo replay --set` has made. Raises `RunError` for another file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(durable.read(path))
         lines = [
             msgspec.convert(
                 {"update": one["version"], "wall_s": 0.0, **ZEROS, **one["replayed"]}, metrics_file.UpdateLine

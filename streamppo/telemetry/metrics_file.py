@@ -13,6 +13,9 @@ from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
+from streamppo import durable
+from streamppo.errors import RunError
+
 METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The end of a run that made all its updates."""
@@ -175,19 +178,20 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def read(self, most_bytes: int = -1) -> list[bytes]:
-        """Read the next lines that are whole, about so many bytes of them; by default all."""
+        """Read the next lines that are whole, about so many bytes of them; by default all. Raises `RunError`."""
         try:
-            file = self.path.open("rb")
+            with durable.reading(self.path) as file:
+                found = os.fstat(file.fileno())
+                self._recognize((found.st_dev, found.st_ino), found.st_size)
+                self.written_s = found.st_mtime
+                file.seek(self.end)
+                # The rest of a line that is being written may come right behind its beginning.
+                whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         except FileNotFoundError:
             self.written_s = 0.0
             return []
-        with file:
-            found = os.fstat(file.fileno())
-            self._recognize((found.st_dev, found.st_ino), found.st_size)
-            self.written_s = found.st_mtime
-            file.seek(self.end)
-            # The rest of a line that is being written may come right behind its beginning.
-            whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read: {error}") from error
         self.end += sum(map(len, whole))
         return whole
 
@@ -260,7 +264,7 @@ def mend(folder: Path) -> None:
     """Remove a last line that was cut, so that the next one does not continue it."""
     path = folder / METRICS
     if path.exists():
-        os.truncate(path, len(_to_newline(path.read_bytes())))
+        os.truncate(path, len(_to_newline(durable.read(path))))
 
 
 def parse(text: bytes) -> Line | None:

@@ -47,7 +47,7 @@ def read_summary(folder: Path) -> Summary | None:
     """
     path = folder / SUMMARY
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else None
+        return msgspec.json.decode(durable.read(path), type=Summary) if path.exists() else None
     except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise RunError(f"no JSON of a run in {path}: {error}") from error
 

@@ -62,7 +62,7 @@ class Store:
     def put_folder(self, folder: str, path: Path) -> None:
         """Copy the folder at `path`, which has no others in it, to `folder` there."""
         for one in sorted(path.iterdir()):
-            with one.open("rb") as file:
+            with durable.reading(one) as file:
                 self.put(folder, {one.name: file})
 
     def prove(self) -> None:
@@ -165,7 +165,7 @@ class Store:
 def known_address(folder: Path) -> str:
     """The address of the copies of the run in `folder`; empty if it has none."""
     file = folder / ADDRESS
-    return (file.read_text().split() or [""])[0] if file.is_file() else ""
+    return (durable.read(file).decode().split() or [""])[0] if file.is_file() else ""
 
 
 def bring_model(config: Config, path: str) -> None:

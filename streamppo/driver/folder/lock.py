@@ -120,8 +120,8 @@ def accept(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode((folder / ACCEPTED).read_bytes(), type=Scale).rollouts
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return msgspec.json.decode(durable.read(folder / ACCEPTED), type=Scale).rollouts
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise RunError(f"{folder / SCALE}: {error}") from error
 
 
