@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.scorers import cgroup
 from streamppo.tasks.scorers.launcher import FILE_BYTES
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -74,11 +75,16 @@ class StartSignal:
 def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, place: Place) -> Ran:
     """Run a command whose last step is the launcher. Raises `TaskError` if the launcher never came to the program."""
     # Unlinked files: a pipe's other end may be held open by what the program has started, and a path be replaced.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with (
+        cgroup.group(limits.memory_mib) as group,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
         process = subprocess.Popen(
-            command,
+            [*(group.enter if group else ()), *command],
             stdin=given,
             stdout=out,
             stderr=err,
@@ -89,10 +95,14 @@ def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal,
         )
         try:
             exit_code, note = _end(process, limits, started)
+            if group and not note and group.has_killed():
+                note = _too_much(limits)
         finally:
             # Processes that the program has started are in its group, also when the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            if group:
+                group.kill()
             process.wait()
         said = _text(err)
         if not started.has_begun():
@@ -115,8 +125,12 @@ def _end(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSign
         if not begun and started.has_begun():
             end, begun = time.monotonic() + limits.timeout_s, True
         if memory_bytes(process.pid) > limits.memory_mib * 2**20:
-            return -signal.SIGKILL, f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
+            return -signal.SIGKILL, _too_much(limits)
     return None, ""
+
+
+def _too_much(limits: RunLimits) -> str:
+    return f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
 
 
 def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
