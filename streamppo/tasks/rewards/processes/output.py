@@ -9,14 +9,12 @@ import threading
 import time
 from io import FileIO
 
+from streamppo.process import LINE_BYTES
 from streamppo.terminal import harmless
 
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
 """Passed on in one window, of all processes of a reward together; the rest of the window is dropped."""
-
-LINE_BYTES = 8 * 2**10
-"""A longer line is shown as several."""
 
 log = logging.getLogger(__name__)
 
