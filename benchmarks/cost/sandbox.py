@@ -1,9 +1,10 @@
-"""The time that one program takes in each sandbox of this machine, beside the bare interpreter: medians.
+"""The time that one program and one score take in each sandbox of this machine, beside the bare interpreter: medians.
 
     python benchmarks/cost/sandbox.py --json out.json
 
-The program is empty, so that this is the price of its start and its end. The kinds take turns: other work on the
-machine hits all of them.
+The program is empty, so that this is the price of its start and its end. A score is that of a short program with one
+test: of what it prints, or of code, where checker and program take turns. The kinds take turns too: other work on the
+machine hits all of them, and the least of each least.
 """
 
 import argparse
@@ -21,7 +22,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.lib.runs import machine
 from streamppo.tasks.scorers.bubblewrap import Bubblewrap
 from streamppo.tasks.scorers.capture import RunLimits
+from streamppo.tasks.scorers.code import CodeTests, Test
 from streamppo.tasks.scorers.sandbox import Local, Sandbox
+from streamppo.types import ScoredText
+
+PROGRAM = (
+    "import sys\ndef double(x):\n    return 2 * x\nif line := sys.stdin.readline():\n    print(double(int(line)))\n"
+)
+PRINTED: Test = {"input": "21", "output": "42"}
+CODE: Test = "assert double(21) == 42"
+SANDBOXES = {
+    "Local": "streamppo.tasks.scorers.sandbox:Local",
+    "Bubblewrap": "streamppo.tasks.scorers.bubblewrap:Bubblewrap",
+}
 
 
 def main() -> None:
@@ -30,14 +43,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kinds = {"python": _bare, "Local": _in(Local()), "Bubblewrap": _in(Bubblewrap())}
-    taken_ms: dict[str, list[float]] = {name: [] for name in kinds}
+    for name, sandbox in SANDBOXES.items():
+        kinds |= {
+            f"score of a print, {name}": _score(sandbox, PRINTED),
+            f"score of code, {name}": _score(sandbox, CODE),
+        }
+    wall_ms: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(options.runs):
         for name, run in kinds.items():
             begin = time.perf_counter()
             run()
-            taken_ms[name].append((time.perf_counter() - begin) * 1e3)
-    medians = {name: round(statistics.median(times)) for name, times in taken_ms.items()}
-    result = {"machine": machine(), "runs": options.runs, "median_ms": medians}
+            wall_ms[name].append((time.perf_counter() - begin) * 1e3)
+    result = {
+        "machine": machine(),
+        "runs": options.runs,
+        "median_ms": {name: round(statistics.median(times)) for name, times in wall_ms.items()},
+        "least_ms": {name: round(min(times)) for name, times in wall_ms.items()},
+    }
     print(json.dumps(result, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -45,6 +67,17 @@ def main() -> None:
 
 def _bare() -> None:
     subprocess.run([sys.executable, "-I", "-c", ""], check=True)
+
+
+def _score(sandbox: str, test: Test) -> Callable[[], None]:
+    reward = CodeTests(sandbox, test_timeout_s=60.0, all_timeout_s=60.0)
+    text = ScoredText(prompt="", completion=PROGRAM, finish="stop", num_tokens=1)
+
+    def run() -> None:
+        scored = reward(text, [test])
+        assert scored.score == 1.0, scored.explanation
+
+    return run
 
 
 def _in(sandbox: Sandbox) -> Callable[[], None]:
