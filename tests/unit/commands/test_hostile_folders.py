@@ -243,6 +243,13 @@ def test_nobody_waits_at_what_is_no_file(run: Path, name: str, kind: str, capsys
     _look_at_all(run, capsys)
 
 
+@pytest.mark.timeout(60)
+def test_a_folder_with_a_pipe_is_not_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put("a pipe", run / "journal.sqlite-wal")
+    assert look(run, ["eval", "RUN"]) == 1
+    assert "journal.sqlite-wal: neither a file nor a folder" in capsys.readouterr().err
+
+
 # Each draw changes one file of each name: 7 mutations, 105 by default and 525 in all.
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 75))])
 def test_random_mutations_are_shown_or_told_in_a_sentence(
