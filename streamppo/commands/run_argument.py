@@ -9,7 +9,7 @@ import msgspec
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.errors import ConfigError, JournalError
+from streamppo.errors import UNREADABLE, ConfigError, JournalError
 
 
 def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
@@ -47,7 +47,7 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
     own = configfile.load(run / configfile.CONFIG)
     configs = [own]
     # A run that was never begun has no journal; one that cannot be read is told where it is needed.
-    with suppress(JournalError, msgspec.MsgspecError, RecursionError), closing(Journal.open_run(run)) as journal:
+    with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
         recorded = [msgspec.msgpack.decode(one, type=Config) for one in journal.configs().values()]
         configs += [diff.as_present(one, present or own) for one in recorded]
     consent.ask(run, configs, trust=trust)

@@ -27,7 +27,7 @@ from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask
-from streamppo.errors import CheckpointError, RunError
+from streamppo.errors import UNREADABLE, CheckpointError, RunError
 
 INPUTS = "inputs.json"
 WHOLE_BYTES = 2**30
@@ -93,7 +93,7 @@ def _recorded_inputs(folder: Path) -> dict[str, Input]:
         return msgspec.json.decode(durable.read(path), type=dict[str, Input])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
 
 

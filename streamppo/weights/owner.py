@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from streamppo import durable
-from streamppo.errors import CheckpointError
+from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.weights.store import ADDRESS, Store, row_of, with_crc
 
 OWNERS = "owners"
@@ -116,6 +116,9 @@ def _written(run: Path) -> list[str]:
 
 
 def _read(store: Store, name: str) -> Claim | None:
-    """A claim; None if it was cut off."""
+    """A claim; None if it was cut off, or is none of ours."""
     row = row_of(store.read(OWNERS, name))
-    return None if row is None else msgspec.json.decode(row, type=Claim)
+    try:
+        return None if row is None else msgspec.json.decode(row, type=Claim)
+    except UNREADABLE:
+        return None

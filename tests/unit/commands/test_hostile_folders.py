@@ -71,6 +71,7 @@ PLANTED: dict[str, bytes] = {
     "orders to a terminal": b'{"end": "\\u001b]0;x\\u0007\\u202e", "update": "\\u001b[2J"}\n',
     "half a surrogate": b'{"end": "\\ud800", "part": "\\udfff"}\n',
     "zeros": bytes(4096),
+    "text that is not UTF-8": b'{"end": "\xb4", "path": "\xf0", "x\xff": 1}\n',
 }
 
 
