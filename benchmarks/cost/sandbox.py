@@ -1,11 +1,10 @@
-"""The time that one program and one score take in each sandbox of this machine, beside the bare interpreter: medians.
+"""The median time of one program and of one score in each sandbox of this machine, compared with the bare interpreter.
 
     python benchmarks/cost/sandbox.py --json out.json
 
-The program is empty, so that this is the price of its start and its end. A score is that of a short program with one
-test: of what it prints, or of code, where checker and program take turns. The kinds take turns too: other work on the
-machine hits all of them, and the least of each least. Where this process may make a cgroup of version 2, the CPU time
-of all processes is measured as well, which other work changes little.
+The program is empty, so that this is the cost of start and end. A score is that of a short program with one test: of
+its output, or of code, where checker and program alternate. The kinds alternate: other work on the machine affects all
+of them. Where this process may make a cgroup of version 2, the CPU time of all processes is measured too.
 """
 
 import argparse
