@@ -68,10 +68,20 @@ def _not_by_link(path: str, flags: int) -> int:
 @contextmanager
 def reading(path: Path) -> Generator[BufferedReader]:
     """Open a regular file for reading. Raises `OSError` for anything else, such as a pipe, without blocking on it."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a file", str(path))
         yield file
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read(path: Path) -> bytes:
+    """The content of a file. Raises `OSError` for what is no file, as `reading` does."""
+    with reading(path) as file:
+        return file.read()
 
 
 def sha256(path: Path) -> str:

@@ -22,6 +22,9 @@ StreamppoError
 
 import signal
 
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec raises for JSON or msgpack of strangers: its own errors, and that of text which is not UTF-8."""
+
 
 class StreamppoError(Exception):
     """Base of all: it includes every error that streamppo raises on purpose, and no other.

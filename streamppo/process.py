@@ -8,7 +8,8 @@ Log lines: every module logs to `logging.getLogger(__name__)`; each process call
 with that word, and on a terminal lines are wrapped between words. Ray forwards an actor's standard output to the
 driver's, which may lose its reader (`| head`, a closed terminal): later output then goes to a file, and the run
 continues. An actor's log lines begin with the secret in `MARK`; the driver removes it, and puts `PRINTS` before all
-other lines of an actor, which rewards and environments print.
+other lines of an actor, which rewards and environments print. Where such code runs in the process of a command,
+`naming_prints` puts it there.
 
 Compiled kernels: a process on a GPU keeps them in ~/.cache/streamppo, for the next process and the next run.
 
@@ -27,11 +28,11 @@ import signal
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from streamppo.terminal import HANGING, harmless, lines
 
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 MARK = "STREAMPPO_LOG_MARK"
 """The actors' environment variable with the driver's secret: text that a policy wrote cannot begin with it."""
 PRINTS = "prints: "
-"""Prefix of an actor's output line that is not from streamppo's log."""
+"""Prefix of an output line that is not from streamppo's log, of an actor or of a command that imports code."""
+LINE_BYTES = 8 * 2**10
+"""A longer line is split into several."""
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2) that sends this process a signal when the parent thread that created it ends."""
 MORE_OBJECTS = 200_000
@@ -166,6 +169,79 @@ class _Lasting(io.FileIO):
             return super().write(data)
 
 
+@contextmanager
+def naming_prints(to: TextIO | None = None) -> Generator[None]:
+    """In the block, make harmless what other people's code prints in this process, and write `PRINTS` before each line.
+
+    Its lines go where they went, or all of them `to` one stream; those of our log stay as they are. What keeps one of
+    the streams writes to it in the same way after the block.
+    """
+    before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, _Prints):
+        yield
+        return
+    named = [_Prints(to or stream) for stream in before]
+    sys.stdout, sys.stderr = named
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in named:
+            stream.end_line()
+
+
+class _Prints(io.TextIOWrapper):
+    """Stands for the stream `under` it, which gets whole lines."""
+
+    def __init__(self, under: TextIO) -> None:
+        self.under = under
+        self._lines = _PrintedLines(under)
+        super().__init__(io.BufferedWriter(self._lines), "utf-8", "backslashreplace", line_buffering=True)
+
+    def end_line(self) -> None:
+        """Write what has no newline yet."""
+        # Whoever printed may have closed it.
+        with suppress(ValueError):
+            self.flush()
+        self._lines.end()
+
+
+class _PrintedLines(io.RawIOBase):
+    """Hands lines on, each harmless and behind `PRINTS`."""
+
+    def __init__(self, to: TextIO) -> None:
+        self._to, self._rest = to, b""
+
+    def writable(self) -> bool:
+        """It is written to."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream, for processes that are started with it."""
+        return self._to.fileno()
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write the lines that are whole."""
+        *whole, self._rest = (self._rest + bytes(data)).split(b"\n")
+        while len(self._rest) > LINE_BYTES:
+            whole, self._rest = [*whole, self._rest[:LINE_BYTES]], self._rest[LINE_BYTES:]
+        rows = (line.removesuffix(b"\r").decode(errors="replace") for line in whole)
+        self._to.write("".join(f"{PRINTS}{harmless(row)}\n" for row in rows))
+        self._to.flush()
+        return len(bytes(data))
+
+    def end(self) -> None:
+        """Write the line that is not whole."""
+        if self._rest:
+            line, self._rest = self._rest + b"\n", b""
+            _PrintedLines(self._to).write(line)
+
+
+def _own_stream() -> TextIO:
+    """Return the standard output of this moment, for lines of ours."""
+    return sys.stdout.under if isinstance(sys.stdout, _Prints) else sys.stdout
+
+
 class _Named(logging.Formatter):
     """Formats a message behind `head` and, from warnings on, its level."""
 
@@ -190,8 +266,9 @@ class _Lines(logging.Handler):
         """Write the record; a lost reader does not stop the process."""
         try:
             rows = wrap(lines(self.format(record)), _columns()).split("\n")
-            sys.stdout.write("".join(f"{self._mark}{row}\n" for row in rows))
-            sys.stdout.flush()
+            stream = _own_stream()
+            stream.write("".join(f"{self._mark}{row}\n" for row in rows))
+            stream.flush()
         except OSError:
             self.handleError(record)
 
@@ -240,7 +317,8 @@ def _wrapped(line: str, columns: int) -> str:
 def _columns() -> int:
     """Columns of the terminal behind standard output; 0 if there is none."""
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+        stream = _own_stream()
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError, AttributeError):
         return 0
 

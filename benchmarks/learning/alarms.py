@@ -10,13 +10,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from streamppo.config import file as configfile
+from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry.record import read_summary
+from streamppo.telemetry.summary import Summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CODE = "import sys; from streamppo.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -94,8 +97,15 @@ def _signs(folder: Path) -> dict[str, Any]:
         "updates": config.updates,
         "verdict": progress.verdict(evaluations),
         "is_better": progress.is_better(evaluations),
-        "signs": [one.name for one in diagnosis.diagnose_lines(config, lines, read_summary(folder))],
+        "signs": [one.name for one in diagnosis.diagnose_lines(config, lines, _summary(folder))],
     }
+
+
+def _summary(folder: Path) -> Summary | None:
+    """Read the summary; None of an earlier version, which has other numbers."""
+    with suppress(RunError):
+        return read_summary(folder)
+    return None
 
 
 if __name__ == "__main__":

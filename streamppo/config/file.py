@@ -6,7 +6,6 @@
 A run keeps its configuration in its folder in the same format.
 """
 
-import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +36,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises `ConfigError` with a line for every mistake: the file and the line or the override, and the nearest name.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        # A file that the user names may be a pipe of the shell's, `<(...)`; that in a run's folder may not.
+        with durable.reading(path) if path.name == CONFIG else path.open("rb") as file:
+            text = file.read().decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -75,7 +76,7 @@ def existing(run: Path) -> Path:
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
         raise CheckpointError(f"{run}: no run is there")
-    if strange := [entry.name for entry in os.scandir(run) if not entry.is_file() and not entry.is_dir()]:
+    if strange := [entry.name for entry in run.iterdir() if not entry.is_file() and not entry.is_dir()]:
         raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder, which streamppo does not write")
     return run
 

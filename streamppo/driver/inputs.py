@@ -27,7 +27,7 @@ from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask
-from streamppo.errors import CheckpointError, RunError
+from streamppo.errors import UNREADABLE, CheckpointError, RunError
 
 INPUTS = "inputs.json"
 WHOLE_BYTES = 2**30
@@ -90,10 +90,10 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
 def _recorded_inputs(folder: Path) -> dict[str, Input]:
     path = folder / INPUTS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Input])
+        return msgspec.json.decode(durable.read(path), type=dict[str, Input])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
 
 
@@ -147,7 +147,7 @@ def fingerprint(path: Path) -> str:
     if size <= WHOLE_BYTES:
         return durable.sha256(path)
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with durable.reading(path) as file:
         for place in range(PLACES):
             file.seek((size - PIECE) * place // (PLACES - 1), os.SEEK_SET)
             digest.update(file.read(PIECE))

@@ -63,7 +63,7 @@ def write(found: Sequence[Path], to: Path) -> Path:
 def replay(path: Path) -> View:
     """The view of a file written by `streamppo replay --set`. Raises `RunError` for any other file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(durable.read(path))
         lines = [
             msgspec.convert(
                 {"update": update["version"], "wall_s": 0.0, **ZEROS, **update["replayed"]}, metrics_file.UpdateLine

@@ -12,7 +12,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.config import file as configfile
-from streamppo.errors import CheckpointError, JournalError
+from streamppo.errors import UNREADABLE, CheckpointError, JournalError
 from streamppo.queue import resume_checks
 from streamppo.queue.replication import copies
 from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS
@@ -210,5 +210,5 @@ def _naming(found: Store, name: str) -> Generator[None]:
     """Raise `JournalError` for an intact copy whose content cannot be decoded."""
     try:
         yield
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise JournalError(f"{found.address}/{name}: not as this version of streamppo writes it: {error}") from error

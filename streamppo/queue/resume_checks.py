@@ -8,7 +8,7 @@ import msgspec
 
 from streamppo.config.diff import fixed_values
 from streamppo.config.sections import Config
-from streamppo.errors import CheckpointError, JournalError
+from streamppo.errors import UNREADABLE, CheckpointError, JournalError
 from streamppo.queue.shards import shards
 from streamppo.queue.store import trajectory_store
 from streamppo.queue.store.journal import Journal
@@ -21,7 +21,7 @@ def configs(journal: Journal) -> dict[int, Config]:
     """
     try:
         return {version: msgspec.msgpack.decode(encoded, type=Config) for version, encoded in journal.configs().items()}
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise JournalError(
             f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "
             "run can go on with it"

@@ -6,6 +6,7 @@
 import json
 from pathlib import Path
 
+from streamppo import durable
 from streamppo.config.sections import Config, longest_completion
 from streamppo.config.task import DataTask
 from streamppo.errors import ModelError
@@ -18,7 +19,7 @@ def limits_of(config: Config, model_path: str) -> TokenLimits:
     Raises `ModelError` if config.json cannot be read or has no vocabulary size.
     """
     try:
-        settings = json.loads(_config_file(model_path).read_bytes())
+        settings = json.loads(durable.read(_config_file(model_path)))
         # Multimodal models keep the settings of their text model in `text_config`.
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -43,6 +43,8 @@ def has_splits(data: str) -> bool:
 
 
 def _file(path: Path) -> Iterator[Row]:
+    if path.exists() and not path.is_file():
+        raise TaskError(f"{path}: not a file: a pipe or a device can be read once, and a run reads its data again")
     match files.ending(path):
         case ".jsonl" | ".jsonl.gz":
             return _jsonl(path)
@@ -55,18 +57,20 @@ def _file(path: Path) -> Iterator[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-        for number, line in enumerate(_lines(lines, path), start=1):
-            if line.strip():
-                yield parse(line, f"{path}, line {number}")
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            yield parse(line, f"{path}, line {number}")
 
 
-def _lines(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, which may be gzipped. Raises `TaskError` if decompression fails."""
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, which may be gzipped. Raises `TaskError` if it cannot be read."""
     try:
-        yield from lines
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            yield from lines
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise TaskError(f"{path}: not a gzip file, or a part of one: {error}") from error
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def parse(text: bytes, where: str) -> Row:

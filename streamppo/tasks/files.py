@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from streamppo import durable
 from streamppo.errors import TaskError
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
@@ -31,7 +32,7 @@ def find(folder: Path, split: str) -> SplitFiles:
     """Find the files of `split`. Raises `TaskError` if there are none, or one has an unsupported format."""
     if is_saved_dataset(folder):
         try:
-            entries = json.loads((folder / "state.json").read_text())["_data_files"]
+            entries = json.loads(durable.read(folder / "state.json"))["_data_files"]
             return SplitFiles([folder / entry["filename"] for entry in entries], [])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TaskError(f"{folder / 'state.json'}: not as `save_to_disk` writes it: {error}") from error

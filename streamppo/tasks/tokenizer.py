@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from streamppo import durable
 from streamppo.errors import TaskError
 from streamppo.tasks import chat_template, stop
 from streamppo.tasks.chat_template import PLAIN, ChatTemplate
@@ -280,7 +281,7 @@ def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
 def _ids_in_file(file: Path) -> set[int]:
     """The ids in a tokenizer's file; none if the file is missing or has another form."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(durable.read(file))
         vocabulary = content["model"]["vocab"]
         listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return {*listed, *(token["id"] for token in content["added_tokens"])}

@@ -13,6 +13,9 @@ from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
+from streamppo import durable
+from streamppo.errors import RunError
+
 METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
@@ -175,19 +178,20 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def read(self, most_bytes: int = -1) -> list[bytes]:
-        """Read the next complete lines, about `most_bytes` of them; by default all."""
+        """Read the next complete lines, about `most_bytes` of them; by default all. Raises `RunError`."""
         try:
-            file = self.path.open("rb")
+            with durable.reading(self.path) as file:
+                status = os.fstat(file.fileno())
+                self._recognize((status.st_dev, status.st_ino), status.st_size)
+                self.written_s = status.st_mtime
+                file.seek(self.end)
+                # A line that is being written may be read in two pieces: stop at the first one without a newline.
+                whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         except FileNotFoundError:
             self.written_s = 0.0
             return []
-        with file:
-            status = os.fstat(file.fileno())
-            self._recognize((status.st_dev, status.st_ino), status.st_size)
-            self.written_s = status.st_mtime
-            file.seek(self.end)
-            # A line that is being written may be read in two pieces: stop at the first one without a newline.
-            whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read: {error}") from error
         self.end += sum(map(len, whole))
         return whole
 
@@ -260,7 +264,7 @@ def mend(folder: Path) -> None:
     """Remove a truncated last line, so that the next line starts on its own."""
     path = folder / METRICS
     if path.exists():
-        os.truncate(path, len(_to_newline(path.read_bytes())))
+        os.truncate(path, len(_to_newline(durable.read(path))))
 
 
 def parse(text: bytes) -> Line | None:

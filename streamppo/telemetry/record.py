@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 
 from streamppo import durable
-from streamppo.errors import RunError
+from streamppo.errors import UNREADABLE, RunError
 from streamppo.telemetry import metrics_file, summary
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import Display, PlainLines
@@ -47,8 +47,8 @@ def read_summary(folder: Path) -> Summary | None:
     """
     path = folder / SUMMARY
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else None
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        return msgspec.json.decode(durable.read(path), type=Summary) if path.exists() else None
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"no JSON of a run in {path}: {error}") from error
 
 

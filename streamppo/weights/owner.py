@@ -18,7 +18,7 @@ from uuid import uuid4
 import msgspec
 
 from streamppo import durable
-from streamppo.errors import CheckpointError
+from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.weights.store import ADDRESS, Store, row_of, with_crc
 
 OWNERS = "owners"
@@ -113,10 +113,13 @@ def forget(run: Path) -> str:
 
 def _written(run: Path) -> list[str]:
     file = run / ADDRESS
-    return file.read_text().split()[1:] if file.is_file() else []
+    return durable.read(file).decode().split()[1:] if file.is_file() else []
 
 
 def _read(store: Store, name: str) -> Claim | None:
-    """A claim; None if its file is truncated."""
+    """A claim; None if its file is truncated, or is no claim."""
     row = row_of(store.read(OWNERS, name))
-    return None if row is None else msgspec.json.decode(row, type=Claim)
+    try:
+        return None if row is None else msgspec.json.decode(row, type=Claim)
+    except UNREADABLE:
+        return None

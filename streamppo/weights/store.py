@@ -9,7 +9,7 @@ import logging
 import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -62,7 +62,7 @@ class Store:
     def put_folder(self, folder: str, path: Path) -> None:
         """Copy the folder at `path`, which has no subfolders, to `folder` at the address."""
         for source in sorted(path.iterdir()):
-            with source.open("rb") as file:
+            with durable.reading(source) as file:
                 self.put(folder, {source.name: file})
 
     def prove(self) -> None:
@@ -75,9 +75,10 @@ class Store:
     def fetch(self, folder: str, name: str, to: Path) -> None:
         """Fetch one file to `to / name`."""
         aside = to / f"{name}.{uuid4().hex}{durable.ASIDE}"
-        with self.naming_errors(), durable.naming(to, CheckpointError):
+        source = f"{self._root}/{folder}/{name}"
+        with self.naming_errors(), self._reading(source) as theirs, durable.naming(to, CheckpointError):
             to.mkdir(parents=True, exist_ok=True)
-            with self._files.open(f"{self._root}/{folder}/{name}", "rb") as theirs, aside.open("wb") as ours:
+            with aside.open("wb") as ours:
                 shutil.copyfileobj(theirs, ours, PART_BYTES)
             durable.flush(aside)
             durable.rename(aside, to / name)
@@ -119,8 +120,14 @@ class Store:
 
     def read(self, folder: str, name: str) -> bytes:
         """The content of a file."""
-        with self.naming_errors():
-            return self._files.cat_file(f"{self._root}/{folder}/{name}")
+        with self.naming_errors(), self._reading(f"{self._root}/{folder}/{name}") as file:
+            return file.read()
+
+    def _reading(self, path: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file there. A folder may be a stranger's, with a pipe in it."""
+        if isinstance(self._files, LocalFileSystem):
+            return durable.reading(Path(path))
+        return self._files.open(path, "rb")
 
     def delete(self, folder: str) -> None:
         """Delete a file, or a folder with its content."""
@@ -165,7 +172,7 @@ class Store:
 def known_address(folder: Path) -> str:
     """The address of the copies of the run in `folder`; empty if it has none."""
     file = folder / ADDRESS
-    return (file.read_text().split() or [""])[0] if file.is_file() else ""
+    return (durable.read(file).decode().split() or [""])[0] if file.is_file() else ""
 
 
 def bring_model(config: Config, path: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.config.base import Positive, Section
-from streamppo.errors import RunError
+from streamppo.errors import UNREADABLE, RunError
 
 LOCK_S = 1.0
 """How long a driver tries to lock: longer than `is_running` holds its shared lock."""
@@ -120,8 +120,8 @@ def accept(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode((folder / ACCEPTED).read_bytes(), type=Scale).rollouts
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return msgspec.json.decode(durable.read(folder / ACCEPTED), type=Scale).rollouts
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"{folder / SCALE}: {error}") from error
 
 

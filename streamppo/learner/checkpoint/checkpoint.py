@@ -131,7 +131,7 @@ class Saver:
             if dist.get_rank() == 0:
                 # Wait for the push: a run must never resume from a version that was not published.
                 state = msgspec.structs.replace(state, digest=pushed.result().digest)
-                metadata = (aside / METADATA).read_bytes()
+                metadata = durable.read(aside / METADATA)
             else:
                 metadata = b""
             state, metadata = _from_first_rank((state, metadata), self._group)

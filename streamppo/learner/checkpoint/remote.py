@@ -19,7 +19,7 @@ import msgspec
 from msgspec import structs
 
 from streamppo.config.sections import Checkpoint, Config
-from streamppo.errors import CheckpointError
+from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.checkpoint.manifest import MANIFEST, Manifest
@@ -148,7 +148,7 @@ class CheckpointStore(Store):
             return False
         try:
             stored = msgspec.json.decode(self.read(f"{version:08d}", MANIFEST), type=Manifest)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNREADABLE:
             return False
         if past is not None and (reason := past.refusal(version, stored.state.digest)):
             log.info("%s/%08d: %s", self.address, version, reason)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
+from streamppo import durable
 from streamppo.errors import CheckpointError
 from streamppo.weights.store import Store, row_of, with_crc
 
@@ -48,7 +49,7 @@ class ReplicaWriter:
 
     def put_file(self, folder: str, path: Path, name: str) -> None:
         """Copy a file unchanged, under `name`. Raises `OSError` if the local file cannot be read."""
-        with path.open("rb") as file:
+        with durable.reading(path) as file:
             self._retry(lambda: self._store.put(folder, {name: file}))
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -84,7 +85,7 @@ def read(found: Store, folder: str, name: str) -> bytes | None:
 
 def life(run: Path) -> str:
     """The name of the life of the run in the folder `run`, and of its folders at the address; names sort by age."""
-    return (run / LIFE).read_text() if (run / LIFE).is_file() else FIRST
+    return durable.read(run / LIFE).decode() if (run / LIFE).is_file() else FIRST
 
 
 def is_life(name: str) -> bool:

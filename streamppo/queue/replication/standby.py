@@ -164,7 +164,7 @@ class CopiedJournal(Journal):
         folder = f"{RUN}/{self._life}"
         for file in FILES:
             with self._errors_named():
-                content = (self._run / file).read_bytes() if (self._run / file).is_file() else b""
+                content = durable.read(self._run / file) if (self._run / file).is_file() else b""
             if not content or self._copied.get(file) == crc32(content):
                 continue
             name = run_name(file, self._number, content)
@@ -288,7 +288,7 @@ def _behind(token: str) -> str:
 def crc(path: Path) -> int:
     """The CRC-32 of a file."""
     checksum = 0
-    with path.open("rb") as file:
+    with durable.reading(path) as file:
         while part := file.read(store.PART_BYTES):
             checksum = crc32(part, checksum)
     return checksum

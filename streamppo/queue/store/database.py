@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-from streamppo.errors import JournalError
+from streamppo.errors import UNREADABLE, JournalError
 from streamppo.types import decode
 
 LOCKED_S = 120.0
@@ -110,7 +110,7 @@ class Database:
         self._check(table, row, checksum)
         try:
             return decode(row, kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNREADABLE as error:
             raise JournalError(f"{self.path}: a row of {table!r} cannot be read: {error}") from error
 
     def _check(self, table: str, row: bytes, checksum: int) -> None:

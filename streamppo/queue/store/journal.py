@@ -43,6 +43,8 @@ ALL = range(2**62)
 """Every slot."""
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"
+LOGS = ("-wal", "-shm")
+"""The ends of the names of SQLite's files beside a journal."""
 TIP_READS = 3
 """Reads of a tip until it counts as damaged: a queue may be writing it during a read."""
 TABLES = """
@@ -69,7 +71,7 @@ class Journal(Database):
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self._tip = path.with_name(TIP_FILE)
+        self.path, self._tip = path, path.with_name(TIP_FILE)
         # A running queue writes the tip after each transaction: reading it first never finds it ahead of the journal.
         with self._errors_named():
             tip = self._read_tip()
@@ -83,6 +85,10 @@ class Journal(Database):
         path = run / "journal.sqlite"
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
+        # SQLite would wait at a pipe.
+        for beside in (path.with_name(f"{path.name}{end}") for end in LOGS):
+            if beside.exists() and not beside.is_file():
+                raise JournalError(f"{beside}: not a file")
         return cls(path, read_only=True)
 
     @classmethod
@@ -253,7 +259,7 @@ class Journal(Database):
         """The content of the tip; empty without one."""
         tip = b""
         for _ in range(TIP_READS):
-            tip = self._tip.read_bytes() if self._tip.exists() else b""
+            tip = durable.read(self._tip) if self._tip.exists() else b""
             # The queue may be writing it: half may belong to the previous transaction.
             if not tip or _is_whole(tip):
                 break

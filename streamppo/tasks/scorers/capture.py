@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.scorers import cgroup
 from streamppo.tasks.scorers.launcher import FILE_BYTES
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -74,11 +75,16 @@ class StartSignal:
 def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, place: Place) -> Ran:
     """Run a command that ends in the launcher. Raises `TaskError`, or `Retryable` if late, if no program began."""
     # Unlinked files: descendants of the program may hold a pipe open, and could replace a path.
-    with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with (
+        cgroup.group(limits.memory_mib) as group,
+        tempfile.TemporaryFile() as stdin_file,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
         stdin_file.write(stdin.encode(errors="replace"))
         stdin_file.seek(0)
         process = subprocess.Popen(
-            command,
+            [*(group.enter if group else ()), *command],
             stdin=stdin_file,
             stdout=out,
             stderr=err,
@@ -89,10 +95,14 @@ def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal,
         )
         try:
             exit_code, note = _end(process, limits, started)
+            if group and not note and group.has_killed():
+                note = _too_much(limits)
         finally:
             # The program's children are in its group, even after the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            if group:
+                group.kill()
             process.wait()
         error_text = _text(err)
         if not started.has_begun():
@@ -115,8 +125,12 @@ def _end(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSign
         if not begun and started.has_begun():
             end, begun = time.monotonic() + limits.timeout_s, True
         if memory_bytes(process.pid) > limits.memory_mib * 2**20:
-            return -signal.SIGKILL, f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
+            return -signal.SIGKILL, _too_much(limits)
     return None, ""
+
+
+def _too_much(limits: RunLimits) -> str:
+    return f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
 
 
 def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:

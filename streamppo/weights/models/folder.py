@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
+from streamppo import durable
 from streamppo.errors import ModelError
 from streamppo.weights.models import headers
 from streamppo.weights.models.headers import Headers
@@ -66,7 +67,7 @@ def kind(folder: Path) -> Mapping[str, object]:
         raise ModelError(_other_format(folder))
     headers.refuse_pointer(path)
     try:
-        content: object = json.loads(path.read_bytes())
+        content: object = json.loads(durable.read(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not the configuration of a model: {error}") from error
     if not isinstance(content, dict):
@@ -109,7 +110,7 @@ def refuse_names(folder: Path, names: Iterable[str]) -> None:
 
 def _base_of(adapter: Path) -> str:
     try:
-        content: object = json.loads(adapter.read_bytes())
+        content: object = json.loads(durable.read(adapter))
     except (OSError, ValueError, RecursionError):
         return ""
     base = cast("dict[str, object]", content).get("base_model_name_or_path") if isinstance(content, dict) else None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from streamppo import durable
 from streamppo.weights.models.settings import REFUSALS, local_folder
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def read_settings(path: str | Path) -> Generation:
     if file is None or not file.is_file():
         return Generation(GenerationConfig(), ())
     try:
-        content: object = json.loads(file.read_bytes())
+        content: object = json.loads(durable.read(file))
     except (OSError, ValueError, RecursionError) as error:
         return Generation(GenerationConfig(), (f"{FILE} is left out: {error}",))
     if not isinstance(content, dict):

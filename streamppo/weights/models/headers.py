@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, NamedTuple, cast
 from zipfile import is_zipfile
 
+from streamppo import durable
 from streamppo.errors import ModelError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def weight_map(index: Path) -> dict[str, str]:
     """Read the file name of each tensor's part. Raises `ModelError` for a file that is no index."""
     refuse_pointer(index)
     try:
-        content: object = json.loads(index.read_bytes())
+        content: object = json.loads(durable.read(index))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{index}: not an index of weights: {error}") from error
     named = cast("Mapping[str, object]", content).get("weight_map") if isinstance(content, dict) else None
@@ -122,7 +123,7 @@ def file_header(file: Path) -> dict[str, Header]:
     refuse_pointer(file)
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
+        with durable.reading(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
                 raise ValueError(f"its first bytes are no header ({size:,} bytes in all)")
@@ -172,7 +173,7 @@ def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
 def refuse_pointer(file: Path) -> None:
     """Raise `ModelError` if `file` is only a git-LFS pointer, or cannot be read."""
     try:
-        with file.open("rb") as opened:
+        with durable.reading(file) as opened:
             first = opened.read(len(LFS))
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error

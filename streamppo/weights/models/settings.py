@@ -21,6 +21,7 @@ import numpy as np
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from streamppo import durable
 from streamppo.errors import ModelError
 from streamppo.weights.models import folder, headers
 from streamppo.weights.models.headers import Header
@@ -178,7 +179,7 @@ def same(one: Header, other: Header) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     width = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}.get(one.dtype, np.uint8)
-    with one.file.open("rb") as left, other.file.open("rb") as right:
+    with durable.reading(one.file) as left, durable.reading(other.file) as right:
         left.seek(one.begin)
         right.seek(other.begin)
         for at in range(one.begin, one.end, CHUNK):

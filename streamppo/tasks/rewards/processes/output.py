@@ -9,14 +9,12 @@ import threading
 import time
 from io import FileIO
 
+from streamppo.process import LINE_BYTES
 from streamppo.terminal import harmless
 
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
 """Bytes forwarded per window for all processes of a reward together; the rest is dropped."""
-
-LINE_BYTES = 8 * 2**10
-"""A longer line is split into several."""
 
 log = logging.getLogger(__name__)
 
