@@ -18,6 +18,7 @@ from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
 from streamppo.config.learner import Learner
 from streamppo.config.lora import Lora
+from streamppo.config.origin import Origin
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import AgentEnvironment, AnyEnvironment, DataTask, Task
@@ -242,6 +243,8 @@ class Config(Section, frozen=True):
     """Bounds on waiting."""
     telemetry: Telemetry = Telemetry()
     """Other programs that get the run's numbers."""
+    origin: Origin | None = None
+    """The run that this one was forked of; `streamppo fork` writes it."""
 
     @property
     def linear(self) -> tuple[str, ...]:
