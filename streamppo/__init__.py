@@ -6,6 +6,7 @@
     run = streamppo.open("runs/math")                                   an earlier run, or one that is running
     run = streamppo.resume("runs/math", ["updates=2000"])               goes on with it
     run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         a new one that begins as it was at a version
+    streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version at which a condition holds
 
 docs/python.md explains them. Importing the package imports nothing else of it.
 """
@@ -14,10 +15,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from streamppo.api.runs import Run, fork, open, resume, run
+    from streamppo.api.runs import Run, bisect, fork, open, resume, run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "fork", "open", "resume", "run"]
+__all__ = ["Run", "bisect", "fork", "open", "resume", "run"]
 
 
 def __getattr__(name: str) -> object:

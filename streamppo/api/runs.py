@@ -6,7 +6,7 @@ A run has a process of its own, as with the command: the script or notebook keep
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from streamppo.api import custom_reward, notebook
 from streamppo.api.messages import RunRequest
@@ -20,6 +20,7 @@ from streamppo.telemetry import metrics_file, summary
 if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
 
+    from streamppo.commands.bisection import Answer
     from streamppo.driver.report import RunDifference
     from streamppo.queue.store.archive import Archive
 
@@ -155,6 +156,28 @@ def fork(
     changed = ["--set", *changes] if changes else []
     told = answer("fork", found, "--at", str(at), "--runs", str(Path(runs)), "--json", *named, *changed)
     return Run(Path(cast(dict[str, str], told)["folder"]))
+
+
+def bisect(
+    folder: str | PathLike[str],
+    metric: str = "",
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    test: str | PathLike[str] | None = None,
+    changes: Sequence[str] = (),
+) -> "Answer":
+    """Find the first version of the run in `folder` at which a bound of a `metric` holds, or the `test` of a file.
+
+    With `changes`, the first one of the same batches under another configuration. Raises as `fork` does.
+    """
+    from streamppo.commands.bisection import Answer
+
+    words = ["bisect", str(configfile.existing(Path(folder))), "--json"]
+    given = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
+    # A negative number is no option.
+    words += [f"{option}={value}" for option, value in given.items() if value is not None]
+    return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
 
 
 def open(folder: str | PathLike[str]) -> Run:

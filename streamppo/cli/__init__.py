@@ -208,6 +208,32 @@ def replay(
 
 
 @app.command
+def bisect(
+    folder: RunFolder,
+    /,
+    *,
+    metric: Annotated[str, Parameter(help="A metric of its updates, or `accuracy` of its evaluations.")] = "",
+    above: Annotated[float | None, Parameter(help="It holds where the metric is above this.")] = None,
+    below: Annotated[float | None, Parameter(help="It holds where the metric is below this.")] = None,
+    test: Annotated[Path | None, Parameter(help="FILE.py with a function `test` that tells where it holds.")] = None,
+    changes: Changes = (),
+    json: Annotated[bool, Parameter(help="Print the answer as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Find the first version at which a condition holds: a bound of a metric, or a test of yours.
+
+    With --set: the first one of the same batches under another configuration.
+    """
+    from streamppo.commands import bisection
+
+    asked = bisection.Question(metric, above, below, test, tuple(changes))
+    asked.refuse()
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    return bisection.bisect(folder, asked, as_json=json)
+
+
+@app.command
 def inspect(
     folder: RunFolder,
     /,
