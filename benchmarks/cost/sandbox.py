@@ -1,9 +1,9 @@
-"""The time that one program takes in each sandbox of this machine, beside the bare interpreter: medians.
+"""The median time of one program in each sandbox of this machine, compared with the bare interpreter.
 
     python benchmarks/cost/sandbox.py --json out.json
 
-The program is empty, so that this is the price of its start and its end. The kinds take turns: other work on the
-machine hits all of them.
+The program is empty, so that this is the cost of start and end. The kinds alternate: other work on the machine affects
+all of them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A whole run in one process, without Ray: the task, the embedded engine and the updater of a configuration.
 
-For studies of what data do to learning, where the age of the data is chosen and time has no say.
+For studies of the effect of data on learning: the age of the data is chosen and does not depend on time.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from streamppo.types import Identity, Ints, Prompt, ScoredText, Trajectory
 
 
 class World(NamedTuple):
-    """Everything that a run has in several processes."""
+    """The parts of a run, which a real run has in several processes."""
 
     config: Config
     task: tasks.Task
@@ -37,19 +37,19 @@ class World(NamedTuple):
     rewards: Rewards
 
     async def swap(self, version: int) -> None:
-        """Let the engine sample with the updater's weights."""
+        """Load the updater's weights into the engine."""
         await self.engine.update_weights(version, policy.gather_weights(self.updater.policy, self.config.model.dtype))
 
 
 def alone(folder: Path, device: str = "cpu") -> None:
-    """Begin the group of this process, which all worlds in it need; on one thread."""
+    """Initialise a process group of this process alone, which all its worlds need, and use one thread."""
     torch.set_num_threads(1)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 
 async def build(config: Config, model: Path, *, slots: int, max_total_tokens: int, device: str = "cpu") -> World:
-    """Make the world of `config` around the model in a folder, on "cpu" or "cuda"."""
+    """Make the world of `config` with the model in the folder `model`, on "cpu" or "cuda"."""
     torch.manual_seed(config.seed)
     mesh = init_device_mesh(device, (1,))
     trained = load_policy.load(config.model, model, config.rollout.temperature, mesh)
@@ -73,7 +73,7 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
 
 
 async def sampled(world: World, numbers: Sequence[int], version: int) -> list[Trajectory]:
-    """Sample and score every prompt of `numbers` as often as it is there, with the engine's weights, of `version`."""
+    """Sample and score one trajectory for each entry of `numbers`, with the engine's weights, which are `version`."""
     prompts = {number: world.task.prompt(number) for number in numbers}
     tokens = {number: world.tokenizer.encode(prompt) for number, prompt in prompts.items()}
     sampling = Sampling(world.config.rollout.max_tokens, world.config.rollout.temperature)
@@ -98,7 +98,7 @@ async def sampled(world: World, numbers: Sequence[int], version: int) -> list[Tr
 
 
 async def next_batch(world: World, number: int, version: int) -> list[Trajectory]:
-    """Sample the trajectories of batch `number`, whose prompts no other batch has."""
+    """Sample the trajectories of batch `number`; each batch has its own prompts."""
     queue = world.config.queue
     count = queue.batch_size // queue.samples_per_prompt
     prompts = range(number * count, (number + 1) * count)
@@ -106,7 +106,7 @@ async def next_batch(world: World, number: int, version: int) -> list[Trajectory
 
 
 async def accuracy(world: World) -> float:
-    """Return the share of the held-out prompts, `evaluation.prompts` of them, whose greedy answer has reward 1."""
+    """Return the share of `evaluation.prompts` held-out prompts whose greedy answer has reward 1."""
     prompts = world.task.held_out(world.config.evaluation.prompts)
     sampling = Sampling(world.config.rollout.max_tokens, 0.0)
     answers = (world.engine.generate(world.tokenizer.encode(prompt), sampling) for prompt in prompts)
@@ -119,7 +119,7 @@ async def accuracy(world: World) -> float:
 
 
 async def reward(world: World, prompt: Prompt, tokens: Ints, *, finished: bool) -> float:
-    """Return the score of one completion; one that has not finished was cut off."""
+    """Return the score of one completion; without `finished` it counts as truncated."""
     said, finish = world.tokenizer.decode(tokens), "stop" if finished else "length"
     text = ScoredText(prompt=prompt.text, completion=said, finish=finish, num_tokens=len(tokens))
     return (await world.rewards.score(prompt, text)).score

@@ -1,8 +1,8 @@
 """Advantages and returns from a critic: GAE and its special cases, and the sequence-level form.
 
 B sequences, T response tokens (padded). `values_BT[:, t]` is the critic's estimate before token t is taken;
-`bootstrap_B` is its estimate after the last token: 0 where the response is finished. A reward must stand on an unmasked
-token (`masked.on_last_token`).
+`bootstrap_B` is its estimate after the last token: 0 if the response is finished. A reward must be on an unmasked token
+(`masked.on_last_token`).
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ VARIANCE_FLOOR = 1e-8
 
 
 class AdvantageEstimate(NamedTuple):
-    """[B, T] each, zero where masked: the policy learns from advantages, the critic learns returns."""
+    """[B, T] each, zero where masked: the policy is trained on advantages, the critic on returns."""
 
     advantages: Tensor
     returns: Tensor
@@ -87,7 +87,7 @@ def gae_actor_critic(
     lam_actor: float | Tensor,
     lam_critic: float | Tensor,
 ) -> AdvantageEstimate:
-    """Actor and critic want different lambdas: advantages from lam_actor, returns from lam_critic.
+    """Different lambdas for actor and critic: advantages from lam_actor, returns from lam_critic.
 
     VC-PPO (https://arxiv.org/abs/2503.01491) and VAPO (https://arxiv.org/abs/2504.05118) use lam_critic = 1,
     so that a final reward reaches the first token of a long response undiscounted. Equal lambdas give `gae`.
@@ -137,7 +137,7 @@ class Moments(NamedTuple):
 
 
 def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moments:
-    """Sum what `whiten` needs over the batch, or with group_ids_B over each sequence's group."""
+    """The sums that `whiten` needs, over the batch or, with group_ids_B, over each sequence's group."""
     check_tokens(mask_BT, x_BT=x_BT)
     values_BT = fill(x_BT, mask_BT).double()
     sums_3B = torch.stack(

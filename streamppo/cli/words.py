@@ -1,4 +1,4 @@
-"""The program, and the arguments that several of its commands take."""
+"""The program, and the arguments that several commands share."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ Trust = Annotated[bool, Parameter(help="Agree to run the code that the configura
 
 
 def _whole(_: type[int], tokens: Sequence[Token]) -> int:
-    """Read a whole number as it is written: cyclopts would round 1.5."""
+    """Read a whole number strictly: cyclopts would round 1.5."""
     return int(tokens[0].value)
 
 

@@ -21,6 +21,7 @@ from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
+from streamppo.driver import threads
 from streamppo.driver.ray import orphans
 from streamppo.driver.ray.actors import make_ranks
 from streamppo.driver.ray.cluster import describe, here, init_ray
@@ -105,7 +106,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
     """A recorded configuration with `changes`, and with the `present` places of files that were moved since."""
     places = [f"{name}={json.dumps(place)}" for name, place in moved_paths(recorded, present).items()]
-    return configfile.change(recorded, [*places, *changes])
+    return threads.resolved(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
 def _remake(run: Path, past: History, last: int, mark: str) -> tuple[dict[int, str], list[UpdateReport]]:

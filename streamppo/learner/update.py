@@ -180,7 +180,7 @@ class Updater:
             # In warm-up the policy's only pass is the one before the critic's steps.
             steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
             steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
-        made = {
+        metrics = {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.age),
             **steps,
             **dropped_shares(self.objective.rules, minibatches, batch, self.group),
@@ -194,7 +194,7 @@ class Updater:
             "train_s": time.perf_counter() - updated.scored,
         }
         self._move_reference(batch.version)
-        return made
+        return metrics
 
     def token_record(self, updated: UpdateResult) -> TokenRecord:
         """The per-token numbers from before the first step, as far as the archive keeps them."""
@@ -264,7 +264,7 @@ class Updater:
 
     def _has_tokens(self, sums: Sums, passes: Sequence[PolicyPass]) -> bool:
         """True if a token of a minibatch has a weight in the policy's loss, or is in the critic's. A collective."""
-        tokens = sums.values_2[:1] + sum(one.kept for one in passes)
+        tokens = sums.values_2[:1] + sum(policy_pass.kept for policy_pass in passes)
         add_up(tokens, self.group)
         return bool(tokens.item())
 

@@ -1,4 +1,4 @@
-"""Rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
+"""Reads rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
 
 import gzip
 import json
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     import pyarrow
 
 Row: TypeAlias = Mapping[str, Any]
-"""The columns of one row of data, by name: any values, which the user's own functions take."""
+"""The columns of one row of data, by name; the user's functions take values of any type."""
 BATCH = 1024
-"""Rows of a parquet file that are in memory as Python objects at one time."""
+"""Rows of a parquet file in memory as Python objects at one time."""
 SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow")
 
 
 class Unread(NamedTuple):
-    """Stands for a value of a column that cannot be read."""
+    """Replaces an unreadable value of a column."""
 
     reason: str
 
 
 def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
-    """Yield every row, after the words that say where it stands. Raises `TaskError` for data that cannot be read."""
+    """Yield (location, row) for every row. Raises `TaskError` for data that cannot be read."""
     path = Path(data)
     if not path.exists():
         yield from ((f"{data}, row {number}", row) for number, row in enumerate(_hub(data, split, subset), start=1))
@@ -37,7 +37,7 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 
 
 def has_splits(data: str) -> bool:
-    """Tell if there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
+    """Return True if a split can be chosen: not for a single file or a `save_to_disk` folder of one split."""
     path = Path(data)
     return not path.is_file() and not files.is_saved_dataset(path)
 
@@ -62,7 +62,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _lines(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, which may be compressed."""
+    """Yield the lines of a file, which may be gzipped. Raises `TaskError` if decompression fails."""
     try:
         yield from lines
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -70,7 +70,7 @@ def _lines(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
 
 
 def parse(text: bytes, where: str) -> Row:
-    """Read one row as JSON. Raises `TaskError`, which begins with `where`, for a text that is no JSON object."""
+    """Parse one row from JSON. Raises `TaskError`, whose message begins with `where`, if it is no JSON object."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -92,7 +92,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    """Read the stream format that `datasets` writes."""
+    """Read the Arrow stream format written by `datasets`."""
     import pyarrow.ipc
 
     try:
@@ -104,14 +104,14 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
-    """Yield the rows of a batch. A column that Python cannot hold is `Unread` in each of them."""
+    """Yield the rows of a batch. A column that Python cannot represent is `Unread` in each row."""
     import pyarrow
 
     columns: list[list[Any]] = []
     for column in batch.columns:
         try:
             columns.append(column.cast(_in_microseconds(column.type), safe=False).to_pylist())
-        # Dates beyond the year 9999, texts that are not UTF-8, two fields of one name, kinds without a Python type.
+        # Dates beyond the year 9999, texts that are not UTF-8, duplicate field names, types unknown to Python.
         except (pyarrow.ArrowException, ValueError, OverflowError, TypeError, NotImplementedError) as error:
             columns.append([Unread(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
     names = batch.schema.names
@@ -120,7 +120,7 @@ def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
 
 
 def _in_microseconds(kind: "pyarrow.DataType") -> "pyarrow.DataType":
-    """Return the type with times in microseconds where it has nanoseconds, which no moment of Python's has."""
+    """Return the type with microseconds in place of nanoseconds, which Python's datetime lacks."""
     import pyarrow as pa
 
     types = pa.types
@@ -147,6 +147,6 @@ def _hub(name: str, split: str, subset: str) -> Iterator[Row]:
         ) from error
     try:
         yield from load_dataset(name, subset or None, split=split)
-    # A data set on the hub may bring code of its own, and the way there fails in many ways.
+    # A hub data set may run its own code, and a download may fail with any exception.
     except Exception as error:
         raise TaskError(f"{name}: neither a file or folder nor loaded from the hub: {error!r}") from error

@@ -1,7 +1,7 @@
-"""`streamppo replay` in a process that has the learner imported already, with threads in the place of Ray's actors.
+"""`streamppo replay` in a process with the learner preloaded, and with threads instead of Ray actors.
 
-Everything but Ray is the command's own: its arguments, `Rank`, the archive as a source, the report, the exit code. A
-replay takes a second or two in place of ten. Several ranks need several processes: they are replayed by the command.
+Everything but Ray is the real command: arguments, `Rank`, the archive as batch source, report, exit code. A replay
+takes one or two seconds instead of ten. Runs with several ranks need several processes, and use the command itself.
 """
 
 import asyncio
@@ -50,12 +50,12 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def succeeds(run: Path) -> bool:
-    """Every version of a run is made again bit for bit."""
+    """True if a replay reproduces every version of a run bit for bit."""
     return replay(run).returncode == 0
 
 
 def _main(words: list[str], out: Path, err: Path) -> None:
-    """The command with its output in two files. The process ends with it: nothing of it is left anywhere."""
+    """Run the command with its output in two files, and end the process."""
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     without_ray()
@@ -97,7 +97,7 @@ def without_ray() -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Ray's session and places, of which a replay here has none."""
+    """Replaces functions of Ray's session and placement, which are not needed here."""
 
 
 def _put(value: object) -> "Future[object]":
@@ -112,7 +112,7 @@ def _get(asked: Any) -> Any:
 
 
 class Actor:
-    """An object whose methods answer in a thread of its own, one after another; coroutines in an event loop."""
+    """An object whose methods run one after another in a thread; coroutines run in an event loop."""
 
     def __init__(self, kind: type, *arguments: object) -> None:
         self._loop = asyncio.new_event_loop()
@@ -143,7 +143,7 @@ class Actor:
 
 
 def _value(argument: object) -> object:
-    """An argument as Ray hands it over: a reference by its value."""
+    """An argument as Ray passes it: a reference is replaced by its value."""
     return argument.result() if isinstance(argument, Future) else argument
 
 

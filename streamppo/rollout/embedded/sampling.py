@@ -1,4 +1,4 @@
-"""Draws tokens from logits, and gives the log-prob of each under the very distribution that it was drawn from.
+"""Draws tokens from logits, with the log-prob of each under the distribution that it was drawn from.
 
 B rows, V vocabulary.
 """
@@ -20,7 +20,7 @@ class Draws(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, and its log-prob. `inside_BV`: the tokens that top-p and top-k left, if they are on."""
+    """One token for each row, and its log-prob. `inside_BV`: True for candidates of top-p and top-k, if they are on."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -32,8 +32,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
 
     Without `draws`, from the model's own distribution.
 
-    Greedy rows carry their log-prob at temperature 1. Raises `ModelError` if logits are not finite: a token drawn from
-    them would be garbage.
+    Greedy rows have their log-prob at temperature 1. Raises `ModelError` if logits are not finite.
     """
     greedy_B = None if draws is None else draws.temperature_B == 0
     inside_BV = None
@@ -57,7 +56,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
 
 
 def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:
-    """[B, V] tokens of the top k, and of these the smallest set of probability top_p. The best one stays.
+    """[B, V], True for the candidates: of the top k, the smallest set with probability top_p or more, never empty.
 
     None if both are off in every row.
     """
@@ -70,7 +69,7 @@ def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:
     outside_BV = rank_V >= k_B[:, None]
     p_BV = sorted_BV.masked_fill(outside_BV, -torch.inf).softmax(-1)
     before_BV = p_BV.cumsum(-1) - p_BV
-    # Without top-p nothing may fall out: rounding can carry a cumulative sum above 1.
+    # With top-p off nothing may be excluded, even if rounding takes a cumulative sum above 1.
     outside_BV |= (before_BV >= draws.top_p_B[:, None]) & (draws.top_p_B < 1)[:, None]
     outside_BV[:, 0] = False
     return torch.empty_like(outside_BV).scatter_(-1, order_BV, ~outside_BV)
