@@ -5,6 +5,8 @@ lag 0 the fork is the same run. With lag it has the prompts that were to come, e
 """
 
 import json
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -103,3 +105,19 @@ def test_with_lag_a_fork_has_what_was_to_come_each_once(tmp_path: Path, override
         held = {(slot.identity.prompt, slot.identity.sample) for slot in journal.slots()}
     assert counters is not None and not counters.abandoned
     assert {divmod(number, 4) for number in range(counters.opened)} == {*whole} | held, "and none is left out"
+
+
+@pytest.mark.slow
+def test_a_fork_of_two_ranks_is_the_same_run(tmp_path: Path) -> None:
+    """With Ray: ranks are processes."""
+    run = thread_run.begin(tmp_path / "runs", "learner.ranks=2", "updates=5", "checkpoint.every=2")
+    forks = tmp_path / "forks"
+    for words in (
+        ("resume", str(run)),
+        ("fork", str(run), "--at", "3", "--runs", str(forks)),
+        ("resume", str(forks / "math-at-3")),
+        ("replay", str(forks / "math-at-3")),
+    ):
+        done = subprocess.run([sys.executable, "-m", "streamppo", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert digests(forks / "math-at-3") == digests(run)
