@@ -5,6 +5,8 @@
     run = streamppo.run("configs/math.toml", ["learner.lr=3e-4"])       trains, and returns the run
     run = streamppo.open("runs/math")                                   opens a finished or running run
     run = streamppo.resume("runs/math", ["updates=2000"])               continues a run
+    run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         a new one that begins as it was at a version
+    streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version at which a condition holds
 
 docs/python.md explains them. Importing the package imports no other module of it.
 """
@@ -13,10 +15,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from streamppo.api.runs import Run, open, resume, run
+    from streamppo.api.runs import Run, bisect, fork, open, resume, run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "open", "resume", "run"]
+__all__ = ["Run", "bisect", "fork", "open", "resume", "run"]
 
 
 def __getattr__(name: str) -> object:

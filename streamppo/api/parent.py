@@ -4,6 +4,7 @@ The process has its own process group: only the script receives a Ctrl-C, and se
 """
 
 import codecs
+import json
 import os
 import selectors
 import signal
@@ -42,6 +43,23 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
     finally:
         child.end()
     return child.outcome()
+
+
+def answer(*words: str) -> object:
+    """Have a command of streamppo, with `--json` among its `words`, answer; return what it prints.
+
+    Raises the error of streamppo that the command names.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "streamppo", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if not done.returncode:
+        return json.loads(done.stdout)
+    named, _, text = done.stderr.rpartition("streamppo: ")[2].partition(": ")
+    kind = getattr(errors, named, None)
+    if isinstance(kind, type) and issubclass(kind, StreamppoError):
+        raise kind(text.strip())
+    raise RunError(done.stderr.strip() or f"`streamppo {words[0]}` has died ({done.returncode})")
 
 
 class _Child:

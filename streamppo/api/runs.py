@@ -6,11 +6,11 @@ A run is a separate process, as with the command, and does not touch the script'
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from streamppo.api import custom_reward, notebook
 from streamppo.api.messages import RunRequest
-from streamppo.api.parent import drive
+from streamppo.api.parent import answer, drive
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import StreamppoError
@@ -20,6 +20,8 @@ from streamppo.telemetry import metrics_file, summary
 if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
 
+    from streamppo.commands.bisection import Answer
+    from streamppo.driver.report import RunDifference
     from streamppo.queue.store.archive import Archive
 
 
@@ -94,6 +96,15 @@ class Run:
 
         return archive.open(self.folder)
 
+    def difference(self, other: "Run") -> "RunDifference | None":
+        """This run less the `other`, prompt by prompt, from the version at which they part; None without one.
+
+        `rows` has the difference over all updates since, then over parts of them, each with its error.
+        """
+        from streamppo.driver import report
+
+        return next(iter(report.differences([other.folder, self.folder])), None)
+
     @property
     def is_running(self) -> bool:
         """True if a driver process is running it."""
@@ -126,6 +137,47 @@ def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept
     """
     found = str(configfile.existing(Path(folder)))
     return _drive(RunRequest(folder=found, overrides=tuple(overrides), accept_changes=accept_changes))
+
+
+def fork(
+    folder: str | PathLike[str],
+    at: int,
+    changes: Sequence[str] = (),
+    *,
+    name: str = "",
+    runs: str | PathLike[str] = "runs",
+) -> Run:
+    """Make a run in a new folder of `runs` that begins as the one in `folder` was at version `at`, with `changes`.
+
+    `resume` trains it. Raises `StreamppoError`, of the kind that the command reports.
+    """
+    found = str(configfile.existing(Path(folder)))
+    named = ["--name", name] if name else []
+    changed = ["--set", *changes] if changes else []
+    told = answer("fork", found, "--at", str(at), "--runs", str(Path(runs)), "--json", *named, *changed)
+    return Run(Path(cast(dict[str, str], told)["folder"]))
+
+
+def bisect(
+    folder: str | PathLike[str],
+    metric: str = "",
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    test: str | PathLike[str] | None = None,
+    changes: Sequence[str] = (),
+) -> "Answer":
+    """Find the first version of the run in `folder` at which a bound of a `metric` holds, or the `test` of a file.
+
+    With `changes`, the first one of the same batches under another configuration. Raises as `fork` does.
+    """
+    from streamppo.commands.bisection import Answer
+
+    words = ["bisect", str(configfile.existing(Path(folder))), "--json"]
+    given = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
+    # A negative number is no option.
+    words += [f"{option}={value}" for option, value in given.items() if value is not None]
+    return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
 
 
 def open(folder: str | PathLike[str]) -> Run:

@@ -24,7 +24,7 @@ from cyclopts.validators import Number
 
 from streamppo import __version__, process
 from streamppo.cli import prepare as prepare
-from streamppo.cli.words import ConfigFile, Override, RunFolder, Trust, Whole, app
+from streamppo.cli.words import Changes, ConfigFile, Override, RunFolder, Trust, Whole, app
 from streamppo.commands import run_argument
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands.console import complain, echo, flush
@@ -152,6 +152,29 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
 
 
 @app.command
+def fork(
+    folder: RunFolder,
+    /,
+    *,
+    at: Annotated[Whole, Parameter(validator=Number(gte=0), help="The version that the new run begins as.")],
+    changes: Changes = (),
+    name: Annotated[str, Parameter(help="Its name (default: NAME-at-N).")] = "",
+    runs: Annotated[Path, Parameter(help="Where its folder is made (default: runs).")] = Path("runs"),
+    json: Annotated[bool, Parameter(help="Print what was made as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Make a new run that begins as another one was at a version: `resume` trains it.
+
+    A version without a checkpoint is made again from the archive. The run itself is not changed.
+    """
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    from streamppo.commands.start import fork as command
+
+    return command.fork(folder, at, changes, name, runs.resolve(), as_json=json)
+
+
+@app.command
 def scale(
     folder: RunFolder,
     /,
@@ -171,9 +194,7 @@ def replay(
     /,
     *,
     to: Annotated[Whole | None, Parameter(help="The last version to make (default: all).")] = None,
-    changes: Annotated[
-        Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
-    ] = (),
+    changes: Changes = (),
     trust: Trust = False,
 ) -> int:
     """Redo the run's updates from its archive, without any engine, and compare the weights.
@@ -185,6 +206,32 @@ def replay(
     from streamppo.commands import replay as command
 
     return command.replay(folder, to, changes)
+
+
+@app.command
+def bisect(
+    folder: RunFolder,
+    /,
+    *,
+    metric: Annotated[str, Parameter(help="A metric of its updates, or `accuracy` of its evaluations.")] = "",
+    above: Annotated[float | None, Parameter(help="It holds where the metric is above this.")] = None,
+    below: Annotated[float | None, Parameter(help="It holds where the metric is below this.")] = None,
+    test: Annotated[Path | None, Parameter(help="FILE.py with a function `test` that tells where it holds.")] = None,
+    changes: Changes = (),
+    json: Annotated[bool, Parameter(help="Print the answer as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Find the first version at which a condition holds: a bound of a metric, or a test of yours.
+
+    With --set: the first one of the same batches under another configuration.
+    """
+    from streamppo.commands import bisection
+
+    asked = bisection.Question(metric, above, below, test, tuple(changes))
+    asked.refuse()
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    return bisection.bisect(folder, asked, as_json=json)
 
 
 @app.command
@@ -222,12 +269,18 @@ def report(
     to: Annotated[
         Path | None, Parameter(help="The file to write (default: report.html in the run's folder; of several, here).")
     ] = None,
+    json: Annotated[
+        bool, Parameter(help="Print how runs with a common past differ, for programs, and no page.")
+    ] = False,
 ) -> int:
-    """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
+    """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.
+
+    A run and its fork are compared prompt by prompt, from the version at which they part.
+    """
     chosen = run_argument.runs_and_replays("report", found)
     from streamppo.commands.look import views as command
 
-    return command.report(chosen, to)
+    return command.report(chosen, to, as_json=json)
 
 
 @app.command

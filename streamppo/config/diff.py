@@ -28,6 +28,7 @@ NOT_LEARNING = (
     "cluster",
     "watchdog",
     "telemetry",
+    "origin",
     "model.clock",
     "learner.bucket_bytes",
     "learner.deltas",

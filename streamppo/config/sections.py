@@ -18,6 +18,7 @@ from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
 from streamppo.config.learner import Learner
 from streamppo.config.lora import Lora
+from streamppo.config.origin import Origin
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import AgentEnvironment, AnyEnvironment, DataTask, Task
@@ -244,6 +245,8 @@ class Config(Section, frozen=True):
     """Bounds on waiting."""
     telemetry: Telemetry = Telemetry()
     """Other programs that get the run's metrics."""
+    origin: Origin | None = None
+    """The run that this one was forked of; `streamppo fork` writes it."""
 
     @property
     def linear(self) -> tuple[str, ...]:
@@ -266,8 +269,7 @@ class Config(Section, frozen=True):
             few = f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
         yield from _proximal(self)
-        if queue.segments is not None:
-            yield from queue.segments.refuses(algorithm)
+        yield from queue.segments.refuses(algorithm) if queue.segments else ()
         for what in (*queue.own_attention, *self.learner.mesh.own_attention):
             yield from self.model.refuses(what)
         if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
@@ -282,8 +284,7 @@ class Config(Section, frozen=True):
         segments = queue.segments is not None
         yield from self.rollout.engine.refuses_learner(compiled=self.model.compile, segments=segments)
         yield from _gpus(self)
-        if self.model.lora is not None:
-            yield from self.model.lora.refuses(algorithm.kl)
+        yield from self.model.lora.refuses(algorithm.kl) if self.model.lora else ()
         if self.model.compile and learner.exact:
             yield (
                 "model.compile chooses operations by the sizes that it meets first, and a resumed run meets others: it "

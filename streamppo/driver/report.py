@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import tokenizers
@@ -19,7 +19,8 @@ from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError, RunError
-from streamppo.queue import report
+from streamppo.queue import pairs, report
+from streamppo.queue.pairs import PairedDifference
 from streamppo.queue.rules.state import settings_of
 from streamppo.queue.store import archive, snapshot
 from streamppo.queue.store.journal import Journal
@@ -27,7 +28,7 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
-from streamppo.telemetry.report.view import NamedNumber, TextPiece, TrainedSample, View, attempt
+from streamppo.telemetry.report.view import NamedNumber, RunsTable, TextPiece, TrainedSample, View, attempt
 from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
@@ -52,12 +53,67 @@ def write_after(folder: Path) -> None:
         log.info("report: %s", path)
 
 
-def write(found: Sequence[Path], to: Path) -> Path:
-    """Write one report to `to` for the run folders and replay files in `found`. Raises `RunError`."""
-    text = page.render([replay(path) if path.is_file() else _run(path) for path in found])
+def write(found: Sequence[Path], to: Path, told: "Sequence[RunDifference]" = ()) -> Path:
+    """Write the report of some runs, by their folders, and of replays, by their files, to `to`.
+
+    It has the `differences` that are `told`. Raises `RunError`.
+    """
+    views = [replay(path) if path.is_file() else _run(path) for path in found]
+    text = page.render(views, [_difference_table(one) for one in told])
     with durable.naming(to, RunError):
         durable.write(to, text.encode(errors="replace"))
     return to
+
+
+class RunDifference(NamedTuple):
+    """Two runs that are alike up to `version`, by their names, and what came to differ behind it (queue/pairs.py)."""
+
+    one: str
+    other: str
+    version: int
+    rows: Sequence[PairedDifference]
+
+    def sentence(self) -> str:
+        """The whole difference with its uncertainty, two standard errors."""
+        whole = self.rows[0] if self.rows else None
+        begin = f"{self.other} less {self.one} since version {self.version}"
+        if whole is None or whole.difference is None or whole.error is None:
+            return f"{begin}: no two prompts that both trained on"
+        told = f"reward {whole.difference:+.4f} ± {2 * whole.error:.4f}"
+        apart = f", ± {2 * whole.unpaired:.4f} unpaired" if whole.unpaired is not None else ""
+        return f"{begin}: {told} (2 standard errors, {whole.pairs:,} prompts in pairs{apart})"
+
+
+def differences(found: Sequence[Path]) -> list[RunDifference]:
+    """The first of the runs beside every other one that began as it did. Raises `StreamppoError` for damage."""
+    runs = [path for path in found if path.is_dir()]
+    rows: list[RunDifference] = []
+    for other in runs[1:]:
+        configs = tuple(configfile.load(path / configfile.CONFIG) for path in (runs[0], other))
+        version = pairs.common_version(runs[0], other, (configs[0], configs[1]))
+        if version is not None:
+            rows.append(RunDifference(runs[0].name, other.name, version, pairs.differences(runs[0], other, version)))
+    return rows
+
+
+def _difference_table(found: RunDifference) -> tuple[str, RunsTable]:
+    names = ("prompts", found.one, found.other, "difference", "± 2 errors", "± unpaired")
+    rows = [
+        (
+            f"updates {row.first} to {row.last}",
+            (
+                f"{row.pairs:,}",
+                *(_number(value) for value in (row.before, row.after, row.difference)),
+                *(_number(None if value is None else 2 * value) for value in (row.error, row.unpaired)),
+            ),
+        )
+        for row in found.rows
+    ]
+    return found.sentence(), RunsTable(names, rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def replay(path: Path) -> View:

@@ -10,12 +10,17 @@ from streamppo.types import Floats, Ints, Routes
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off."""
+    """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off.
+
+    Completions of one `seed` (random_numbers.py) are drawn with the same random numbers; without a seed the engine
+    takes the next one of its own.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    seed: int | None = None
 
     @property
     def cuts(self) -> bool:

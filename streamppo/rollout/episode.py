@@ -18,6 +18,7 @@ from msgspec import structs
 from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
+from streamppo.rollout import random_numbers
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling, TokenCandidates
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
@@ -226,9 +227,9 @@ class Player:
         for turn in range(1, limits.max_turns + 1):
             room = limits.max_tokens - columns.length
             cuts = cutter.cuts(columns.cut, columns.versions()) if cutter else None
-            completion = await self._engine.generate(
-                columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room)), cuts
-            )
+            seed = random_numbers.seed_of_turn(sampling.seed, turn - 1)
+            drawing = sampling._replace(max_tokens=min(sampling.max_tokens, room), seed=seed)
+            completion = await self._engine.generate(columns.context(), drawing, cuts)
             text = self.stop.text(completion.tokens, completion.finish, self.tokenizer.completion)
             columns.add_turn(completion, text)
             if completion.finish == "length":

@@ -24,7 +24,7 @@ from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, Teacher
 from streamppo.process import phase
 from streamppo.queue.batch_source import BEAT_S
 from streamppo.queue.shards.shards import Shards
-from streamppo.rollout import adapters, build, teacher
+from streamppo.rollout import adapters, build, random_numbers, teacher
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.puller import Puller
@@ -244,7 +244,8 @@ class Worker:
         self._under_way.add(handing)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
-            sampling = self._with_length_limit(self._sampling, prompt, ticket.identity)
+            seed = random_numbers.seed_of(self._config.seed, ticket.identity)
+            sampling = self._with_length_limit(self._sampling._replace(seed=seed), prompt, ticket.identity)
             episode = await self._player.play(prompt, sampling, handing if self._config.queue.segments else None)
             handing.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)

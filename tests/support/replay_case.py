@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import learner_case
+import numpy as np
 import ray
 from conftest import REPOSITORY, SUPPORT
 from ray.exceptions import RayTaskError
@@ -27,15 +28,21 @@ from streamppo.config import file as configfile
 
 
 def replay(run: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    """Run `streamppo replay RUN OPTIONS` to its end; without Ray if the run has one rank."""
-    words = ["streamppo", "replay", str(run), *options]
+    """`streamppo replay RUN OPTIONS` to its end; without Ray if the run has one rank."""
+    words = "streamppo", "replay", str(run), *options
     if configfile.load(run / configfile.CONFIG).learner.ranks > 1:
         environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{SUPPORT}"}
-        command = [sys.executable, "-m", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return subprocess.run(
+            [sys.executable, "-m", *words], capture_output=True, text=True, check=False, env=environment
+        )
+    return command(*words)
+
+
+def command(*words: str) -> "subprocess.CompletedProcess[str]":
+    """A command of streamppo that makes updates again, to its end, without Ray."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = learner_case.processes().Process(target=_main, args=(words, out, err))
+        process = learner_case.processes().Process(target=_main, args=(list(words), out, err))
         process.start()
         process.join()
         assert process.exitcode is not None
@@ -51,7 +58,7 @@ def _main(words: list[str], out: Path, err: Path) -> None:
     """Run the command with its output in two files, and end the process."""
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    _without_ray()
+    without_ray()
     sys.argv = words
     code = 0
     try:
@@ -68,8 +75,8 @@ def _main(words: list[str], out: Path, err: Path) -> None:
     os._exit(code)
 
 
-def _without_ray() -> None:
-    """Replace the functions of Ray that `replay` uses, in this process."""
+def without_ray() -> None:
+    """Replace what `replay` uses of Ray, in this process."""
     from streamppo.commands import replay as command
 
     patched: dict[str, Any] = {
@@ -82,6 +89,8 @@ def _without_ray() -> None:
     for name, function in patched.items():
         setattr(ray, name, function)
     ray.util.get_node_ip_address = lambda: "127.0.0.1"
+    # Coroutines wait for answers and for what was put, as for Ray's references.
+    Future.__await__ = lambda self: asyncio.wrap_future(self).__await__()  # pyright: ignore[reportAttributeAccessIssue]
     placement = SimpleNamespace(rank=lambda _: {})
     for name, function in {"init_ray": _nothing, "here": _nothing, "Placement": lambda *_, **__: placement}.items():
         setattr(command, name, function)
@@ -93,7 +102,8 @@ def _nothing(*_: object) -> None:
 
 def _put(value: object) -> "Future[object]":
     done: Future[object] = Future()
-    done.set_result(value)
+    # The owner of an array may write to it again.
+    done.set_result(value.copy() if isinstance(value, np.ndarray) else value)
     return done
 
 
@@ -112,20 +122,20 @@ class Actor:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._object, name)
-        return SimpleNamespace(remote=lambda *arguments: self._call(method, arguments))
+        return SimpleNamespace(remote=lambda *arguments, **named: self._call(partial(method, **named), arguments))
 
-    def _call(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> "Future[Any]":
-        if inspect.iscoroutinefunction(method):
+    def _call(self, method: "partial[Any]", arguments: tuple[object, ...]) -> "Future[Any]":
+        if inspect.iscoroutinefunction(method.func):
             return asyncio.run_coroutine_threadsafe(self._answer_later(method, arguments), self._loop)
         return self._thread.submit(self._answer, method, arguments)
 
-    async def _answer_later(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> object:
+    async def _answer_later(self, method: "partial[Any]", arguments: tuple[object, ...]) -> object:
         try:
             return await method(*map(_value, arguments))
         except Exception as error:
             raise _as_of_ray(method, error) from None
 
-    def _answer(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> object:
+    def _answer(self, method: "partial[Any]", arguments: tuple[object, ...]) -> object:
         try:
             return method(*map(_value, arguments))
         except Exception as error:
@@ -137,8 +147,8 @@ def _value(argument: object) -> object:
     return argument.result() if isinstance(argument, Future) else argument
 
 
-def _as_of_ray(method: Callable[..., Any], error: Exception) -> Exception:
-    """The error as `ray.get` raises an actor's error."""
+def _as_of_ray(method: "partial[Any]", error: Exception) -> Exception:
+    """The error as `ray.get` raises that of an actor."""
     if isinstance(error, RayTaskError):
         return error
-    return RayTaskError(method.__name__, traceback.format_exc(), error).as_instanceof_cause()
+    return RayTaskError(method.func.__name__, traceback.format_exc(), error).as_instanceof_cause()

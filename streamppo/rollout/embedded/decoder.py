@@ -24,7 +24,7 @@ from streamppo.errors import ModelError
 from streamppo.process import phase
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
-from streamppo.rollout.embedded.spans import Span
+from streamppo.rollout.embedded.spans import Span, width
 from streamppo.rollout.weight_checks import Architecture, check_fit
 from streamppo.weights.content import compare, hash_tensor, write
 
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
+LEAST = 4
+"""Rows of a product from which on one thread of MKL computes each of them in the same way."""
 
 
 class _Filling(NamedTuple):
-    """A prefill of rows `first` .. `first` + N - 1; `prompts_N` is the index of each row's prompt."""
+    """The rows that a prefill fills; `prompts_N` says with which of its prompts each of them."""
 
-    first: int
+    rows_N: Tensor
     prompts_N: Tensor
 
 
@@ -99,6 +101,8 @@ class Decoder:
     def reserve(self, room: int) -> None:
         """Enlarge each row to `room` tokens, and keep its content. Raises `ModelError` without enough memory."""
         layers, rows, before = self.cache.shape[:3]
+        # Spans of rows end at multiples of it, or with the room.
+        room = width(room)
         shape = (layers, rows, room, 2 * self.kv_heads, self.head_width)
         try:
             cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -139,12 +143,12 @@ class Decoder:
         self._spare, self.parameters = self.parameters, fused
 
     @torch.inference_mode()
-    def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, first: int, prompts_N: Tensor) -> Tensor:
-        """Fill the cache of rows `first` .. `first` + N - 1, each with one of B prompts.
+    def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_N: Tensor, prompts_N: Tensor) -> Tensor:
+        """Fill the cache of rows `rows_N`, each with one of B prompts.
 
         Returns the logits [N, V] after the last token of each row's prompt, float32.
         """
-        hidden_BPC = self._layers(tokens_BP, _Filling(first, prompts_N))
+        hidden_BPC = self._layers(tokens_BP, _Filling(rows_N, prompts_N))
         last_BC = hidden_BPC[torch.arange(len(lengths_B), device=self.device), lengths_B - 1]
         return self._logits(last_BC).index_select(0, prompts_N)
 
@@ -194,13 +198,13 @@ class Decoder:
         rotation = self._rotation_of(places, P)
         for layer, cache in zip(parameters.layers, self.cache, strict=True):
             h_BPC = F.rms_norm(x_BPC, C, layer.norm, eps)
-            qkv = F.linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
+            qkv = _linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
             self._rotate(layer, qkv, rotation)
             attended = self._attend(qkv, cache, places)
-            x_BPC = x_BPC + F.linear(attended, layer.out, layer.out_bias)
+            x_BPC = x_BPC + _linear(attended, layer.out, layer.out_bias)
             h_BPC = F.rms_norm(x_BPC, C, layer.mlp_norm, eps)
-            gate, up = F.linear(h_BPC, layer.gate_up).chunk(2, -1)
-            x_BPC = x_BPC + F.linear(F.silu(gate) * up, layer.down)
+            gate, up = _linear(h_BPC, layer.gate_up).chunk(2, -1)
+            x_BPC = x_BPC + _linear(F.silu(gate) * up, layer.down)
         return F.rms_norm(x_BPC, C, parameters.norm, eps)
 
     def _rotation_of(self, places: _Filling | _Extending | _Decoding, P: int) -> Tensor:
@@ -230,8 +234,8 @@ class Decoder:
         B, P = qkv.shape[:2]
         q, kv = qkv[:, :, : self.heads], qkv[:, :, self.heads :]
         if isinstance(places, _Filling):
-            first, prompts_N = places
-            cache[first : first + len(prompts_N), :P] = kv.index_select(0, prompts_N)
+            rows_N, prompts_N = places
+            cache[:, :P].index_copy_(0, rows_N, kv.index_select(0, prompts_N))
             return self._attention(q, kv, None).reshape(B, P, -1)
         if isinstance(places, _Extending):
             first, at_BP, mask = places
@@ -259,7 +263,19 @@ class Decoder:
 
     def _logits(self, hidden_BC: Tensor) -> Tensor:
         head_VC = self.parameters.head
-        return F.linear(hidden_BC.to(head_VC.dtype), head_VC).float()
+        return _linear(hidden_BC.to(head_VC.dtype), head_VC).float()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product of each row of `x` with `weight`, in one thread of a CPU the same bits whichever rows come with it.
+
+    For few rows the library takes other kernels, which add in another order.
+    """
+    rows = x.numel() // x.shape[-1]
+    if rows >= LEAST or x.is_cuda:
+        return F.linear(x, weight, bias)
+    flat = F.pad(x.reshape(rows, -1), (0, 0, 0, LEAST - rows))
+    return F.linear(flat, weight, bias)[:rows].view(*x.shape[:-1], -1)
 
 
 # --- weights -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ for rewards and deliveries.
 """
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from streamppo.rollout import positions
+from streamppo.rollout import positions, random_numbers
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
 from streamppo.rollout.embedded.rows import DecodingRows, EndTokens, RunningRequest
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
@@ -72,7 +73,8 @@ class EmbeddedEngine:
             device=device,
         )
         self._most = max_total_tokens
-        self._rows = DecodingRows(self._decoder, ends, torch.Generator(device).manual_seed(seed), max_total_tokens)
+        self._rows = DecodingRows(self._decoder, ends, max_total_tokens)
+        self._seed, self._unseeded = seed, itertools.count(1)
         # Attributes of transformers' configurations are slow.
         self._vocabulary = hf_config.vocab_size
         self._checked: Ints | None = None
@@ -112,6 +114,8 @@ class EmbeddedEngine:
             check_prompt(prompt, self._most - 1, self._vocabulary)
             self._checked = prompt
         limit = min(sampling.max_tokens, self._most - len(prompt))
+        if sampling.seed is None:
+            sampling = sampling._replace(seed=random_numbers.seed_of_turn(self._seed, next(self._unseeded)))
         request = RunningRequest(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()
         self._waiting.append(request)

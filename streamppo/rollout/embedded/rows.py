@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from streamppo.process import phase
-from streamppo.rollout import segment_cuts
+from streamppo.rollout import random_numbers, segment_cuts
 from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.prefixes import Prefix, Prefixes
@@ -79,10 +79,9 @@ class DecodingRows:
     `prompted` is the number of prompt tokens; `reused` of them were in the cache or shared with another sample.
     """
 
-    def __init__(self, decoder: Decoder, ends: EndTokens, generator: torch.Generator, most: int) -> None:
+    def __init__(self, decoder: Decoder, ends: EndTokens, most: int) -> None:
         capacity, width = decoder.cache.shape[1], decoder.room
         self._decoder, self._most = decoder, most
-        self._generator = generator
         self._ends = np.zeros(decoder.config.vocab_size, np.bool_)
         # Models without an end token may have -1, or an id beyond the vocabulary, in their settings.
         self._ends[[one for one in sorted(ends.ids) if 0 <= one < len(self._ends)]] = True
@@ -99,6 +98,7 @@ class DecodingRows:
         self._root = np.zeros(capacity, np.int64)
         self._next_cut = np.zeros(capacity, np.int64)
         self._sampling = np.zeros((capacity, 3), np.float32)
+        self._seeds = np.zeros(capacity, np.uint64)
         self._out = np.zeros((capacity, width), np.int32)
         self._logprobs = np.zeros((capacity, width), np.float32)
         self._versions = np.zeros((capacity, width), np.int32)
@@ -138,6 +138,7 @@ class DecodingRows:
         self._at[rows], self._length[rows] = lengths, 0
         self._limit[rows] = [request.limit for request in requests]
         self._next_cut[rows] = [request.next_cut() for request in requests]
+        self._seeds[rows] = [request.sampling.seed or 0 for request in requests]
         self._sampling[rows] = [
             (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) for request in requests
         ]
@@ -249,7 +250,21 @@ class DecodingRows:
         return logits
 
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
-        """Fill the cache from row `first` on with `texts`; equal ones (samples of a prompt) are computed once."""
+        """Fill the cache from row `first` on with `texts`. Returns the logits behind each.
+
+        Texts of one width are computed together: what attention adds up of a text depends on its width.
+        """
+        widths = np.array([spans.width(len(text)) for text in texts])
+        if (widths == widths[0]).all():
+            return self._prefill_alike(texts, np.arange(first, first + len(texts)))
+        logits = list[torch.Tensor]()
+        order = np.argsort(widths, kind="stable")
+        for places in np.split(order, np.flatnonzero(np.diff(widths[order])) + 1):
+            logits.append(self._prefill_alike([texts[place] for place in places], first + places))
+        return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self._decoder.device)]
+
+    def _prefill_alike(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
+        """Fill the cache of `rows` with `texts`, each different one computed once: samples share a prompt."""
         places: dict[bytes, int] = {}
         prompts = np.array([places.setdefault(text.tobytes(), len(places)) for text in texts])
         different = [np.frombuffer(text, np.int32) for text in places]
@@ -257,14 +272,14 @@ class DecodingRows:
         total = sum(len(text) for text in texts)
         self.prompted += total
         self.reused += total - int(lengths.sum())
-        tokens_BP = np.zeros((len(different), int(lengths.max())), np.int64)
+        tokens_BP = np.zeros((len(different), min(spans.width(int(lengths.max())), self._decoder.room)), np.int64)
         for row, text in zip(tokens_BP, different, strict=True):
             row[: len(text)] = text
         device = self._decoder.device
         return self._decoder.prefill(
             torch.from_numpy(tokens_BP).to(device),
             torch.from_numpy(lengths).to(device),
-            first,
+            torch.from_numpy(rows).to(device),
             torch.from_numpy(prompts).to(device),
         )
 
@@ -273,8 +288,10 @@ class DecodingRows:
         """Sample and store a token for each of `rows`; cut rows that are due, and end rows that are complete."""
         if self._unknown is not None:
             logits_BV.index_fill_(1, self._unknown, -torch.inf)
-        drawn = sample(logits_BV, self._draws(rows), self._generator)
-        tokens, length = drawn.tokens_B.cpu().numpy(), self._length[rows]
+        length = self._length[rows]
+        uniform_B = torch.from_numpy(random_numbers.uniform(self._seeds[rows], length)).to(self._decoder.device)
+        drawn = sample(logits_BV, self._draws(rows), uniform_B)
+        tokens = drawn.tokens_B.cpu().numpy()
         self._out[rows, length] = tokens
         self._logprobs[rows, length] = drawn.logprobs_B.cpu().numpy()
         self._versions[rows, length] = version
@@ -359,7 +376,7 @@ class DecodingRows:
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy running rows `sources` to `targets`; rows that are in both are exchanged."""
         self._copy_cache(sources, targets, int(self._at[sources].max()))
-        for column in (self._at, self._length, self._limit, self._root, self._next_cut, self._sampling):
+        for column in (self._at, self._length, self._limit, self._root, self._next_cut, self._sampling, self._seeds):
             column[targets] = column[sources]
         length = int(self._length[targets].max())
         for column in (self._out, self._logprobs, self._versions):

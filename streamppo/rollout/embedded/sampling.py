@@ -27,8 +27,10 @@ class SampledTokens(NamedTuple):
     inside_BV: Tensor | None
 
 
-def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> SampledTokens:
-    """Draw one token for each row; without `draws`, from softmax(logits).
+def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> SampledTokens:
+    """Draw one token for each row: the first whose cumulative probability is above u (float64, 0 < u < 1).
+
+    Without `draws`, from the model's own distribution.
 
     Greedy rows have their log-prob at temperature 1. Raises `ModelError` if logits are not finite.
     """
@@ -40,9 +42,11 @@ def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -
     if inside_BV is not None:
         logits_BV = logits_BV.masked_fill(~inside_BV, -torch.inf)
     logp_BV = logits_BV.log_softmax(-1)
-    # argmax(p / e) with e ~ Exp(1) draws from p, without the host synchronisation of multinomial.
-    race_BV = torch.empty_like(logp_BV).exponential_(generator=generator)
-    tokens_B = (logp_BV.exp() / race_BV).argmax(-1)
+    # In float32 the sum over a large vocabulary would lose rare tokens. It never reaches 1 exactly.
+    below_BV = logp_BV.double().exp().cumsum(-1)
+    tokens_B = torch.searchsorted(below_BV, (uniform_B * below_BV[:, -1])[:, None], right=True).squeeze(-1)
+    # Logits that are not finite have no cumulative probabilities.
+    tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
     if greedy_B is not None:
         tokens_B = torch.where(greedy_B, logp_BV.argmax(-1), tokens_B)
     logprobs_B = logp_BV.gather(-1, tokens_B[:, None]).squeeze(-1)

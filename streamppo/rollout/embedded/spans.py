@@ -53,5 +53,13 @@ def cost(spans: list[Span]) -> int:
     return sum((span.end - span.first) * span.longest for span in spans)
 
 
+def width(length: int) -> int:
+    """The places with which a text of this length is computed: its length, or a multiple of `ROUND` above it.
+
+    Vector instructions add up 16 places at once, and the rest one by one: sums of a text depend on its width.
+    """
+    return length if length <= ROUND else -(-length // ROUND) * ROUND
+
+
 def _round_up(lengths: np.ndarray, most: int) -> np.ndarray:
     return np.minimum(-(-lengths // ROUND) * ROUND, most)

@@ -210,6 +210,8 @@ def request(
             "stop_token_ids": list(eos_ids),
             "stop": list(strings),
             **({"logit_bias": biases} if biases else {}),
+            # Read with enable_deterministic_inference alone; int64.
+            **({"sampling_seed": sampling.seed >> 1} if sampling.seed is not None else {}),
             "skip_special_tokens": False,
             **({"stream_interval": interval} if interval else {}),
         },

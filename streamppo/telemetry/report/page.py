@@ -10,7 +10,7 @@ from markupsafe import Markup
 from streamppo.telemetry import catalogue, summary
 from streamppo.telemetry.report import plot, view
 from streamppo.telemetry.report.plot import Bar, Curve, Point
-from streamppo.telemetry.report.view import View
+from streamppo.telemetry.report.view import RunsTable, View
 
 COLOURS = 6
 """Number of curve colours in the page's style; further runs reuse them from the first."""
@@ -130,8 +130,8 @@ class Chart(NamedTuple):
     says: str = ""
 
 
-def render(views: Sequence[View]) -> str:
-    """The page of one run, or of several runs for comparison."""
+def render(views: Sequence[View], differences: Sequence[tuple[str, RunsTable]] = ()) -> str:
+    """Write the page of one run, or of several to be compared; each of `differences` is a sentence and a table."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {
         "headline": view.headline,
@@ -142,7 +142,9 @@ def render(views: Sequence[View]) -> str:
     environment.globals |= {"timeline": lambda run_view: plot.timeline(view.events(run_view)), "lags": lags}
     environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}
     template = environment.get_template("page.html")
-    return template.render(views=views, runs=[run_view for run_view in views if not run_view.is_replay])
+    return template.render(
+        views=views, runs=[run_view for run_view in views if not run_view.is_replay], differences=differences
+    )
 
 
 def curves(one: View) -> str:

@@ -47,6 +47,9 @@ LOOKS = {
     "export": ["export", "RUN", "--version", "3", "--to", "TO"],
     "replay": ["replay", "RUN"],
     "resume": ["resume", "RUN"],
+    "fork": ["fork", "RUN", "--at", "3", "--name", "forked", "--runs", "FORKS"],
+    "bisect": ["bisect", "RUN", "--metric", "entropy", "--below", "9"],
+    "bisect what was changed": ["bisect", "RUN", "--metric", "entropy", "--below", "0", "--set", "learner.lr=1e-3"],
 }
 PAGE = ["/", "/watch.js", "/sections", "/batch", "/batch/3", "/batch/3/0", "/batch/9/9"]
 """What a page of `watch` asks for."""
@@ -55,6 +58,8 @@ BEGUN = "processes would start here"
 ENDS = {
     "replay": BEGUN,
     "resume": BEGUN,
+    "fork": BEGUN,
+    "bisect what was changed": BEGUN,
     "export": "no checkpoint of version 3",
     "inspect the time": "no process has told",
 }
@@ -105,6 +110,7 @@ def begun(*_: object, **__: object) -> NoReturn:
 
 def look(run: Path, arguments: list[str]) -> int:
     places = {"RUN": str(run), "RUNS": str(run.parent), "TO": str(run.parent.parent / "to")}
+    places["FORKS"] = str(run.parent.parent / "forks")
     return cli.main([places.get(one, one) for one in arguments])
 
 
