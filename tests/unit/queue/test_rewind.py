@@ -1,0 +1,140 @@
+"""The journal of a run as it was: what was consumed stays so, what was to come is to come, each once and in order.
+
+A queue is played at random, with failures and groups that are given up, and rewound to every one of its versions.
+"""
+
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from conftest import trajectory
+from msgspec import structs
+
+from streamppo.config.sections import Config
+from streamppo.errors import JournalError
+from streamppo.queue.rewind import Rewound, rewind
+from streamppo.queue.rules.records import PublishedVersion
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.store import archive as archives
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
+from streamppo.types import Failure, Ticket
+
+UPDATES = 8
+KINDS = {
+    "lag 0": ("queue.max_lag=0",),
+    "lag 2": ("queue.max_lag=2",),
+    "groups": ("queue.max_lag=2", "algorithm.advantage={kind='grpo'}"),
+    "groups that teach": ("queue.max_lag=1", "algorithm={advantage={kind='grpo'}, zero_variance='resample'}"),
+    "windowed": ("queue.max_lag=4", "queue.too_old=windowed"),
+}
+
+
+class Played(NamedTuple):
+    """What the run had at each version: the numbers of consumed slots, of held ones, and of all that were opened."""
+
+    consumed: dict[int, set[int]]
+    held: dict[int, set[int]]
+    opened: dict[int, int]
+
+
+def play(folder: Path, config: Config, seed: int) -> Played:
+    rng = random.Random(seed)
+    rules = QueueRules(settings_of(config), QueueState())
+    samples = config.queue.samples_per_prompt
+    journal, archive = Journal(folder / "journal.sqlite"), Archive(folder / "archive", {})
+    journal.configure(0, msgspec.msgpack.encode(config))
+    played, waiting, call = Played({0: set()}, {0: set()}, {0: 0}), list[tuple[Ticket, int]](), 0
+    journal.write(snapshot.take_changes(rules.settings, rules.state), [made(0, None)])
+    while (version := rules.state.version) < UPDATES:
+        tickets = rules.issue("rollout-0", version, rng.randint(1, 9), call)
+        call += bool(tickets)
+        waiting += [(ticket, version) for ticket in tickets]
+        rng.shuffle(waiting)
+        for _ in range(rng.randint(0, len(waiting))):
+            deliver(rules, *waiting.pop(), rng)
+        batch = rules.take(version)
+        if batch is None:
+            continue
+        archived = archive.write(batch)
+        rules.publish(version + 1)
+        journal.write(snapshot.take_changes(rules.settings, rules.state), [made(version + 1, archived)], archive.settle)
+        numbers = {one.identity.prompt * samples + one.identity.sample for one in batch.trajectories}
+        played.consumed[version + 1] = played.consumed[version] | numbers
+        played.held[version + 1] = {slot.number for slot in rules.state.waiting()}
+        played.opened[version + 1] = rules.state.opened
+    journal.close()
+    return played
+
+
+def made(version: int, archived: object) -> PublishedVersion:
+    return PublishedVersion(version=version, digest=f"{version:064x}", archived=archived)  # pyright: ignore[reportArgumentType]
+
+
+def deliver(rules: QueueRules, ticket: Ticket, version: int, rng: random.Random) -> None:
+    if rng.random() < 0.1:
+        failure = Failure(identity=ticket.identity, actor="rollout-0", stage="reward", reason="no", tokens=1)
+        rules.fail(failure)
+        return
+    one = trajectory([5, 6, 1], versions=[version] * 3, reward=float(rng.random() < 0.5))
+    rules.put(structs.replace(one, identity=ticket.identity))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_version_has_what_was_to_come(
+    kind: str, seed: int, tmp_path: Path, math_config: Callable[..., Config]
+) -> None:
+    config = math_config("queue.batch_size=8", "queue.samples_per_prompt=4", "queue.max_failure_rate=1.0", *KINDS[kind])
+    run = tmp_path / "run"
+    run.mkdir()
+    played = play(run, config, seed)
+    for version in range(UPDATES + 1):
+        fork = tmp_path / f"fork-{version}"
+        fork.mkdir()
+        rewind(run, fork, config, Rewound(version))
+        with closing(Journal.open_run(fork)) as journal:
+            saved = journal.read()
+            assert list(journal.versions()) == list(range(version + 1)) and saved is not None
+        state = snapshot.rebuild(settings_of(config), saved, fork)
+        open_again = {slot.number for slot in state.waiting()}
+        consumed = played.consumed[version]
+        assert state.opened == max(consumed, default=-1) + 1 <= played.opened[version]
+        assert not open_again & consumed and state.held == len(open_again)
+        # What was held is open, but for groups that the run gave up later.
+        below = {number for number in played.held[version] if number < state.opened}
+        later = played.consumed[UPDATES] | played.held[UPDATES]
+        assert open_again == below & later
+        assert kind != "lag 0" or not open_again
+        assert archives.open(fork).versions() == list(range(version))
+        rules = QueueRules(settings_of(config), state)
+        state.version = version
+        tickets = rules.issue("rollout-0", version, 1000, 0)
+        asked = [ticket.slot for ticket in tickets]
+        assert asked[: len(open_again)] == sorted(open_again), "what was begun comes first"
+        assert asked[len(open_again) :] == list(range(state.opened - len(asked) + len(open_again), state.opened))
+
+
+def test_versions_whose_batches_do_not_tell_the_next_prompts_are_refused(
+    tmp_path: Path, math_config: Callable[..., Config]
+) -> None:
+    config = math_config("queue.batch_size=8", "queue.samples_per_prompt=4", "queue.max_lag=1")
+    run = tmp_path / "run"
+    run.mkdir()
+    play(run, config, 0)
+    with closing(Journal(run / "journal.sqlite")) as journal:
+        journal.forget(3, 0)
+    for version in range(UPDATES + 1):
+        (fork := tmp_path / f"fork-{version}").mkdir()
+        if 0 < version < 5:
+            with pytest.raises(JournalError, match="a fork can begin at version 5 and later"):
+                rewind(run, fork, config, Rewound(version))
+        else:
+            rewind(run, fork, config, Rewound(version))
+            assert archives.open(fork).versions() == list(range(3, version))
