@@ -126,7 +126,7 @@ def overrides(case: Case, data: Path, model: Path, more: Sequence[str]) -> list[
     too_old = case.rule if case.rule in WHOLE else "mask"
     steered = f"{{kind='adaptive',at_most={case.max_lag}}}"
     rule, _, most = case.rule.partition("-")
-    cuts = f"queue.segments={{max_tokens={most}}}" if most.isdigit() else "queue.segments={}"
+    cuts = f"queue.segments={{max_tokens={most},explained=0}}" if most.isdigit() else "queue.segments={}"
     cuts = "queue.segments={prefix='detached'}" if most == "detached" else cuts
     return [
         *SMALL,

@@ -22,8 +22,6 @@ from streamppo.algorithms.masked import (
 from streamppo.algorithms.scan import group_sums, next_unmasked, reverse_scan
 from streamppo.algorithms.value_losses import explained_variance
 
-EXPLAINED = 0.1
-"""The share of the outcomes' variance from which on a critic's values stand for outcomes."""
 VARIANCE_FLOOR = 1e-8
 """Added to the variance before whitening divides by its root, so that a batch of equal values becomes zero, not NaN."""
 
@@ -124,7 +122,7 @@ def outcomes_explained(
         outcomes_t = rewards_t + gamma * outcomes_{t+1}
 
     Variances are over the tokens of the sequences known_B [B], whose rewards are all there. An advantage before a cut
-    is the difference of two values: below `EXPLAINED` it is noise.
+    is the difference of two values: it is noise where these explain nothing.
     """
     check_sequences(mask_BT, known_B=known_B)
     known_BT, nothing_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])

@@ -14,6 +14,8 @@ class Segments(Section, frozen=True):
 
     max_tokens: Count = 0
     """A segment is cut once it has so many tokens; 0 is no bound."""
+    explained: Fraction = 0.1
+    """With max_tokens, the policy waits until the critic explains this share of known outcomes; 0: it never waits."""
     just_in_time: bool = True
     """A segment is cut before its oldest token is too old to be trained on."""
     prefix: Literal["attached", "detached"] = "attached"
@@ -78,6 +80,11 @@ class Queue(Section, frozen=True):
     def prefix(self) -> Literal["attached", "detached"]:
         """Whether earlier tokens of a completion have a gradient; "attached" without segments."""
         return self.segments.prefix if self.segments else "attached"
+
+    @property
+    def least_explained(self) -> float:
+        """The share of known outcomes that the critic has to explain before the policy moves; 0 is none."""
+        return self.segments.explained if self.segments and self.segments.max_tokens else 0.0
 
     @property
     def own_attention(self) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ SOMETIMES = {
     "length": "tokens of these that the policy sampled, mean per completion",
     "truncated": "share of these that were cut off, at max_tokens or at an environment's last turn",
     "segments_cut": "share of the batch's segments that were cut, and go on; with queue.segments",
-    "outcomes_explained": "share of known outcomes that the critic explains: below 0.1 the policy waits (max_tokens)",
+    "outcomes_explained": "share of known outcomes that the critic explains: the policy may wait for it (max_tokens)",
     "reference_kl": "nats per response, k3 estimate of KL(learner || first model), by weight; with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "entropy_weight": "weight of the entropy bonus in this update; with [algorithm.entropy_control]",

@@ -40,7 +40,7 @@ TWO_RANKS_WITH_DELTAS = (
     "learner.lr=1e-6",
 )
 STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
-STEERED_SEGMENTS = (*STEERED, "queue.segments={max_tokens = 2}", "queue.too_old=mask")
+STEERED_SEGMENTS = (*STEERED, "queue.segments={max_tokens = 2, explained = 0}", "queue.too_old=mask")
 RPC_FAILURES = {
     "CoreWorkerService.grpc_client.PushTask": {
         "num_failures": 20,
@@ -474,8 +474,12 @@ ADAPTERS = {"lora": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learn
 SIGNS = {"topr": ("algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=2")}
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
 QUEUES = {
-    "segments": ("queue.segments={max_tokens = 2}", "queue.too_old=mask"),
-    "detached": ("queue.segments={max_tokens = 2, prefix = 'detached'}", "queue.too_old=mask", "learner.minibatches=2"),
+    "segments": ("queue.segments={max_tokens = 2, explained = 0}", "queue.too_old=mask"),
+    "detached": (
+        "queue.segments={max_tokens = 2, explained = 0, prefix = 'detached'}",
+        "queue.too_old=mask",
+        "learner.minibatches=2",
+    ),
     "windowed": ("queue.too_old=windowed", "queue.max_lag=4"),
     "mean": ("queue.admission=mean", "queue.too_old=keep"),
     "adaptive": STEERED,

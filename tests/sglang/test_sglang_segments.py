@@ -103,7 +103,7 @@ def test_a_run_of_heavy_tails_trains_on_segments_in_time_and_loses_none(tmp_path
     (model / "config.json").write_text(json.dumps({**told, "eos_token_id": None}))
     overrides = [
         *(f"model.path={model}", *lengths.overrides("pareto"), "updates=24", "evaluation={every=0, prompts=8}"),
-        *("queue.segments={max_tokens = 128}", "queue.max_lag=4", "queue.batch_size=64"),
+        *("queue.segments={max_tokens = 128, explained = 0}", "queue.max_lag=4", "queue.batch_size=64"),
         *("rollout.slots=32", "rollout.in_flight=40", "rollout.engine.kv=recompute"),
     ]
     command = [sys.executable, "-W", "ignore", "-m", "streamppo", "run", str(config), "--runs", str(tmp_path / "runs")]

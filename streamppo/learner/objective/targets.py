@@ -3,13 +3,14 @@
 B trajectories of the batch, T completion tokens (padded).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamppo.algorithms import distillation
-from streamppo.algorithms.advantages import EXPLAINED, AdvantageEstimate, outcomes_explained
+from streamppo.algorithms.advantages import AdvantageEstimate, outcomes_explained
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.kl import kl_reward
@@ -50,8 +51,9 @@ class Targets(NamedTuple):
     `trained_BT` are the tokens in the loss (`Objective.trained`). Without a `correction`, each step computes proximal
     log-probs and weights from its own pass (`Objective.anchor`). `chosen_BT` are the tokens that
     `Objective.exploration` selects, None without it. `right_BT` are the trained tokens of right answers, None without
-    `positive_nll`. `explained` is how far the critic knows outcomes (`outcomes_explained`), where segments of a set
-    length are cut.
+    `positive_nll`. `explained` is how far the critic knows outcomes (`outcomes_explained`), where a length cuts
+    segments. `policy_waits`: that is too little, and the critic alone learns from the batch. To leave out the segments
+    that are cut would not do: the others teach how to end, and nothing of what comes before.
     """
 
     scored: PolicyOutput
@@ -63,15 +65,7 @@ class Targets(NamedTuple):
     teacher_BT: Tensor | None
     right_BT: Tensor | None
     explained: float | None = None
-
-    @property
-    def policy_waits(self) -> bool:
-        """True if most of the data rest on a critic that knows nothing: only the critic learns from the batch.
-
-        To leave out the cut segments alone would not do. Those that are left teach the policy how to end, and nothing
-        of what comes before an end: it learns to end early.
-        """
-        return self.explained is not None and self.explained < EXPLAINED
+    policy_waits: bool = False
 
 
 def compute_targets(
@@ -111,7 +105,16 @@ def compute_targets(
     right_BT = correct_answer_mask(batch, config) & trained_BT if config.algorithm.positive_nll else None
     explained = _explained(config, batch, scored, rewards_BT)
     return Targets(
-        scored, estimate, correction, trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT, explained
+        scored,
+        estimate,
+        correction,
+        trained_BT,
+        frozen.reference_BT,
+        chosen_BT,
+        frozen.teacher_BT,
+        right_BT,
+        explained,
+        policy_waits=explained is not None and explained < (config.queue.least_explained or -math.inf),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from conftest import trajectory
 from msgspec import structs
 
-from streamppo.algorithms.advantages import EXPLAINED, outcomes_explained
+from streamppo.algorithms.advantages import outcomes_explained
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model.policy import empty_output
 from streamppo.learner.objective import objective
@@ -158,14 +158,21 @@ def test_the_policy_waits_for_a_critic_that_knows_no_outcomes_where_a_length_cut
     """No advantage of a segment that was cut, no entropy bonus and no weight decay moves it meanwhile."""
     shared = CUT_BY_LENGTH, f"algorithm.advantage.kind={advantage}", f"algorithm.critic.model={critic}", steps
     told, moved = update(folder, *shared, known=False)
-    assert told["outcomes_explained"] < EXPLAINED
+    assert told["outcomes_explained"] < 0.1
     assert moved == [False, True]
 
 
 @pytest.mark.usefixtures("alone")
 def test_the_policy_goes_on_once_the_critic_knows(folder: Path) -> None:
     told, moved = update(folder, CUT_BY_LENGTH, known=True)
-    assert told["outcomes_explained"] > EXPLAINED
+    assert told["outcomes_explained"] > 0.1
+    assert moved == [True, True]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_policy_that_is_to_wait_for_nothing_goes_on(folder: Path) -> None:
+    told, moved = update(folder, "queue.segments={max_tokens=2, explained=0}", known=False)
+    assert told["outcomes_explained"] < 0
     assert moved == [True, True]
 
 
