@@ -61,6 +61,7 @@ class AgentRun(NamedTuple):
     opening: Prompt
     observations: tuple[tuple[Message, ...], ...]
     branches: bytes
+    placed_turns: bytes
 
 
 class Agents:
@@ -183,6 +184,7 @@ class Agents:
             opening,
             tuple(turn.new for turn in turns[1:]),
             columns.branches.tobytes(),
+            session.row.turn_column({turn.number for turn in turns}),
         )
 
 

@@ -55,7 +55,7 @@ class Completion(NamedTuple):
     the engine does not know it (`versions_known` is false), it is the oldest version that can have been. `candidates`
     are there exactly if the sampling parameters cut the distribution. `routes_SE` are the experts to which the S tokens
     of prompt and completion but the last were sent, if the engine was asked for them. `cached` tokens of the prompt
-    were in the cache of a server.
+    were in the engine's cache.
     """
 
     tokens: Ints
@@ -66,6 +66,23 @@ class Completion(NamedTuple):
     candidates: TokenCandidates | None = None
     routes_SE: Routes | None = None
     cached: int = 0
+
+
+class ContextReuse:
+    """Of contexts that earlier turns of an episode had: their `tokens`, and those of them that were `reused`.
+
+    Contexts of fewer than `LEAST` tokens are left out: engines do not keep them.
+    """
+
+    LEAST = 64
+
+    def __init__(self) -> None:
+        self.tokens = self.reused = 0
+
+    def add(self, known: int, cached: int) -> None:
+        """Count a turn of whose context `known` tokens were there before, and `cached` came from the cache."""
+        if known >= self.LEAST:
+            self.tokens, self.reused = self.tokens + known, self.reused + min(known, cached)
 
 
 NEVER = 2**62
@@ -101,7 +118,8 @@ class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
     `restarts` counts how often its processes have died and were started again. Of the `prompted` tokens of prompts
-    `reused` came from the cache.
+    `reused` came from the cache; `kv_ages` counts them by the versions between the weights that computed them and those
+    that sample behind them.
     """
 
     tokens: int
@@ -112,6 +130,7 @@ class Usage(NamedTuple):
     restarts: int = 0
     prompted: int = 0
     reused: int = 0
+    kv_ages: Mapping[int, int] = {}
 
 
 class Engine(Protocol):

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from streamppo.config.sections import Config
 from streamppo.telemetry import progress
-from streamppo.telemetry.metrics_file import EvaluationLine
+from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine
 from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
@@ -23,7 +23,8 @@ class Evidence(NamedTuple):
     """The numbers that rules look at.
 
     `recent` are the metrics of the last `WINDOW` updates, `windows` the means of every `WINDOW` updates from the first
-    ones on, `evaluations` in the order of their versions. `summary` is there at the end of a run.
+    ones on, `evaluations` in the order of their versions, `engines` the newest line of each rollout actor. `summary` is
+    there at the end of a run.
     """
 
     config: Config
@@ -31,6 +32,7 @@ class Evidence(NamedTuple):
     windows: Sequence[Numbers]
     evaluations: Sequence[EvaluationLine] = ()
     summary: Summary | None = None
+    engines: Sequence[EngineLine] = ()
 
     def series(self, name: str) -> list[float]:
         """The values of a metric in the last updates that have it."""

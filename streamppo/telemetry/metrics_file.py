@@ -100,7 +100,8 @@ class SampleLine(TypedDict):
 class EngineLine(TypedDict):
     """Counters of a rollout actor since it started, and the completion that was the newest one.
 
-    `prefix_reused` is there once a prompt has come.
+    `prefix_reused` is there once a prompt has come, the others of context_reuse.py once there is something to tell of.
+    `agents` counts requests of agents and what became of them.
     """
 
     engine: str
@@ -110,6 +111,10 @@ class EngineLine(TypedDict):
     busy_s: float
     idle_s: float
     prefix_reused: NotRequired[float]
+    context_reused: NotRequired[float]
+    kv_age: NotRequired[float]
+    kv_ages: NotRequired[dict[str, int]]
+    agents: NotRequired[dict[str, int]]
     sampled: SampleLine | None
 
 

@@ -10,7 +10,8 @@ from typing import NotRequired, TypedDict
 
 import msgspec
 
-from streamppo.telemetry import metrics_file, progress
+from streamppo.telemetry import context_reuse, metrics_file, progress
+from streamppo.telemetry.context_reuse import ReuseNumbers
 from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
 from streamppo.types import EngineReport, QueueReport
 
@@ -76,8 +77,8 @@ class OfQueue(TypedDict):
     tokens: dict[str, int] | None
 
 
-class OfEngines(TypedDict):
-    """Counts of the engines at the end, each since it started.
+class OfEngines(ReuseNumbers):
+    """Counts of the engines at the end, each since it started; what they reused as in context_reuse.py.
 
     `tokens_per_s` is the sum over engines, each over its own `seconds`. `restarts` are deaths of an engine's own
     processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line,
@@ -194,6 +195,7 @@ def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
         "too_long": dict(engines[0].too_long),
         "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
         "agents": dict(sum((Counter(engine.agents) for engine in engines), Counter[str]())),
+        **context_reuse.of_reports(engines),
     }
 
 

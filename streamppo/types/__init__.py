@@ -183,7 +183,7 @@ class Ticket(WireStruct, frozen=True):
 class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     """One finished, scored completion, or a segment of one.
 
-    All columns but `prompt_tokens`, `candidates`, `routes` and `branches` have T entries, T >= 1.
+    All columns but `prompt_tokens`, `candidates`, `routes`, `branches` and `turns` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
     the distribution that was sampled from, and `versions` say which weights sampled each token; without
@@ -200,7 +200,8 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
     `branches` make a tree of the row, its prompt and completion (types/branches.py): int32 pairs (start, parent). The
     row's token `start` follows its token `parent`, or nothing (-1), in place of the token before it. It was not
-    sampled. Without branches each token follows the one before it. The order of tokens is that of time.
+    sampled. Without branches each token follows the one before it. The order of tokens is that of time. Of an agent's
+    run `turns` are the places of its turns, those that nobody received included (types/turns.py).
 
     A segment that others follow has `finish` "cut" and no reward: that of the whole comes with the last one. The tokens
     of those before it are the last `prefix` of its `prompt_tokens`.
@@ -222,6 +223,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     teacher_logprobs: bytes = b""
     routes: bytes = b""
     branches: bytes = b""
+    turns: bytes = b""
     components: dict[str, float] = {}
     explanation: str = ""
     versions_known: bool = True

@@ -61,7 +61,8 @@ class EngineReport(WireStruct, frozen=True):
     `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
     engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line,
     `agents` the requests of agents and what became of them. Of the `prompted` tokens of prompts `reused` came from the
-    engine's cache. `sample` is its newest completion.
+    engine's cache, by the versions since they were computed in `kv_ages`; of the `context` tokens that earlier turns of
+    an episode had, `context_reused` did. `sample` is its newest completion.
     """
 
     actor: str
@@ -77,6 +78,9 @@ class EngineReport(WireStruct, frozen=True):
     restarts: int = 0
     prompted: int = 0
     reused: int = 0
+    context: int = 0
+    context_reused: int = 0
+    kv_ages: dict[int, int] = {}
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
     stalls: dict[str, int] = {}

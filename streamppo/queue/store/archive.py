@@ -10,7 +10,8 @@ prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on singl
 `token_rewards` with offsets of its own. If top-p or top-k cut the distribution, `candidates` are the tokens that were
 left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
 with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server, the `routes` of a mixture of
-experts, and the `branches` of trajectories whose tokens are a tree: pairs (start, parent), types/branches.py. If
+experts, the `branches` of trajectories whose tokens are a tree, pairs (start, parent) of types/branches.py, and the
+`turns` of agents' runs, (start, end, reused, delivered) of types/turns.py. If
 rewards have components a table of them [B, components], NaN if a trajectory has none of a name. If rewards are
 explained, `explanations` is their text in UTF-8, flat, with offsets of its own. The learner's numbers of each token, as
 the update began, lie beside it: `values`, the critic's expectation before it was sampled, if there is a critic;

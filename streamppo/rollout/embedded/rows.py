@@ -6,6 +6,7 @@ behind them hold completions that have ended, for prompts that continue them (pr
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -17,7 +18,7 @@ from streamppo.process import phase
 from streamppo.rollout import segment_cuts
 from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
-from streamppo.rollout.embedded.prefixes import Prefix, Prefixes
+from streamppo.rollout.embedded.prefixes import NONE, Prefix, Prefixes, Start
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.embedded.spans import Span
 from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling, TokenCandidates
@@ -49,7 +50,8 @@ class RunningRequest:
     """One completion under way. `limit` is the number of tokens at which it is cut off.
 
     With top-p or top-k, `candidates` holds for every token those that it was drawn from; none stands for all. Of its
-    tokens `handed` are in segments, those in `segment`, which is to be handed over, included.
+    tokens `handed` are in segments, those in `segment`, which is to be handed over, included. With turns, `computed`
+    are the versions whose weights computed the prompt, of which `cached` tokens were in the cache before it came.
     """
 
     prompt: Ints
@@ -61,6 +63,8 @@ class RunningRequest:
     completion: Completion | None = None
     handed: int = 0
     segment: Completion | None = None
+    computed: Ints = field(default_factory=lambda: NONE)
+    cached: int = 0
 
     def next_cut(self) -> int:
         """The number of tokens at which the next segment is due."""
@@ -76,7 +80,8 @@ class RunningRequest:
 class DecodingRows:
     """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each.
 
-    Of the `prompted` tokens `reused` were not computed: they were in the cache, or another sample's.
+    Of the `prompted` tokens `reused` were not computed: they were in the cache, or another sample's. `kv_ages` counts
+    those by the versions between the weights that computed them and the present ones.
     """
 
     def __init__(self, decoder: Decoder, ends: EndTokens, generator: torch.Generator, most: int) -> None:
@@ -90,7 +95,8 @@ class DecodingRows:
         self._unknown = torch.tensor(ends.unknown, dtype=torch.int64, device=decoder.device) if ends.unknown else None
         self._capacity = capacity
         self.requests: list[RunningRequest] = []
-        self.tokens = self.prompted = self.reused = 0
+        self.tokens = self.prompted = self.reused = self._recomputed = 0
+        self.kv_ages: Counter[int] = Counter()
         self._prefixes: Prefixes | None = None
         self._cut: list[RunningRequest] = []
         self._at = np.zeros(capacity, np.int64)
@@ -132,7 +138,7 @@ class DecodingRows:
         rows = np.arange(first, first + len(requests))
         starts = np.zeros(len(requests), np.int64)
         if self._prefixes is not None:
-            requests, starts = self._begin(requests, self._prefixes)
+            requests, starts = self._begin(requests, self._prefixes, version)
         self.requests += requests
         lengths = np.array([len(request.prompt) for request in requests])
         self._at[rows], self._length[rows] = lengths, 0
@@ -156,8 +162,9 @@ class DecodingRows:
         self._at[rows] += 1
         return self._advance(rows, logits_BV, version)
 
-    def recompute(self) -> None:
-        """Compute the cache of every running row again, with the present weights; those that have ended are left."""
+    def recompute(self, version: int) -> None:
+        """Compute the cache of every running row again, with the weights of `version`; ended rows are left."""
+        self._recomputed = version
         if self._prefixes is not None:
             self._prefixes.clear()
         if not self.requests:
@@ -207,18 +214,22 @@ class DecodingRows:
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
-    def _begin(self, requests: Sequence[RunningRequest], kept: Prefixes) -> tuple[list[RunningRequest], np.ndarray]:
+    def _begin(
+        self, requests: Sequence[RunningRequest], kept: Prefixes, version: int
+    ) -> tuple[list[RunningRequest], np.ndarray]:
         """Copy the cached beginnings of prompts to the rows that they get; without one they come first, then the short.
 
         Returns the requests in their new order, and the number of tokens that each of them has in the cache.
         """
         first, end = self.count, self.count + len(requests)
         running = [
-            (row, Prefix(request.prompt, len(request.prompt), int(self._root[row])))
+            (row, Prefix(request.prompt, len(request.prompt), int(self._root[row]), request.computed))
             for row, request in enumerate(self.requests)
             if self._root[row] < len(request.prompt)
         ]
         found = kept.starts([request.prompt for request in requests], running)
+        for request, start in zip(requests, found, strict=True):
+            self._note_reuse(request, start, version)
         new = [start.common and len(one.prompt) - start.common for one, start in zip(requests, found, strict=True)]
         order = np.argsort(new, kind="stable")
         starts = [found[n] for n in order]
@@ -229,6 +240,13 @@ class DecodingRows:
             sources, targets, lengths = (np.array(column) for column in zip(*copies, strict=True))
             self._copy_cache(sources, targets, int(lengths.max()))
         return [requests[n] for n in order], np.array([start.common for start in starts])
+
+    def _note_reuse(self, request: RunningRequest, start: Start, version: int) -> None:
+        """Note which weights computed a prompt, and count what it has in the cache by age."""
+        new = np.full(len(request.prompt) - start.common, version, np.int32)
+        request.computed, request.cached = np.concatenate([start.computed, new]), start.common
+        ages, counts = np.unique(version - np.maximum(start.computed, self._recomputed), return_counts=True)
+        self.kv_ages.update(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
 
     def _extend(self, prompts: Sequence[Ints], starts: np.ndarray, first: int) -> list[torch.Tensor]:
         """Fill the cache of rows from `first` on with what follows the first `starts` tokens of `prompts`."""
@@ -255,8 +273,9 @@ class DecodingRows:
         different = [np.frombuffer(text, np.int32) for text in places]
         lengths = np.array([len(text) for text in different])
         total = sum(len(text) for text in texts)
-        self.prompted += total
-        self.reused += total - int(lengths.sum())
+        shared = total - int(lengths.sum())
+        self.prompted, self.reused = self.prompted + total, self.reused + shared
+        self.kv_ages[0] += shared
         tokens_BP = np.zeros((len(different), int(lengths.max())), np.int64)
         for row, text in zip(tokens_BP, different, strict=True):
             row[: len(text)] = text
@@ -334,6 +353,7 @@ class DecodingRows:
             versions=self._versions[row, :length].copy(),
             finish=finish,
             candidates=_joined(request.candidates) if request.sampling.cuts else None,
+            cached=request.cached,
         )
 
     def _free(self, rows: np.ndarray) -> None:
@@ -352,8 +372,11 @@ class DecodingRows:
             self._copy(last, holes)
         if self._prefixes is not None and keeps:
             for row, request in enumerate(self.requests[left:], left):
-                text = np.concatenate([request.prompt, self._out[row, : self._length[row]]])
-                self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row])))
+                length = self._length[row]
+                text = np.concatenate([request.prompt, self._out[row, :length]])
+                # A token is fed by the step that samples the next one.
+                computed = np.concatenate([request.computed, self._versions[row, 1:length]])
+                self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row]), computed))
         del self.requests[left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:

@@ -21,9 +21,9 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 class SessionSetup(NamedTuple):
     """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
 
-    With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them; with
-    `routes`, they say which experts each token went to. They end where they complete one of `strings`, and `unknown`
-    tokens, which the tokenizer does not have, are never sampled.
+    With `cuts`, completions are sampled with top-p or top-k; with `streams`, whose word it is, they hand over parts of
+    them; with `routes`, they say which experts each token went to. They end where they complete one of `strings`, and
+    `unknown` tokens, which the tokenizer does not have, are never sampled.
     """
 
     start: Start
@@ -32,7 +32,7 @@ class SessionSetup(NamedTuple):
     vocabulary: int
     start_s: float
     cuts: bool = False
-    segments: bool = False
+    streams: str = ""
     routes: bool = False
     strings: Sequence[str] = ()
     unknown: Sequence[int] = ()
@@ -73,8 +73,8 @@ async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping
         undo.push_async_callback(link.stop)
         if setup.cuts:
             wire.check_candidates(link.version)
-        if setup.segments:
-            wire.check_streams(link.version)
+        if setup.streams:
+            wire.check_streams(link.version, setup.streams)
         if setup.routes:
             wire.check_routes(link.version)
         try:

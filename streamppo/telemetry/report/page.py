@@ -138,6 +138,8 @@ def render(views: Sequence[View]) -> str:
         "beside": view.compare_headlines,
         "ledger": view.ledger,
         "lengths": view.lengths,
+        "reuse": view.reuse,
+        "agents": view.agents,
     }
     environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": lags}
     environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}

@@ -347,6 +347,10 @@ def test_an_sglang_that_is_too_old_is_an_error_and_none_at_all_is_not(
     there[0] = "0.5.21"
     code, output = checked(MATH, "rollout.engine.kind=sglang")
     assert code == 0 and "engine ok SGLang 0.5.21" in output
+    there[0] = "0.5.20"
+    assert checked(MATH, "rollout.engine.kind=sglang")[0] == 0
+    code, output = checked(REPOSITORY / "examples" / "calculator_agent.toml", "rollout.engine.kind=sglang")
+    assert code == 1 and "agents (environment.kind = 'agent') need SGLang 0.5.21 or newer, and it is 0.5.20" in output
 
 
 @pytest.mark.parametrize(("here", "code"), [(0, 0), (1, 1), (2, 0)])
