@@ -111,10 +111,11 @@ class Agents:
                 outcome = await self._run(session, prompt)
             finally:
                 self._endpoint.close(session)
-        if outcome.reason:
+        try:
+            return self._ended(session, outcome, prompt)
+        except EnvironmentFailed:
             self.counts["failed"] += 1
-            raise EnvironmentFailed(outcome.reason, session.sampled)
-        return self._ended(session, outcome, prompt)
+            raise
 
     def _session(self, key: str, prompt: Prompt, sampling: Sampling) -> Session:
         arguments = {**prompt.template.arguments, **self._config.template}
@@ -144,6 +145,8 @@ class Agents:
 
     def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
         """What became of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
+        if outcome.reason:
+            raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received()
         given = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
         if not given and not self._scored:

@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.algorithms.chunked_head import PIECE
+from streamppo.config.engine import EmbeddedEngine
 from streamppo.config.sections import Config, Model
+from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.learner.model import adapters
 from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
@@ -75,6 +77,7 @@ class RankMemory(NamedTuple):
     state: int
     gathered: int
     activations: int
+    mask: int
     head: int
     layer: int
     reference: int
@@ -93,16 +96,20 @@ class RankMemory(NamedTuple):
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one engine on one GPU (or in the actor, on a CPU), and how many tokens its cache holds."""
+    """Bytes of one engine on one GPU (or in the actor, on a CPU), and how many tokens its cache holds.
+
+    Rows that wait between two turns are in the cache; `copied` are those of one layer on their way to other places.
+    """
 
     weights: int
     cache: int
     tokens: int
+    copied: int = 0
 
     @property
     def total(self) -> int:
-        """Weights and cache together."""
-        return self.weights + self.cache
+        """All parts together."""
+        return self.weights + self.cache + self.copied
 
 
 def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
@@ -222,6 +229,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
                  ranks. Of a rank alone a copy of what is trained in the compute type; in float32 nothing
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each;
                  with tensor parallelism the slices that a rank gathers twice
+    mask         with agents, whose rows are trees: the tokens that each token sees, and their copy in the compute type
+                 that attention keeps in every layer, or with checkpointing in one; where paths are less work, nothing
     head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
     layer        later in the backward pass: with checkpointing one layer's activations and the gradients of two; of a
                  rank alone the gradient of what is in no layer, to which the embedding adds at the end
@@ -254,12 +263,23 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
         state=0 if learner.offload else state(config, model),
         gathered=gathered,
         activations=layers,
+        mask=_tree_mask(config, model, tokens, longest),
         head=_head(config, model, tokens),
         layer=tokens * (per_layer + 2 * model.widest) * (kind != "off")
         + alone * int(gradients * model.rest * model.element),
         reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
     )
+
+
+def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
+    """The mask of rows that are trees, where SDPA computes them: agents make some."""
+    attention = config.model.attention
+    is_sdpa = attention == "sdpa" or (attention == "auto" and not (config.learner.gpus and model.element < MASTER))
+    if not isinstance(config.environment, AgentEnvironment) or not is_sdpa:
+        return 0
+    copies = model.layers if config.model.gradient_checkpointing == "off" else 1
+    return tokens * longest * (1 + model.element * copies)
 
 
 def _head(config: Config, model: ModelSizes, tokens: int) -> int:
@@ -299,7 +319,9 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
     tokens = config.rollout.engine.cache_tokens(asked, fit if config.rollout.gpus else None)
     if tokens is None:
         return None
-    return EngineMemory(weights, tokens * model.cache_per_token // gpus, tokens)
+    cache = tokens * model.cache_per_token // gpus
+    is_ours = isinstance(config.rollout.engine, EmbeddedEngine) and config.environment is not None
+    return EngineMemory(weights, cache, tokens, cache // model.layers if is_ours else 0)
 
 
 def object_store(model: ModelSizes) -> int:
