@@ -10,6 +10,10 @@ another number of rollout actors is asked for before every kill. With `--watch` 
 (benchmarks/faults/poll.py). With `--draw` every trial has a configuration of its
 own, drawn from all that the configuration's types offer; it is written down with the trial.
 
+With `--agents` the configuration is one of agents, whose processes are killed, too: every sampled token must be under
+one end (benchmarks/faults/token_account.py), and agents have seen what was trained on. Processes that are left ten
+seconds after the end of a run, or of a driver that was killed, are orphans.
+
 With `--json out.json` every trial is also a line of out.jsonl as soon as it has ended: the same command goes on after
 those that are there, and a larger `--trials` adds to them.
 """
@@ -35,6 +39,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.faults import token_account
 from benchmarks.faults.poll import polled
 from benchmarks.lib import draw
 from benchmarks.lib.runs import machine
@@ -43,13 +48,21 @@ from streamppo.queue.rules.records import GIVEN_UP
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file as lines
-from streamppo.types import Identity
+from streamppo.types import Identity, Trajectory
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parents[2]
-KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo "}
 SHARDS = {"shard": "ray::QueueShard"}
 """A kind of process that a run has with `--set queue.shards=2`."""
+AGENTS = {"agent": "streamppo.tasks.rewards.processes.worker"}
+"""With `--agents`: the processes in which agents run, and the one that forks them."""
+WITNESS = (
+    f"environment.agent={REPOSITORY}/benchmarks/lib/witness_agent.py:run",
+    "environment.max_turns=6",
+    "environment.max_tokens=64",
+)
+ALL = KINDS | SHARDS | AGENTS
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3
@@ -82,6 +95,8 @@ class Trial(NamedTuple):
     restarts: dict[str, int]
     page_replies: int
     page_errors: dict[str, int]
+    orphans: int = 0
+    tokens: dict[str, int] | None = None
 
 
 class Victim:
@@ -90,8 +105,8 @@ class Victim:
     def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...]) -> None:
         self.folder = folder
         self.run = folder / "chaos"
-        self.log = folder / "log"
-        self._environment = {**environment(), MARK: str(folder)}
+        self.log, self.witness, self.orphans = folder / "log", folder / "witness", 0
+        self._environment = {**environment(), MARK: str(folder), "STREAMPPO_WITNESS": str(self.witness)}
         self._begin("run", str(config), "--runs", str(folder), *overrides)
 
     def _begin(self, *arguments: str) -> None:
@@ -101,13 +116,15 @@ class Victim:
 
     def kill(self, kind: str) -> bool:
         """kill -9 a process of `kind`, and resume a driver when nothing is left of it. False if there is none."""
+        found = list[psutil.Process]()
         for process in self.family():
             with contextlib.suppress(psutil.Error):
-                if (KINDS | SHARDS)[kind] in " ".join(process.cmdline()):
-                    process.kill()
-                    break
-        else:
+                found += [process] if ALL[kind] in " ".join(process.cmdline()) else []
+        if not found:
             return False
+        # Of agents' processes any: that which forks the others, too.
+        with contextlib.suppress(psutil.Error):
+            (random.choice(found) if kind in AGENTS else found[0]).kill()
         if kind == "driver":
             self.driver.wait()
             self.end()
@@ -152,16 +169,18 @@ class Victim:
         """Wait for the end of the run, and make its account. Raises `RuntimeError` if it failed."""
         if self.driver.wait(STUCK_S * 3):
             raise RuntimeError(f"the run ended with {self.driver.returncode}:\n{self.log.read_text()[-3000:]}")
-        return account(self.run, kills, replays)
+        return account(self.run, kills, replays, witness=self.witness if self.witness.exists() else None)
 
     def end(self) -> None:
-        """Until no process is left; whoever will not go by himself is killed."""
-        deadline = time.monotonic() + 10
+        """Until no process is left; whoever will not go by himself is an orphan, and killed."""
+        deadline, orphans = time.monotonic() + 10, set[int]()
         while left := self.family():
             if time.monotonic() > deadline:
                 for process in left:
+                    orphans.add(process.pid)
                     process.kill()
             time.sleep(0.1)
+        self.orphans += len(orphans)
 
 
 def trial(
@@ -183,11 +202,11 @@ def trial(
     victim = Victim(config, folder, (*SHORT, *overrides))
     try:
         victim.wait_for(1)
-        if not watch:
-            return killed(victim, kinds, seed, scale=scale, replays=replays)
-        with polled(victim.run, environment()) as page:
+        with polled(victim.run, environment()) if watch else contextlib.nullcontext() as page:
             made = killed(victim, kinds, seed, scale=scale, replays=replays)
-        return made._replace(page_replies=page.replies, page_errors=dict(page.errors))
+        victim.end()
+        made = made._replace(orphans=victim.orphans)
+        return made._replace(page_replies=page.replies, page_errors=dict(page.errors)) if page else made
     finally:
         if victim.driver.poll() is None:
             victim.driver.send_signal(signal.SIGKILL)
@@ -215,8 +234,11 @@ def replay(run: Path) -> bool:
     return not subprocess.run(command, capture_output=True, text=True, check=False, env=environment()).returncode
 
 
-def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Trial:
-    """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
+def account(run: Path, kills: list[Kill], replays: Replays | None = None, *, witness: Path | None = None) -> Trial:
+    """Where every trajectory of a run that has ended is, and whether its weights can be made again.
+
+    With the notes of agents in `witness`, where every token is, too.
+    """
     journal = Journal.open_run(run)
     saved, ended = journal.read(), journal.ended_attempts()
     journal.close()
@@ -242,7 +264,13 @@ def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Tri
         restarts=json.loads((run / "summary.json").read_text())["restarts"],
         page_replies=0,
         page_errors={},
+        tokens=None if witness is None else _tokens(run, [*trained, *waiting], witness),
     )
+
+
+def _tokens(run: Path, there: list[Trajectory], witness: Path) -> dict[str, int]:
+    found = token_account.account(run, there, witness)
+    return {**found._asdict(), "holds": found.holds}
 
 
 def _number(identity: Identity, samples: int) -> int:
@@ -253,7 +281,7 @@ def table(trials: list[Trial]) -> dict[str, Any]:
     """The campaign in numbers."""
     kills = [kill for one in trials for kill in one.kills]
     rows: dict[str, Any] = {}
-    for kind in KINDS | SHARDS:
+    for kind in ALL:
         seconds = [kill.recovery_s for kill in kills if kill.kind == kind and kill.recovery_s is not None]
         rows[kind] = {
             "kills": sum(kill.kind == kind for kill in kills),
@@ -270,6 +298,8 @@ def table(trials: list[Trial]) -> dict[str, Any]:
             "replies": sum(one.page_replies for one in trials),
             "errors": dict(sum((Counter(one.page_errors) for one in trials), Counter[str]())),
         },
+        "orphans": sum(one.orphans for one in trials),
+        "tokens": dict(sum((Counter(one.tokens) for one in trials if one.tokens), Counter[str]())),
         "replayed_bit_for_bit": sum(one.replayed for one in trials),
     }
 
@@ -287,12 +317,13 @@ def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
     """All trials of a campaign; the same options always make the same ones, and more `--trials` add to them."""
     generator, made = random.Random(options.seed), list[Job]()
     for number in range(options.trials):
-        victims = list(KINDS | SHARDS if any(one.startswith("queue.shards=") for one in options.set) else KINDS)
+        victims = [*KINDS, *(SHARDS if any(one.startswith("queue.shards=") for one in options.set) else ())]
+        victims += AGENTS if options.agents else ()
         kinds, seed = [generator.choice(victims) for _ in range(options.kills)], generator.randrange(2**31)
         # The drawn choices are those of the trial's own seed, however many the configuration offers.
         fixed = [*SHORT, *options.set]
         drawn = draw.draw(random.Random(seed), options.config, fixed, folder) if options.draw else []
-        made.append(Job(number, kinds, seed, [*options.set, *drawn]))
+        made.append(Job(number, kinds, seed, [*(WITNESS if options.agents else ()), *options.set, *drawn]))
     return made
 
 
@@ -346,6 +377,7 @@ def result(lines_made: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
+    parser.add_argument("--agents", action="store_true", help="of examples/calculator_agent.toml, for one")
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--kills", type=int, default=4, help="kills of one trial")
     parser.add_argument("--seed", type=int, default=0)
@@ -365,6 +397,7 @@ def main() -> None:
         "seed": options.seed,
         "scale": options.scale,
         "watch": options.watch,
+        "agents": options.agents,
         "runs_at_a_time": options.parallel,
     }
     # Trials name their data and their teacher, so these have the same place in every call.
@@ -383,6 +416,8 @@ def main() -> None:
         or found["page"]["errors"]
         or found["lost"]
         or found["twice"]
+        or found["orphans"]
+        or found["tokens"].get("holds", found["trials"]) < found["trials"]
         or found["replayed_bit_for_bit"] < found["trials"]
     ):
         sys.exit(1)
