@@ -80,15 +80,19 @@ async def _try(
         ) as engine:
             stop, scored = build.stop(config, path, tokenizer), bool(config.reward.scorers)
             player = Player(engine, tokenizer, config.environment, stop, scored=scored)
-            async with AsyncExitStack() as ending:
-                if player.agents is not None:
-                    ending.push_async_callback(player.agents.close)
-                playing = (_sample(config, player, rewards, task.prompt(n)) for n in range(count))
-                sampled = await asyncio.gather(*playing)
+            sampled = await _play(config, player, rewards, [task.prompt(n) for n in range(count)])
             counts = dict(player.agents.counts) if player.agents else {}
-        return list(sampled), rewards.report(), counts
+        return sampled, rewards.report(), counts
     finally:
         await rewards.close()
+
+
+async def _play(config: Config, player: Player, rewards: Rewards, prompts: Sequence[Prompt]) -> list[TriedCompletion]:
+    """Sample and score a completion of each prompt; agents end with the last of them."""
+    async with AsyncExitStack() as ending:
+        if player.agents is not None:
+            ending.push_async_callback(player.agents.close)
+        return list(await asyncio.gather(*(_sample(config, player, rewards, prompt) for prompt in prompts)))
 
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> TriedCompletion:
