@@ -107,7 +107,8 @@ class OpenedTrajectory(TypedDict):
     """One trajectory, token by token; `left_out` are tokens at its end that are not shown.
 
     `row_columns` are (name, value) of the columns that rewards get, or `row_missing` the reason that there are none.
-    `tree` are the nodes of several turns, and `tree_words` says how many there are.
+    `tree` are the nodes of several turns, and `tree_words` says how many there are; `lost` are the tokens of each turn
+    that nobody received, from the first to the one behind the last.
     """
 
     update: int
@@ -127,6 +128,7 @@ class OpenedTrajectory(TypedDict):
     missing: str
     tree: list[TreeRow]
     tree_words: str
+    lost: list[tuple[int, int]]
 
 
 class Trajectories:
@@ -166,7 +168,7 @@ class Trajectories:
         tokens = ints(one.tokens)[:SHOWN_TOKENS]
         behind = self._rows.row_of(one)
         columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
-        nodes = tree.nodes(found, one, self._spell) if tree.has_tree(one) else []
+        nodes, prompt = tree.nodes(found, one, self._spell) if tree.has_tree(one) else [], len(one.prompt_tokens) // 4
         return {
             "update": update,
             "row": row,
@@ -183,8 +185,9 @@ class Trajectories:
             "columns": [{**column, "values": column["values"][:SHOWN_TOKENS]} for column in columns],
             "left_out": one.num_tokens - len(tokens),
             "missing": "" if "advantages" in learned else MISSING,
-            "tree": [_tree_row(node, len(one.prompt_tokens) // 4) for node in nodes[:SHOWN_NODES]],
+            "tree": [_tree_row(node, prompt) for node in nodes[:SHOWN_NODES]],
             "tree_words": tree.totals(nodes).words() if nodes else "",
+            "lost": [(node.start - prompt, node.end - prompt) for node in nodes if not node.delivered],
         }
 
     def _spell(self, tokens: Ints) -> str:
