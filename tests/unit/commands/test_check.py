@@ -471,7 +471,10 @@ def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> No
     assert engine.total == pytest.approx(1e6, abs=model.cache_per_token)
     assert engine.tokens == pytest.approx((1e6 - engine.weights) * 2 / model.cache_per_token, abs=1)
     bounded = configfile.change(config, ["rollout.engine.max_total_tokens=100"])
-    assert memory.engine(bounded, model, 64, free=2e6) == (engine.weights, 100 * model.cache_per_token // 2, 100)
+    assert memory.engine(bounded, model, 64, free=2e6) == (engine.weights, 100 * model.cache_per_token // 2, 100, 0)
+    turns = configfile.load(MATH, ["environment.agent=a:b", "reward={}"])
+    parked = memory.engine(turns, model, 64, free=0.0)
+    assert parked is not None and parked.copied * model.layers == parked.cache, "the rows of a layer at a time"
     starved = memory.engine(config, model, 64, free=1.0)
     assert starved is not None and starved.tokens == 0
     elsewhere = ["rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"]
