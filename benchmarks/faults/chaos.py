@@ -58,7 +58,7 @@ SHARDS = {"shard": "ray::QueueShard"}
 AGENTS = {"agent": "streamppo.tasks.rewards.processes.worker"}
 """With `--agents`: the processes in which agents run, and the one that forks them."""
 WITNESS = (
-    f"environment.agent={REPOSITORY}/benchmarks/lib/witness_agent.py:run",
+    "environment.agent=benchmarks/lib/witness_agent.py:run",
     "environment.max_turns=6",
     "environment.max_tokens=64",
 )
