@@ -1,12 +1,12 @@
-"""Environments of the `verifiers` library (extra `verifiers`), with the policy's turns in place of its model client.
+"""Environments of the `verifiers` library (extra `verifiers`); the policy's turns replace its model client.
 
     [task]         kind = "verifiers", environment = "wordle"                    its data set
     [environment]  name = "streamppo.tasks.library.verifiers:Verifiers"          its turns and its rubric
                    arguments = { environment = "wordle" }
 
-verifiers runs the whole conversation itself and asks a client for every turn of the model. The client here hands the
-question over and waits for the policy's turn; so tokens stay where they were sampled. The environment reads tool calls
-out of the text.
+verifiers runs the whole conversation itself and calls a client for every turn of the model. The client here passes the
+messages on and waits for the policy's turn, so that the tokens stay as they were sampled. The environment parses tool
+calls from the text.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from streamppo.types import Message, Prompt
 
 
 class TheirMessage(Protocol):
-    """A message as verifiers writes it."""
+    """A message of verifiers."""
 
     role: str
     content: object
 
 
 class TheirRubric(Protocol):
-    """The scorers of an environment; they write into the conversation's state."""
+    """The scorers of an environment; they write their scores into the conversation's state."""
 
     async def score_rollout(self, state: Row) -> None:
         """Score a conversation."""
@@ -40,7 +40,7 @@ class TheirRubric(Protocol):
 
 
 class TheirEnvironment(Protocol):
-    """The part of verifiers' environments that is used here."""
+    """The part of verifiers' environments used here."""
 
     rubric: TheirRubric
 
@@ -53,29 +53,29 @@ class TheirEnvironment(Protocol):
         ...
 
     async def rollout(self, row: Row, client: object, model: str, sampling_args: Mapping[str, object]) -> Row:
-        """Run a conversation; its last state."""
+        """Run a conversation; return its last state."""
         ...
 
 
 class Rows:
-    """The training and evaluation rows of an environment; of one without evaluation rows, a share is held out."""
+    """The training and evaluation rows of an environment; without evaluation rows a share is held out."""
 
     def __init__(self, config: VerifiersTask, seed: int) -> None:
         name = config.environment
-        made = _environment(name)
-        self.training: Sequence[Prompt] = [_prompt(row, name) for row in made.get_dataset()]
-        self.held_out: Sequence[Prompt] = [_prompt(row, name) for row in made.get_eval_dataset()]
-        keys, held_out = ([split.key(one.text) for one in rows] for rows in (self.training, self.held_out))
+        environment = _environment(name)
+        self.training: Sequence[Prompt] = [_prompt(row, name) for row in environment.get_dataset()]
+        self.held_out: Sequence[Prompt] = [_prompt(row, name) for row in environment.get_eval_dataset()]
+        keys, held_out = ([split.key(prompt.text) for prompt in rows] for rows in (self.training, self.held_out))
         self.notes = [*split.describe_repeats(keys, name)]
         if held_out and set(held_out) <= set(keys):
-            # verifiers gives the training rows where there are no others.
+            # Without evaluation rows verifiers returns the training rows.
             self.training, self.held_out = split.divide(self.training, keys, config.held_out, seed)
         else:
             self.notes += split.describe_overlap(held_out, set(keys), name)
 
 
 class Verifiers:
-    """Plays one conversation; the environment's rubric gives its reward and metrics, on the last turn."""
+    """Runs one conversation; the environment's rubric gives the reward and metrics, on the last turn."""
 
     def __init__(self, environment: str) -> None:
         self._environment = _environment(environment)
@@ -90,24 +90,24 @@ class Verifiers:
         row = json.loads(prompt.columns["row"])
         rollout = self._environment.rollout(row, client, "policy", {})
         self._conversation = asyncio.ensure_future(rollout)
-        said = await self._next()
-        if isinstance(said, Done):
+        observation = await self._next()
+        if isinstance(observation, Done):
             raise TaskError("the environment ended before the policy's first turn")
-        return said
+        return observation
 
     async def step(self, text: str) -> tuple[Message, ...] | Done:
-        """Hand `text` over; the environment's next messages, or its verdict."""
+        """Pass on the policy's turn; return the environment's next messages, or its rewards."""
         self._said.put_nowait(text)
         return await self._next()
 
     async def close(self) -> None:
-        """End a conversation that is not over."""
+        """Cancel an unfinished conversation."""
         if self._conversation is not None:
             self._conversation.cancel()
             await asyncio.gather(self._conversation, return_exceptions=True)
 
     async def ask(self, messages: list[TheirMessage]) -> str:
-        """Wait for the model's next turn, on the client's side of the conversation."""
+        """Called by the client: pass `messages` on and wait for the model's next turn."""
         self._asked.put_nowait(messages)
         return await self._said.get()
 
@@ -121,7 +121,7 @@ class Verifiers:
         finally:
             asked.cancel()
         messages = asked.result()
-        # Earlier messages, and the policy's own turn, are in the context as they were sampled.
+        # Earlier messages and the policy's turn are already in the context, as sampled.
         fresh, self._seen = messages[self._seen :], len(messages) + 1
         return tuple(_message(message) for message in fresh)
 
@@ -140,14 +140,14 @@ def _environment(name: str) -> TheirEnvironment:
         raise TaskError("this task needs verifiers: pip install 'streamppo[verifiers]'") from error
     try:
         return load_environment(name)
-    # An environment is other people's code, and raises anything while it loads.
+    # An environment is foreign code, which may raise any exception while it loads.
     except Exception as error:
         raise TaskError(f"verifiers cannot load the environment {name!r}: {error}") from error
 
 
 @cache
 def _client_class() -> type:
-    """Make a client of theirs, of which only the method that `rollout` calls works."""
+    """Make a subclass of their client in which only the method used by `rollout` works."""
     client_base = import_module("verifiers.clients").Client
     types = import_module("verifiers.types")
 
@@ -163,14 +163,14 @@ def _client_class() -> type:
 
 
 class _Client(Protocol):
-    """Their client holds the object that it was made with."""
+    """Their client; `client` is the argument of its constructor."""
 
     client: Verifiers
 
 
 def _prompt(row: Row, source: str) -> Prompt:
-    given = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-    messages = tuple(chat.message(message, f"a row of {source}") for message in given)
+    conversation = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+    messages = tuple(chat.message(message, f"a row of {source}") for message in conversation)
     columns = {"answer": row.get("answer", ""), "row": json.dumps(row, default=str)}
     text = "\n\n".join(message.text for message in messages)
     return Prompt(text=text, messages=messages, columns=columns, source=source)
