@@ -9,6 +9,10 @@ bit for bit. The recovery time is from the kill to the next new update. `--scale
 before every kill. `--watch` polls the run's page every 0.2 s (benchmarks/faults/poll.py). With `--draw` every trial has
 a random configuration, drawn from the configuration's types and stored with the trial.
 
+With `--agents` the configuration is one of agents, whose processes are killed, too: every sampled token must be under
+one end (benchmarks/faults/token_account.py), and agents have seen what was trained on. Processes that are left ten
+seconds after the end of a run, or of a driver that was killed, are orphans.
+
 With `--json out.json` every trial is also appended to out.jsonl when it ends: the same command continues after the
 stored trials, and a larger `--trials` adds trials.
 """
@@ -34,6 +38,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.faults import token_account
 from benchmarks.faults.poll import polled
 from benchmarks.lib import draw
 from benchmarks.lib.runs import machine
@@ -42,13 +47,21 @@ from streamppo.queue.rules.records import GIVEN_UP
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file as lines
-from streamppo.types import Identity
+from streamppo.types import Identity, Trajectory
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parents[2]
-KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo "}
 SHARDS = {"shard": "ray::QueueShard"}
 """An additional kind of process in runs with `--set queue.shards=2`."""
+AGENTS = {"agent": "streamppo.tasks.rewards.processes.worker"}
+"""With `--agents`: the processes in which agents run, and the one that forks them."""
+WITNESS = (
+    "environment.agent=benchmarks/lib/witness_agent.py:run",
+    "environment.max_turns=6",
+    "environment.max_tokens=64",
+)
+ALL = KINDS | SHARDS | AGENTS
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3
@@ -81,6 +94,8 @@ class Trial(NamedTuple):
     restarts: dict[str, int]
     page_replies: int
     page_errors: dict[str, int]
+    orphans: int = 0
+    tokens: dict[str, int] | None = None
 
 
 class Victim:
@@ -89,8 +104,8 @@ class Victim:
     def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...]) -> None:
         self.folder = folder
         self.run = folder / "chaos"
-        self.log = folder / "log"
-        self._environment = {**environment(), MARK: str(folder)}
+        self.log, self.witness, self.orphans = folder / "log", folder / "witness", 0
+        self._environment = {**environment(), MARK: str(folder), "STREAMPPO_WITNESS": str(self.witness)}
         self._begin("run", str(config), "--runs", str(folder), *overrides)
 
     def _begin(self, *arguments: str) -> None:
@@ -100,13 +115,15 @@ class Victim:
 
     def kill(self, kind: str) -> bool:
         """Kill a process of `kind`; resume a driver after all its processes have ended. False if there is none."""
+        found = list[psutil.Process]()
         for process in self.family():
             with contextlib.suppress(psutil.Error):
-                if (KINDS | SHARDS)[kind] in " ".join(process.cmdline()):
-                    process.kill()
-                    break
-        else:
+                found += [process] if ALL[kind] in " ".join(process.cmdline()) else []
+        if not found:
             return False
+        # Of agents' processes any: that which forks the others, too.
+        with contextlib.suppress(psutil.Error):
+            (random.choice(found) if kind in AGENTS else found[0]).kill()
         if kind == "driver":
             self.driver.wait()
             self.end()
@@ -151,16 +168,18 @@ class Victim:
         """Wait for the end of the run, and return its account. Raises `RuntimeError` if it failed."""
         if self.driver.wait(STUCK_S * 3):
             raise RuntimeError(f"the run ended with {self.driver.returncode}:\n{self.log.read_text()[-3000:]}")
-        return account(self.run, kills, replays)
+        return account(self.run, kills, replays, witness=self.witness if self.witness.exists() else None)
 
     def end(self) -> None:
-        """Wait until no process is left; kill those that are left after 10 s."""
-        deadline = time.monotonic() + 10
+        """Wait until no process is left; kill those that are left after 10 s, and count them as orphans."""
+        deadline, orphans = time.monotonic() + 10, set[int]()
         while left := self.family():
             if time.monotonic() > deadline:
                 for process in left:
+                    orphans.add(process.pid)
                     process.kill()
             time.sleep(0.1)
+        self.orphans += len(orphans)
 
 
 def trial(
@@ -181,11 +200,11 @@ def trial(
     victim = Victim(config, folder, (*SHORT, *overrides))
     try:
         victim.wait_for(1)
-        if not watch:
-            return killed(victim, kinds, seed, scale=scale, replays=replays)
-        with polled(victim.run, environment()) as page:
+        with polled(victim.run, environment()) if watch else contextlib.nullcontext() as page:
             made = killed(victim, kinds, seed, scale=scale, replays=replays)
-        return made._replace(page_replies=page.replies, page_errors=dict(page.errors))
+        victim.end()
+        made = made._replace(orphans=victim.orphans)
+        return made._replace(page_replies=page.replies, page_errors=dict(page.errors)) if page else made
     finally:
         if victim.driver.poll() is None:
             victim.driver.send_signal(signal.SIGKILL)
@@ -213,8 +232,11 @@ def replay(run: Path) -> bool:
     return not subprocess.run(command, capture_output=True, text=True, check=False, env=environment()).returncode
 
 
-def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Trial:
-    """Find every trajectory of an ended run, and check the replay of its weights."""
+def account(run: Path, kills: list[Kill], replays: Replays | None = None, *, witness: Path | None = None) -> Trial:
+    """Find every trajectory of an ended run, and check the replay of its weights.
+
+    With the notes of agents in `witness`, find every token, too.
+    """
     journal = Journal.open_run(run)
     saved, ended = journal.read(), journal.ended_attempts()
     journal.close()
@@ -240,7 +262,13 @@ def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Tri
         restarts=json.loads((run / "summary.json").read_text())["restarts"],
         page_replies=0,
         page_errors={},
+        tokens=None if witness is None else _tokens(run, [*trained, *waiting], witness),
     )
+
+
+def _tokens(run: Path, there: list[Trajectory], witness: Path) -> dict[str, int]:
+    found = token_account.account(run, there, witness)
+    return {**found._asdict(), "holds": found.holds}
 
 
 def _number(identity: Identity, samples: int) -> int:
@@ -251,7 +279,7 @@ def table(trials: list[Trial]) -> dict[str, Any]:
     """The totals of the campaign."""
     kills = [kill for one in trials for kill in one.kills]
     rows: dict[str, Any] = {}
-    for kind in KINDS | SHARDS:
+    for kind in ALL:
         seconds = [kill.recovery_s for kill in kills if kill.kind == kind and kill.recovery_s is not None]
         rows[kind] = {
             "kills": sum(kill.kind == kind for kill in kills),
@@ -268,6 +296,8 @@ def table(trials: list[Trial]) -> dict[str, Any]:
             "replies": sum(one.page_replies for one in trials),
             "errors": dict(sum((Counter(one.page_errors) for one in trials), Counter[str]())),
         },
+        "orphans": sum(one.orphans for one in trials),
+        "tokens": dict(sum((Counter(one.tokens) for one in trials if one.tokens), Counter[str]())),
         "replayed_bit_for_bit": sum(one.replayed for one in trials),
     }
 
@@ -285,12 +315,13 @@ def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
     """All trials of a campaign, a function of the options; a larger `--trials` only adds trials."""
     generator, made = random.Random(options.seed), list[Job]()
     for number in range(options.trials):
-        victims = list(KINDS | SHARDS if any(one.startswith("queue.shards=") for one in options.set) else KINDS)
+        victims = [*KINDS, *(SHARDS if any(one.startswith("queue.shards=") for one in options.set) else ())]
+        victims += AGENTS if options.agents else ()
         kinds, seed = [generator.choice(victims) for _ in range(options.kills)], generator.randrange(2**31)
         # The draw uses the trial's seed, so that new choices in the configuration do not change later trials' kills.
         fixed = [*SHORT, *options.set]
         drawn = draw.draw(random.Random(seed), options.config, fixed, folder) if options.draw else []
-        made.append(Job(number, kinds, seed, [*options.set, *drawn]))
+        made.append(Job(number, kinds, seed, [*(WITNESS if options.agents else ()), *options.set, *drawn]))
     return made
 
 
@@ -344,6 +375,7 @@ def result(lines_made: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
+    parser.add_argument("--agents", action="store_true", help="of examples/calculator_agent.toml, for one")
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--kills", type=int, default=4, help="kills of one trial")
     parser.add_argument("--seed", type=int, default=0)
@@ -363,6 +395,7 @@ def main() -> None:
         "seed": options.seed,
         "scale": options.scale,
         "watch": options.watch,
+        "agents": options.agents,
         "runs_at_a_time": options.parallel,
     }
     # Trials store the paths of their data and teacher, so these must be the same in every call.
@@ -381,6 +414,8 @@ def main() -> None:
         or found["page"]["errors"]
         or found["lost"]
         or found["twice"]
+        or found["orphans"]
+        or found["tokens"].get("holds", found["trials"]) < found["trials"]
         or found["replayed_bit_for_bit"] < found["trials"]
     ):
         sys.exit(1)

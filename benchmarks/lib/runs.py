@@ -69,7 +69,7 @@ def _watched(process: "subprocess.Popen[bytes]", log: Path, begin: float) -> tup
             first_output_s = time.perf_counter() - begin
         # Reading the memory maps of all processes takes milliseconds; it must not slow down the measured run.
         if first_output_s:
-            peak = max(peak, _memory_mib(process.pid))
+            peak = max(peak, memory_mib(process.pid))
             time.sleep(2.0)
         time.sleep(0.05)
     return first_output_s, peak
@@ -92,7 +92,7 @@ def waiting(in_flight: int, where: str = "process") -> list[str]:
     ]
 
 
-def _memory_mib(root: int) -> float:
+def memory_mib(root: int) -> float:
     """The proportional set size of `root` and all its descendants, in MiB."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

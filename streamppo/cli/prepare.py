@@ -66,7 +66,7 @@ def check(
     gpu_gib: Annotated[
         float | None, Parameter(help="Memory of one GPU (default: that of the GPU here, else 80).")
     ] = None,
-    no_score: Annotated[bool, Parameter(help="Call no reward on rows of the data.")] = False,
+    no_score: Annotated[bool, Parameter(help="Call no reward on rows of the data, and no agent.")] = False,
 ) -> int:
     """Report mistakes in CONFIG, what its run needs and about how much memory it takes, without starting it.
 

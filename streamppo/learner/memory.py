@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.algorithms.chunked_head import PIECE
 from streamppo.config.sections import Config, Model, longest_row
+from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.learner.model import adapters
 from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
@@ -80,6 +81,7 @@ class RankMemory(NamedTuple):
     state: int
     gathered: int
     activations: int
+    mask: int
     head: int
     layer: int
     reference: int
@@ -214,6 +216,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
                  ranks. Of a rank alone a copy of what is trained in the compute type; in float32 nothing
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each;
                  with tensor parallelism the slices that a rank gathers twice
+    mask         with agents, whose rows are trees: the tokens that each token sees, and their copy in the compute type
+                 that attention keeps in every layer, or with checkpointing in one; where paths are less work, nothing
     head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
     layer        later in the backward pass: with checkpointing one layer's activations and the gradients of two; of a
                  rank alone the gradient of what is in no layer, to which the embedding adds at the end
@@ -247,12 +251,23 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
         state=0 if learner.offload else state(config, model),
         gathered=gathered,
         activations=layers,
+        mask=_tree_mask(config, model, tokens, longest),
         head=_head(config, model, tokens),
         layer=tokens * (per_layer + 2 * model.widest) * (not keeps_all)
         + alone * int(gradients * model.rest * model.element),
         reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
     )
+
+
+def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
+    """The mask of rows that are trees, where SDPA computes them: agents make some."""
+    attention = config.model.attention
+    is_sdpa = attention == "sdpa" or (attention == "auto" and not (config.learner.gpus and model.element < MASTER))
+    if not isinstance(config.environment, AgentEnvironment) or not is_sdpa:
+        return 0
+    copies = model.layers if config.model.gradient_checkpointing in ("off", "auto") else 1
+    return tokens * longest * (1 + model.element * copies)
 
 
 def _head(config: Config, model: ModelSizes, tokens: int) -> int:

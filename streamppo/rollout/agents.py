@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from streamppo.config.reward import FunctionScorer
 from streamppo.config.task import AgentEnvironment
@@ -35,6 +36,8 @@ AT_ONCE = 1024
 """Agents that run at once, at most: an evaluation asks for all of its prompts."""
 GRACE_S = 5.0
 """A process that does not end its run in time is killed so much later."""
+HIDDEN = "[key]"
+"""In place of a run's key in what its agent says."""
 MEMORY_MIB = 8192
 """Memory that one process may allocate after it has imported the agent (Linux)."""
 
@@ -61,6 +64,7 @@ class AgentRun(NamedTuple):
     opening: Prompt
     observations: tuple[tuple[Message, ...], ...]
     branches: bytes
+    placed_turns: bytes
 
 
 class Agents:
@@ -110,10 +114,11 @@ class Agents:
                 outcome = await self._run(session, prompt)
             finally:
                 self._endpoint.close(session)
-        if outcome.reason:
+        try:
+            return self._ended(session, outcome, prompt)
+        except EnvironmentFailed:
             self.counts["failed"] += 1
-            raise EnvironmentFailed(outcome.reason, session.sampled)
-        return self._ended(session, outcome, prompt)
+            raise
 
     def _session(self, key: str, prompt: Prompt, sampling: Sampling) -> Session:
         arguments = {**prompt.template.arguments, **self._config.template}
@@ -136,13 +141,19 @@ class Agents:
         (found,) = await self._pool.call((text,), (columns,))
         if found.reward is None:
             too_late = found.reason.startswith("no score after")
-            return agent.AgentOutcome(
+            outcome = agent.AgentOutcome(
                 reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {found.reason}"
             )
-        return msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)
+        else:
+            outcome = msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)
+        # An agent's output may quote the address that it asks; both go into journal, log and page.
+        told = {"reason": outcome.reason, "explanation": outcome.explanation}
+        return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in told.items()})
 
     def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
         """What became of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
+        if outcome.reason:
+            raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received()
         given = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
         if not given and not self._scored:
@@ -183,6 +194,7 @@ class Agents:
             opening,
             tuple(turn.new for turn in turns[1:]),
             columns.branches.tobytes(),
+            session.row.turn_column({turn.number for turn in turns}),
         )
 
 

@@ -100,7 +100,7 @@ async def engine(
                 model.vocabulary,
                 chosen.start_s,
                 cuts=sampling(config).cuts,
-                segments=config.queue.segments is not None,
+                streams=wire.streaming(config),
                 routes=chosen.routes,
                 strings=model.stop.strings,
                 unknown=model.unknown,

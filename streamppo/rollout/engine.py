@@ -59,7 +59,7 @@ class Completion(NamedTuple):
     greedy tokens have their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t; with
     `versions_known` false it is the oldest possible one. `candidates` is set exactly if the sampling parameters cut
     the distribution. `routes_SE` are the experts of the S tokens of prompt and completion, without the last; None if
-    the engine does not record them. `cached` is the number of prompt tokens found in a server's cache.
+    the engine does not record them. `cached` is the number of prompt tokens found in the engine's cache.
     """
 
     tokens: Ints
@@ -70,6 +70,23 @@ class Completion(NamedTuple):
     candidates: TokenCandidates | None = None
     routes_SE: Routes | None = None
     cached: int = 0
+
+
+class ContextReuse:
+    """Of contexts that earlier turns of an episode had: their `tokens`, and those of them that were `reused`.
+
+    Contexts of fewer than `LEAST` tokens are left out: engines do not keep them.
+    """
+
+    LEAST = 64
+
+    def __init__(self) -> None:
+        self.tokens = self.reused = 0
+
+    def add(self, known: int, cached: int) -> None:
+        """Count a turn of whose context `known` tokens were there before, and `cached` came from the cache."""
+        if known >= self.LEAST:
+            self.tokens, self.reused = self.tokens + known, self.reused + min(known, cached)
 
 
 NEVER = 2**62
@@ -105,7 +122,8 @@ class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
     `restarts` is the number of restarts after its processes died. `prompted` is the number of prompt tokens, and
-    `reused` the number of those that came from the cache.
+    `reused` the number of those that came from the cache. `kv_ages` counts
+    these by the versions between the weights that computed them and those that sample after them.
     """
 
     tokens: int
@@ -116,6 +134,7 @@ class Usage(NamedTuple):
     restarts: int = 0
     prompted: int = 0
     reused: int = 0
+    kv_ages: Mapping[int, int] = {}
 
 
 class Engine(Protocol):

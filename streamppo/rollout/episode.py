@@ -19,7 +19,7 @@ from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import random_numbers
-from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling, TokenCandidates
+from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Engine, Sampling, TokenCandidates
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
 from streamppo.tasks.stalls import EventLoopStalls
@@ -54,7 +54,7 @@ class Episode(NamedTuple):
     """A finished completion of T tokens before it is scored. `turn_ends` are the indices of the turns' last tokens.
 
     `opening` is the environment's version of the prompt, and `observations` are its messages after the turns.
-    `branches` is as in `Trajectory`.
+    `branches` is as in `Trajectory`, and `placed_turns` are its `turns`.
     """
 
     prompt_tokens: Ints
@@ -73,6 +73,7 @@ class Episode(NamedTuple):
     opening: Prompt | None = None
     observations: tuple[tuple[Message, ...], ...] = ()
     branches: bytes = b""
+    placed_turns: bytes = b""
 
     @property
     def num_sampled(self) -> int:
@@ -150,6 +151,7 @@ class Episode(NamedTuple):
             teacher_logprobs=teacher_logprobs[4 * prefix :],
             routes=b"" if self.routes_SE is None else self.routes_SE.tobytes(),
             branches=self.branches,
+            turns=self.placed_turns,
             components=reward.components,
             explanation=utf8_safe(reward.explanation)[:EXPLAINED],
         )
@@ -183,7 +185,7 @@ class Player:
         scored: bool = False,
     ) -> None:
         self._engine = engine
-        self.tokenizer, self.stop = tokenizer, stop
+        self.tokenizer, self.stop, self.contexts = tokenizer, stop, ContextReuse()
         self.agents: Agents | None = None
         self._stalls: EventLoopStalls | None = None
         self._environment = environment if isinstance(environment, EnvironmentConfig) else None
@@ -192,7 +194,8 @@ class Player:
             from streamppo.rollout import agents
             from streamppo.rollout.endpoint.session import SampledPolicy
 
-            self.agents = agents.Agents(SampledPolicy(engine, tokenizer, stop), environment, scored=scored)
+            policy = SampledPolicy(engine, tokenizer, stop, self.contexts)
+            self.agents = agents.Agents(policy, environment, scored=scored)
         if self._environment:
             self._make = environments.load(self._environment)
             self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)
@@ -230,6 +233,7 @@ class Player:
             seed = random_numbers.seed_of_turn(sampling.seed, turn - 1)
             drawing = sampling._replace(max_tokens=min(sampling.max_tokens, room), seed=seed)
             completion = await self._engine.generate(columns.context(), drawing, cuts)
+            self.contexts.add(columns.known, completion.cached)
             text = self.stop.text(completion.tokens, completion.finish, self.tokenizer.completion)
             columns.add_turn(completion, text)
             if completion.finish == "length":
@@ -249,7 +253,7 @@ class Player:
 
 
 class Columns:
-    """The columns of an episode as they grow, turn by turn."""
+    """The columns of an episode as they grow, turn by turn. `known` tokens were there when a turn ended."""
 
     def __init__(self, prompt_tokens: Ints, opening: Prompt | None = None) -> None:
         self.prompt_tokens = prompt_tokens
@@ -257,7 +261,7 @@ class Columns:
         self.observations: list[tuple[Message, ...]] = []
         self.turns: list[str] = []
         self.rewards: list[float] = []
-        self.length = 0
+        self.length = self.known = 0
         self._parts: list[tuple[Ints, Floats, Ints, Flags]] = []
         self._turn_ends: list[int] = []
         self._versions_known = True
@@ -292,6 +296,7 @@ class Columns:
         self._versions_known &= completion.versions_known
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)
+        self.known = len(self.prompt_tokens) + self.length
 
     def add_observation(self, tokens: Ints, said: Said = ()) -> None:
         """Add an observation: log-probs of 0, the version of the token before it, and masked."""

@@ -11,7 +11,9 @@ LINES = {
     "phases": "a process, with all its phases since it started: calls, wall seconds, CPU seconds; now and then",
     "queue": "trajectories that are ready, and those that are being sampled; now and then",
     "engine": "a rollout actor: its version, tokens, busy and idle seconds since it started, one completion; "
-    "`prefix_reused`: share of the tokens of its prompts that came from the engine's cache",
+    "`prefix_reused`: share of the tokens of its prompts that came from the engine's cache; `context_reused`: share of "
+    "the contexts of 64 tokens and more that earlier turns had; `kv_ages`: tokens from the cache, by versions since "
+    "they were computed, and `kv_age`, their mean; `agents`: requests of agents and what became of them",
     "restart": "the stage that died and is started again; why",
     "end": "the driver ends: `finished`, or why it ends early; a driver that was killed has no such line",
 }
@@ -146,6 +148,9 @@ TRACKED = {
     "engine_idle_s_": "seconds that a rollout actor's engine had nothing to do since it started",
     "engine_prefix_reused_": "share of the tokens of a rollout actor's prompts that its engine had in its cache: turns "
     "and samples that share a context",
+    "engine_context_reused_": "share of the contexts that earlier turns had which a rollout actor's engine did not "
+    "compute again; turns allow 1",
+    "engine_kv_age_": "versions, mean age of the weights that computed what a rollout actor's engine reused",
     "restarts_": "deaths of a stage that this part of the run has survived",
 }
 """Only in trackers and Prometheus, besides the metrics of updates: numbers of other lines, named as above."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from streamppo.config.sections import Config
 from streamppo.telemetry.diagnosis_rules import EARLY, RULES
 from streamppo.telemetry.evidence import WINDOW, Evidence, Numbers
-from streamppo.telemetry.metrics_file import EvaluationLine, Line, numbers
+from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, numbers
 from streamppo.telemetry.summary import Summary
 
 
@@ -39,6 +39,7 @@ class Diagnosis:
         self._recent: deque[Numbers] = deque(maxlen=WINDOW)
         self._windows: list[Numbers] = []
         self._evaluations: list[EvaluationLine] = []
+        self._engines: dict[str, EngineLine] = {}
         self._seen = 0
         self._version = 0
         self._findings: dict[str, Sign] = {}
@@ -54,6 +55,10 @@ class Diagnosis:
         """Add one line of metrics.jsonl; return the findings that are new and the ones that are over."""
         if "evaluation" in line:
             self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
+        if "part" in line:
+            self._engines = {}
+        if "engine" in line:
+            self._engines[line["engine"]] = line
         if "update" not in line:
             return []
         self._version = line["update"]
@@ -74,7 +79,8 @@ class Diagnosis:
 
     def _look(self, summary: Summary | None, *, early: bool = False) -> list[Sign]:
         enough = self._recent if self._windows or early else ()
-        evidence = Evidence(self._config, list(enough), self._windows, self._evaluations, summary)
+        engines = list(self._engines.values())
+        evidence = Evidence(self._config, list(enough), self._windows, self._evaluations, summary, engines)
         changed: list[Sign] = []
         for rule in (rule for rule in RULES if rule.early or not early):
             before, numbers = self._findings.get(rule.name), rule.look(evidence)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import NamedTuple
 
-from streamppo.telemetry import progress
+from streamppo.telemetry import context_reuse, progress
 from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
 
 EARLY = 3
@@ -28,6 +28,7 @@ FALLEN = 0.1
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
+REUSED = 0.5
 
 
 class SignRule(NamedTuple):
@@ -242,6 +243,13 @@ def _blocked(seen: Evidence) -> str | None:
     return f"the engines had nothing to decode {engines['idle_share']:.0%} of their time"
 
 
+def _computed_again(seen: Evidence) -> str | None:
+    share = context_reuse.of_lines(seen.engines).contexts
+    if share is None or share >= REUSED or not seen.windows:
+        return None
+    return f"{1 - share:.0%} of the contexts that earlier turns had were computed again"
+
+
 def _first(seen: Evidence, name: str) -> float | None:
     """The mean of a metric in the first window; None while it is the only one."""
     return seen.windows[0].get(name) if len(seen.windows) > 1 else None
@@ -374,6 +382,13 @@ RULES = (
         "with the learner",
         "raise queue.max_lag or rollout.in_flight, fewer rollout actors, or a faster learner",
         _blocked,
+    ),
+    SignRule(
+        "contexts are computed again",
+        f"less than {REUSED:.0%} of the contexts of 64 tokens and more that earlier turns had came from the cache",
+        "more rollout.slots than rollout.in_flight, a larger cache of SGLang, rollout.engine.kv = 'keep', fewer "
+        "updates during an episode, agents that extend their conversation and do not rewrite it",
+        _computed_again,
     ),
 )
 """All rules: faults of data and pipeline, then of an update, then their consequences, then of speed."""

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from streamppo.config.sections import Config
 from streamppo.telemetry import progress
-from streamppo.telemetry.metrics_file import EvaluationLine
+from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine
 from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
@@ -23,7 +23,8 @@ class Evidence(NamedTuple):
     """The numbers that rules check.
 
     `recent` are the metrics of the last `WINDOW` updates; `windows` are the means of every `WINDOW` updates from the
-    first on; `evaluations` are ordered by version. `summary` is set at the end of a run.
+    first on; `evaluations` are ordered by version; `engines` are the newest lines of the
+    rollout actors. `summary` is set at the end of a run.
     """
 
     config: Config
@@ -31,6 +32,7 @@ class Evidence(NamedTuple):
     windows: Sequence[Numbers]
     evaluations: Sequence[EvaluationLine] = ()
     summary: Summary | None = None
+    engines: Sequence[EngineLine] = ()
 
     def series(self, name: str) -> list[float]:
         """The values of a metric in the recent updates that have it."""

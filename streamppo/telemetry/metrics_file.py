@@ -103,7 +103,8 @@ class SampleLine(TypedDict):
 class EngineLine(TypedDict):
     """Counters of a rollout actor since it started, and its newest completion.
 
-    `prefix_reused` is present once the actor has had a prompt.
+    `prefix_reused` is present once the actor has had a prompt. The other numbers of context_reuse.py are
+    present once there is something to count, and so is `agents`, which counts their requests by outcome.
     """
 
     engine: str
@@ -113,6 +114,10 @@ class EngineLine(TypedDict):
     busy_s: float
     idle_s: float
     prefix_reused: NotRequired[float]
+    context_reused: NotRequired[float]
+    kv_age: NotRequired[float]
+    kv_ages: NotRequired[dict[str, int]]
+    agents: NotRequired[dict[str, int]]
     sampled: SampleLine | None
 
 

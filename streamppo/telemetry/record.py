@@ -20,7 +20,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.errors import UNREADABLE, RunError
-from streamppo.telemetry import metrics_file, summary
+from streamppo.telemetry import context_reuse, metrics_file, summary
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import Display, PlainLines
 from streamppo.telemetry.metrics_file import FINISHED, Line
@@ -172,9 +172,9 @@ class RunRecord:
 
     def _engine(self, report: EngineReport, *, written: bool) -> None:
         counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
-        if report.prompted:
-            counters["prefix_reused"] = report.reused / report.prompted
-        self._show_event("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=written)
+        agents = {"agents": report.agents} if report.agents else {}
+        more = {**counters, **context_reuse.of_reports([report]), **agents, "sampled": _sampled(report.sample)}
+        self._show_event("engine", report.actor, more, written=written)
 
     def tick(self, doing: str) -> None:
         """Let the display update its time, and check the trackers; `doing` is the driver's reason to wait."""

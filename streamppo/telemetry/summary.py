@@ -10,7 +10,8 @@ from typing import NotRequired, TypedDict
 
 import msgspec
 
-from streamppo.telemetry import metrics_file, progress
+from streamppo.telemetry import context_reuse, metrics_file, progress
+from streamppo.telemetry.context_reuse import ReuseNumbers
 from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
 from streamppo.types import EngineReport, QueueReport
 
@@ -75,8 +76,9 @@ class OfQueue(TypedDict):
     tokens: dict[str, int] | None
 
 
-class OfEngines(TypedDict):
-    """Counts of the engines at the end of the run, each since it started.
+class OfEngines(ReuseNumbers):
+    """Counts of the engines at the end of the run, each since it started; what they reused is as in context_reuse.py.
+
 
     `tokens_per_s`: sum over engines of tokens / own seconds. `restarts`: deaths of an engine's processes that its actor
     survived. `stalls`: steps of environments that blocked an actor, by file and line. `agents`: agents' requests, by
@@ -197,6 +199,7 @@ def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
         "too_long": dict(engines[0].too_long),
         "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
         "agents": dict(sum((Counter(engine.agents) for engine in engines), Counter[str]())),
+        **context_reuse.of_reports(engines),
     }
 
 

@@ -185,7 +185,7 @@ class Ticket(WireStruct, frozen=True):
 class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     """One finished, scored completion, or a segment of one.
 
-    All columns but `prompt_tokens`, `candidates`, `routes` and `branches` have T entries, T >= 1.
+    All columns but `prompt_tokens`, `candidates`, `routes`, `branches` and `turns` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only these are trained on. `logprobs` are under the sampling
     distribution. `versions` are the weight versions that sampled each token; without `versions_known` the engine did
@@ -202,7 +202,8 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
     `branches` make the row (prompt and completion) a tree (types/branches.py): int32 pairs (start, parent). Token
     `start` of the row, which was not sampled, follows token `parent`, or no token (-1). Without branches each token
-    follows the one before it. Tokens are in order of time.
+    follows the one before it. Tokens are in order of time. `turns` are the turns of an agent's run, also those
+    that were not delivered (types/turns.py).
 
     A segment that is followed by others has `finish` "cut" and no reward; the last segment has the reward of the whole.
     The last `prefix` of its `prompt_tokens` are the tokens of earlier segments.
@@ -224,6 +225,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     teacher_logprobs: bytes = b""
     routes: bytes = b""
     branches: bytes = b""
+    turns: bytes = b""
     components: dict[str, float] = {}
     explanation: str = ""
     versions_known: bool = True

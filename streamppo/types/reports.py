@@ -60,7 +60,9 @@ class EngineReport(WireStruct, frozen=True):
 
     `too_long` counts prompts that were skipped or truncated when the task was loaded, `restarts` the restarts of the
     engine's processes, `stalls` environment steps that blocked the actor, by file and line, `agents` the requests of
-    agents by outcome. `prompted` counts prompt tokens, `reused` those of them from the engine's cache. `sample` is the
+    agents by outcome. `prompted` counts prompt tokens, `reused` those of them from the engine's cache, and `kv_ages`
+    these by the versions since they were computed; of the `context` tokens that earlier turns of an episode had,
+    `context_reused` were. `sample` is the
     newest completion.
     """
 
@@ -77,6 +79,9 @@ class EngineReport(WireStruct, frozen=True):
     restarts: int = 0
     prompted: int = 0
     reused: int = 0
+    context: int = 0
+    context_reused: int = 0
+    kv_ages: dict[int, int] = {}
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
     stalls: dict[str, int] = {}

@@ -13,7 +13,7 @@ from streamppo.config.task import AgentEnvironment
 from streamppo.rollout.endpoint import session
 from streamppo.rollout.endpoint.server import Endpoint
 from streamppo.rollout.endpoint.session import SampledPolicy, Session
-from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
+from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampling, Usage
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Ints, Prompt, Template
@@ -85,11 +85,12 @@ class Case:
 
     def __init__(self, endpoint: Endpoint, engine: Speaks, limits: AgentEnvironment) -> None:
         self.endpoint, self.engine, self.limits = endpoint, engine, limits
+        self.contexts = ContextReuse()
         self.session = self.opened()
         self._closing = list[Any]()
 
     def opened(self) -> Session:
-        policy = SampledPolicy(self.engine, self.engine.tokenizer, Stop())
+        policy = SampledPolicy(self.engine, self.engine.tokenizer, Stop(), self.contexts)
         return self.endpoint.open(
             lambda key: Session(key, policy, Sampling(200), self.limits, Template(), counts=self.endpoint.counts)
         )

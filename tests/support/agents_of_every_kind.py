@@ -85,6 +85,16 @@ async def raises(prompt: str, base_url: str, api_key: str) -> float:
     raise ValueError("no such tool")
 
 
+async def tells_its_key(prompt: str, base_url: str, api_key: str) -> float:
+    print(f"asking {base_url.removesuffix('/v1')}/key/{api_key}/v1")
+    raise ValueError(f"401 for {api_key}")
+
+
+async def explains_its_key(prompt: str, base_url: str, api_key: str) -> Done:
+    await ask(base_url, api_key, user(prompt))
+    return Done(1.0, explanation=f"asked with {api_key}")
+
+
 async def hangs(prompt: str, base_url: str, api_key: str) -> float:
     await asyncio.sleep(600)
     return 1.0

@@ -39,7 +39,16 @@ def test_a_drawn_configuration_is_valid_and_the_same_again(tmp_path: Path) -> No
 
 
 def options(**changed: Any) -> argparse.Namespace:
-    known = {"seed": 1, "trials": 3, "kills": 2, "draw": True, "set": ["updates=9"], "config": MATH, "parallel": 1}
+    known = {
+        "seed": 1,
+        "trials": 3,
+        "kills": 2,
+        "draw": True,
+        "set": ["updates=9"],
+        "config": MATH,
+        "parallel": 1,
+        "agents": False,
+    }
     return argparse.Namespace(**{**known, **changed})
 
 

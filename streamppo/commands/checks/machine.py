@@ -27,10 +27,10 @@ def engine(config: Config) -> Finding:
         case SGLangEngine(url=url) if url:
             return Finding("engine", "later", f"{url} is asked when the run starts")
         case SGLangEngine():
-            return _sglang()
+            return _sglang(config)
 
 
-def _sglang() -> Finding:
+def _sglang(config: Config) -> Finding:
     try:
         metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -40,7 +40,10 @@ def _sglang() -> Finding:
     from streamppo.rollout.sglang import wire
 
     try:
-        return Finding("engine", "ok", f"SGLang {'.'.join(map(str, wire.installed_version()))}")
+        version = wire.installed_version()
+        if what := wire.streaming(config):
+            wire.check_streams(version, what)
+        return Finding("engine", "ok", f"SGLang {'.'.join(map(str, version))}")
     except ModelError as error:
         return Finding("engine", "error", str(error))
 

@@ -105,7 +105,7 @@ def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu:
     engine = estimate.engine(config, model, longest, free)
     if engine is None:
         return
-    yield from _cache(engine, longest, gpu)
+    yield from _cache(engine, longest, gpu, waits=config.environment is not None)
     if config.rollout.gpus and shared:
         engines_per_rank = -(-config.rollout.actors // config.learner.ranks)
         yield from _fits("rank and engine", rank.total + engines_per_rank * engine.total, gpu)
@@ -113,8 +113,10 @@ def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu:
         yield from _fits("engine", engine.total, gpu)
 
 
-def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu) -> Findings:
-    parts = f"weights {_gib(engine.weights)}, cache {_gib(engine.cache)} ({engine.tokens:,} tokens)"
+def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu, *, waits: bool) -> Findings:
+    inside = ", between turns too" if waits else ""
+    parts = f"weights {_gib(engine.weights)}, cache {_gib(engine.cache)} ({engine.tokens:,} tokens{inside})"
+    parts += f", rows on their way {_gib(engine.copied)}" if engine.copied else ""
     yield Finding("engine memory", "ok", f"about {_gib(engine.total)}: {parts}")
     if engine.tokens < longest:
         text = f"the cache does not hold one completion of {longest} tokens"

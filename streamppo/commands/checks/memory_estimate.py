@@ -5,6 +5,7 @@ Estimates: 1 to 3 GiB that CUDA and SGLang's graphs take for themselves are not 
 
 from typing import NamedTuple
 
+from streamppo.config.engine import EmbeddedEngine
 from streamppo.config.sections import Config
 from streamppo.learner.memory import ModelSizes, RankMemory, state
 
@@ -15,16 +16,20 @@ COPIES = 2
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one engine on one GPU (or in the actor, on a CPU), and how many tokens its cache holds."""
+    """Bytes of one engine on one GPU (or in the actor, on a CPU), and how many tokens its cache holds.
+
+    Rows that wait between two turns are in the cache; `copied` are those of one layer on their way to other places.
+    """
 
     weights: int
     cache: int
     tokens: int
+    copied: int = 0
 
     @property
     def total(self) -> int:
-        """Weights and cache together."""
-        return self.weights + self.cache
+        """All parts together."""
+        return self.weights + self.cache + self.copied
 
 
 def engine(config: Config, model: ModelSizes, longest: int, free: float) -> EngineMemory | None:
@@ -43,7 +48,9 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
     tokens = config.rollout.engine.cache_tokens(asked, fit if config.rollout.gpus else None)
     if tokens is None:
         return None
-    return EngineMemory(weights, tokens * model.cache_per_token // gpus, tokens)
+    cache = tokens * model.cache_per_token // gpus
+    copies = isinstance(config.rollout.engine, EmbeddedEngine) and config.environment is not None
+    return EngineMemory(weights, cache, tokens, cache // model.layers if copies else 0)
 
 
 def object_store(model: ModelSizes) -> int:

@@ -108,7 +108,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
     if tokenizer is None and config.model.path != BUILTIN:
         yield Finding("rows", "later", "rows are scored where the model's tokenizer is")
         return
-    tokenizer = tokenizer or _characters(task)
+    tokenizer = tokenizer or characters(task)
     prompts = _first(task)
     if config.environment is None:
         try:
@@ -123,7 +123,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
                 yield _verdict(name, asyncio.run(_scores(name, scorer, of_scorer)))
 
 
-def _characters(task: Task) -> Tokenizer:
+def characters(task: Task) -> Tokenizer:
     """Make the tokenizer that builtin:tiny will have."""
     with tempfile.TemporaryDirectory() as folder:
         character_tokenizer(warmup_data.warmup_of_task(task).alphabet).save_pretrained(folder)

@@ -7,7 +7,7 @@ import transformers
 from streamppo.commands.checks import ends, memory, model, rows, task, turns, weights
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Finding
-from streamppo.config.sections import Config
+from streamppo.config.sections import BUILTIN, Config
 from streamppo.learner.parallel import context_parallel, tensor_parallel
 
 
@@ -26,7 +26,9 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None, *, c
         found = [one for one in found if one.subject not in ("task", "context")] + of_task
         if prompts is not None:
             found += answers(config, prompts, loaded.tokenizer)
-            found += turns.findings(config, prompts, loaded.tokenizer)
+            found += turns.findings(config, prompts, loaded.tokenizer, call=call)
+    elif prompts is not None and config.environment is not None and config.model.path == BUILTIN:
+        found += turns.findings(config, prompts, rows.characters(prompts), call=call)
     if prompts is not None:
         found += rows.score(config, prompts, loaded.tokenizer, call=call)
     if loaded.hf_config is not None:

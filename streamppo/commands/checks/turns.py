@@ -1,7 +1,8 @@
-"""Checks of conversations: control tokens that rows spell, and one turn of the environment with its answer."""
+"""Checks of conversations: control tokens that rows spell, one turn of the environment with its answer, or one run of
+an agent, to whose every request the row's answer is the answer."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -9,18 +10,21 @@ from msgspec import structs
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.sections import Config
-from streamppo.config.task import AgentEnvironment
+from streamppo.config.task import AgentEnvironment, Environment
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
 from streamppo.rollout.episode import Episode, Player
+from streamppo.tasks import agent
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Ints, Message, Prompt
+from streamppo.types import Ints, Message, Prompt, branches
 
 PROMPTS = 64
 """Prompts whose texts are looked at."""
 TURNS = 2
 """Turns of the policy that are played: one is answered, and the other stands behind the answer."""
+AGENT_S = 20.0
+"""Seconds that an agent has for its run."""
 
 
 class Answers:
@@ -39,14 +43,22 @@ class Answers:
         return Completion(self._tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), "stop")
 
 
-def findings(config: Config, task: Task, tokenizer: Tokenizer) -> Findings:
-    """Look at the first prompts, and play a turn of the environment with the first one of each source."""
+def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = True) -> Findings:
+    """Look at the first prompts, and play a turn of the environment with the first one of each source.
+
+    An agent is played if `call` is true.
+    """
     first = task.training[:PROMPTS]
     if note := _note_control_tokens(first, tokenizer):
         yield Finding("task", "note", note)
-    if config.environment is not None:
-        for source, prompt in {one.source: one for one in reversed(first)}.items():
-            yield _play(source, prompt, config, tokenizer)
+    by_source = {one.source: one for one in reversed(first)}
+    if isinstance(config.environment, AgentEnvironment) and not call:
+        yield Finding("environment", "later", "the agent is played when a run starts")
+    elif isinstance(config.environment, AgentEnvironment):
+        yield from _play_agents(by_source, config, config.environment, tokenizer)
+    elif config.environment is not None:
+        for source, prompt in by_source.items():
+            yield _play(source, prompt, config.environment, tokenizer)
 
 
 def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
@@ -61,21 +73,16 @@ def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str
     )
 
 
-def _play(source: str, prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Finding:
-    subject, environment = "environment", config.environment
-    assert environment is not None
-    engine = cast(Engine, Answers(tokenizer, prompt))
+def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Tokenizer) -> Finding:
+    subject = "environment"
     try:
-        is_agent = isinstance(environment, AgentEnvironment)
-        # An agent makes as many requests as it has to.
-        turns = environment.max_turns if is_agent else min(TURNS, environment.max_turns)
-        limited = structs.replace(environment, max_turns=turns)
-        player = Player(engine, tokenizer, limited, scored=bool(config.reward.scorers))
-        episode = asyncio.run(_play_to_the_end(player, prompt, Sampling(environment.max_tokens)))
+        engine = cast(Engine, Answers(tokenizer, prompt))
+        player = Player(engine, tokenizer, structs.replace(environment, max_turns=min(TURNS, environment.max_turns)))
+        episode = asyncio.run(player.play(prompt, Sampling(environment.max_tokens)))
         if episode.opening is not None and episode.opening.messages and not episode.observations:
             tokenizer.observation((Message(role="user", content="?"),), episode.opening.template)
     except EnvironmentFailed as error:
-        state = "note" if str(error).startswith("step") or error.tokens else "error"
+        state = "note" if str(error).startswith("step") else "error"
         return Finding(subject, state, f"{source}: it fails on the row's answer as a turn: {error}")
     except TaskError as error:
         return Finding(subject, "error", f"{source}: no turn can be played: {error}")
@@ -84,12 +91,56 @@ def _play(source: str, prompt: Prompt, config: Config, tokenizer: Tokenizer) -> 
     return Finding(subject, "ok", f"{source}: to the row's answer as a turn it {answer}")
 
 
-async def _play_to_the_end(player: Player, prompt: Prompt, sampling: Sampling) -> Episode:
+# --- agents --------------------------------------------------------------------------------------------------
+
+
+def _play_agents(
+    prompts: Mapping[str, Prompt], config: Config, environment: AgentEnvironment, tokenizer: Tokenizer
+) -> Findings:
+    """Play a run with a prompt of each source, until one is no run: each may take all of its time."""
+    limited = structs.replace(environment, timeout_s=min(AGENT_S, environment.timeout_s))
+    for source, prompt in prompts.items():
+        try:
+            engine = cast(Engine, Answers(tokenizer, prompt))
+            player = Player(engine, tokenizer, limited, scored=bool(config.reward.scorers))
+            most = min(config.rollout.max_tokens, environment.max_tokens)
+            episode = asyncio.run(_run_agent(player, prompt, Sampling(most)))
+        except EnvironmentFailed as error:
+            reason = f"{source}: with the row's answer to each request it fails: {error}"
+            is_short = limited.timeout_s < environment.timeout_s and str(error) == agent.late(limited.timeout_s)
+            if is_short:
+                reason = (
+                    f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
+                    f"{environment.timeout_s:g} s (environment.timeout_s)"
+                )
+            # Behind an answer it may be right to fail: the row's answer is not what it waits for.
+            is_fault = not error.tokens and not is_short
+            yield Finding("environment", "error" if is_fault else "note", reason)
+            return
+        except TaskError as error:
+            yield Finding("environment", "error", f"{source}: no run can be played: {error}")
+            return
+        yield Finding("environment", "ok", f"{source}: {_ran(episode)}")
+
+
+async def _run_agent(player: Player, prompt: Prompt, sampling: Sampling) -> Episode:
+    assert player.agents is not None
     try:
         return await player.play(prompt, sampling)
     finally:
-        if player.agents is not None:
-            await player.agents.close()
+        await player.agents.close()
+
+
+def _ran(episode: Episode) -> str:
+    """Say what a run came to."""
+    count, made = len(episode.turns), len(branches.pairs(episode.branches))
+    text = f"with the row's answer to each request it got {count} answer{'s' * (count > 1)}"
+    text += f" in {made + 1} branches" if made else ""
+    if said := next((one for one in episode.observations if one), ()):
+        text += f", went on with {_shorten(said)}"
+    if episode.finish == "length":
+        text += ", was cut off by max_turns or max_tokens"
+    return f"{text}, and ended with reward {sum(episode.turn_rewards):g}"
 
 
 def _shorten(said: tuple[Message, ...]) -> str:

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from streamppo.commands.console import echo
+from streamppo.commands.look import tree
 from streamppo.commands.look.rows import DataRow, RunRows
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError
@@ -16,7 +17,7 @@ from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.terminal import bounded
-from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints, turns
 
 MOST_TEXT, MOST_SAID, MOST_NAME = 20_000, 2_000, 100
 """Characters that are shown of a prompt or a completion, of an explanation or a reason, and of a name."""
@@ -143,8 +144,7 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
     yield f"{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
     if trajectory.explanation:
         yield f"  explained   {bounded(trajectory.explanation, MOST_SAID)!r}"
-    yield f"  prompt      {bounded(tokenizer.decode(ints(trajectory.prompt_tokens)), MOST_TEXT)!r}"
-    yield from _texts(trajectory, tokenizer)
+    yield from _texts(batch, trajectory, tokenizer)
     yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
     yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
     for name, column in learned.items():
@@ -155,22 +155,20 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
         yield f"  teacher     {_numbers(floats(trajectory.teacher_logprobs))}"
     yield f"  versions    {_runs(versions)}; oldest token {batch.version - trajectory.oldest_version} versions old"
     if not flags(trajectory.mask).all():
-        yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum())} tokens"
+        lost = turns.undelivered(trajectory.turns)
+        yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum()) - lost} tokens"
 
 
-def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
-    """The completion, or each branch of it with the token of the row that it follows."""
-    if not trajectory.branches:
+def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
+    """The prompt and the completion; of several turns the tree that they are."""
+    if not tree.has_tree(trajectory):
+        yield f"  prompt      {bounded(tokenizer.decode(ints(trajectory.prompt_tokens)), MOST_TEXT)!r}"
         yield f"  completion  {bounded(tokenizer.decode(ints(trajectory.tokens)), MOST_TEXT)!r}"
         return
-    prompt, row = len(trajectory.prompt_tokens) // 4, ints(trajectory.prompt_tokens + trajectory.tokens)
-    for start, end, parent in branches.pieces(trajectory.branches, len(row)):
-        text = repr(bounded(tokenizer.decode(row[max(start, prompt) : end]), MOST_TEXT))
-        if start == 0 and end > prompt:
-            yield f"  completion  tokens {prompt} to {end - 1}: {text}"
-        elif start:
-            behind = "nothing" if parent < 0 else f"token {parent}"
-            yield f"  branch      tokens {start} to {end - 1}, after {behind}: {text}"
+    found = tree.nodes(batch, trajectory, lambda tokens: tokenizer.spell(tokens.tolist()))
+    yield f"  tree        {tree.totals(found).words()}"
+    most = max(MOST_NAME, MOST_TEXT // len(found))
+    yield from (f"    {line}" for line in tree.outline(found, lambda text: repr(bounded(text, most))))
 
 
 def _row(row: DataRow) -> Iterator[str]:

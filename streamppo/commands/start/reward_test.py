@@ -5,6 +5,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +51,11 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
             tiny.make(config, Path(path))
         tokenizer = Tokenizer(path, config.model.clock)
         task = tasks.build(config.task, config.seed, tokenizer)
-        tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
+        tried, reports, agents = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
     _print_table(tried)
     echo(*_summary(tried, reports))
+    if agents:
+        echo(f"agents: {', '.join(f'{number:,} {name}' for name, number in sorted(agents.items()))}")
     return 0 if all(one.reward is not None for one in tried) else 1
 
 
@@ -65,24 +68,31 @@ async def _try(
     completions: Path | None,
     *,
     models: Mapping[str, Any],
-) -> tuple[list[TriedCompletion], Sequence[ScorerReport]]:
+) -> tuple[list[TriedCompletion], Sequence[ScorerReport], Mapping[str, int]]:
     rewards = Rewards(config.reward, models)
     await rewards.start(task.sources())
     try:
         if completions is not None:
             given = list(_read_completions(completions, task, _written_as(config), tokenizer))
-            return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
+            return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report(), {}
         async with standalone.engine(
             config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
         ) as engine:
             stop, scored = build.stop(config, path, tokenizer), bool(config.reward.scorers)
             player = Player(engine, tokenizer, config.environment, stop, scored=scored)
-            sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
-            if player.agents is not None:
-                await player.agents.close()
-        return list(sampled), rewards.report()
+            sampled = await _play(config, player, rewards, [task.prompt(n) for n in range(count)])
+            counts = dict(player.agents.counts) if player.agents else {}
+        return sampled, rewards.report(), counts
     finally:
         await rewards.close()
+
+
+async def _play(config: Config, player: Player, rewards: Rewards, prompts: Sequence[Prompt]) -> list[TriedCompletion]:
+    """Sample and score a completion of each prompt; agents end with the last of them."""
+    async with AsyncExitStack() as ending:
+        if player.agents is not None:
+            ending.push_async_callback(player.agents.close)
+        return list(await asyncio.gather(*(_sample(config, player, rewards, prompt) for prompt in prompts)))
 
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> TriedCompletion:

@@ -96,6 +96,7 @@ COLUMNS_OF_SHARD: dict[str, Any] = dict.fromkeys(
         "teacher_logprobs",
         "routes",
         "branches",
+        "turns",
     ),
     b"",
 ) | {"explanation": ""}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamppo.types import Trajectory, branches, flags, floats, ints, routes
+from streamppo.types import Trajectory, branches, flags, floats, ints, routes, turns
 
 LOGPROB_SLACK = 1e-4
 """The largest log-prob that counts as rounding error of 0."""
@@ -41,7 +41,7 @@ def _is_even(one: Trajectory) -> bool:
     """True if the columns have one length and there are no optional columns."""
     size, prompt = len(one.tokens), len(one.prompt_tokens)
     is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs or one.routes)
-    is_plain = is_plain and not one.branches
+    is_plain = is_plain and not one.branches and not one.turns
     return is_plain and size == len(one.logprobs) == len(one.versions) == 4 * len(one.mask) > 0 < prompt == prompt & ~3
 
 
@@ -153,12 +153,14 @@ def _routes(trajectory: Trajectory) -> str | None:
 
 
 def _branches(trajectory: Trajectory) -> str | None:
-    """Branches form a valid tree, and the trajectory is a whole completion."""
-    if not trajectory.branches:
+    """Branches form a valid tree, turns are those of the mask, and the trajectory is a whole completion."""
+    if not trajectory.branches and not trajectory.turns:
         return None
     if trajectory.finish == "cut" or trajectory.identity.segment or trajectory.prefix:
         return "branches in a segment of a completion"
-    return branches.flaw(trajectory.branches, len(trajectory.prompt_tokens) // 4, flags(trajectory.mask))
+    prompt, mask = len(trajectory.prompt_tokens) // 4, flags(trajectory.mask)
+    found = branches.flaw(trajectory.branches, prompt, mask) if trajectory.branches else None
+    return found or (turns.flaw(trajectory.turns, prompt, mask) if trajectory.turns else None)
 
 
 def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:

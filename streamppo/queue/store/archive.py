@@ -14,6 +14,7 @@ B trajectories are concatenated in flat columns: trajectory i has the entries `o
     teacher_logprobs                log-probs of a teacher that is a server
     routes                          the experts of a mixture of experts
     branches                        of trajectories whose tokens are a tree: pairs (start, parent), types/branches.py
+    turns                           of agents' runs: (start, end, reused, delivered) of each turn, types/turns.py
     explanations                    the text that explains the rewards, in UTF-8
 
 `components` is a table [B, components] of reward components; NaN if a trajectory lacks one. The learner's record has

@@ -17,7 +17,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamppo.types import Batch, Floats, Identity, TokenRecord, Trajectory, branches, flags, floats, ints, routes
+from streamppo.types import (
+    Batch,
+    Floats,
+    Identity,
+    TokenRecord,
+    Trajectory,
+    branches,
+    flags,
+    floats,
+    ints,
+    routes,
+    turns,
+)
 
 Column: TypeAlias = NDArray[np.generic]
 Finish: TypeAlias = Literal["stop", "length", "cut"]
@@ -33,6 +45,7 @@ RAGGED = {
     "teacher_logprobs": floats,
     "routes": routes,
     "branches": ints,
+    "turns": ints,
 }
 """Optional columns, and columns with any number of entries per trajectory; each has a column NAME_offsets."""
 EACH = ("token_rewards", "candidate_counts", "teacher_logprobs")
@@ -43,7 +56,8 @@ IDENTITY = ("prompt", "sample", "attempt", "segment")
 
 TYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*IDENTITY, "prefix", "task", "actor", "finish"), ("int64",)),
-    **dict.fromkeys(("tokens", "versions", "prompt_tokens", "candidates", "candidate_counts", "branches"), ("int32",)),
+    **dict.fromkeys(("tokens", "versions", "prompt_tokens"), ("int32",)),
+    **dict.fromkeys(("candidates", "candidate_counts", "branches", "turns"), ("int32",)),
     **dict.fromkeys(("logprobs", "token_rewards", "teacher_logprobs"), ("float32",)),
     **dict.fromkeys(LEARNED, ("float32", "float16")),
     **dict.fromkeys(("reward", "components"), ("float64",)),
@@ -114,7 +128,7 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
             raise ValueError(f"a negative number in {name!r}")
     if not np.isfinite(columns["reward"]).all():
         raise ValueError("a reward that is not finite")
-    _verify_branches(columns)
+    _verify_trees(columns)
     names = attributes.component_names
     if (names and columns["components"].shape[1] != len(names)) or ("components" in columns) != bool(names):
         raise ValueError("components without names")
@@ -124,16 +138,18 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
         raise ValueError("the number of a row that no batch has")
 
 
-def _verify_branches(columns: Mapping[str, Column]) -> None:
-    """Raise `ValueError` for branches that do not form a valid tree of their row."""
-    if "branches" not in columns:
-        return
-    names = ("branches_offsets", "prompt_offsets", "offsets")
-    ends, prompts, tokens = (pairwise(columns[name].tolist()) for name in names)
-    for (begin, end), (first, last), completion in zip(ends, prompts, tokens, strict=True):
-        column, mask = columns["branches"][begin:end].tobytes(), columns["mask"][slice(*completion)]
-        if flaw := branches.flaw(column, last - first, mask.astype(np.bool_)):
-            raise ValueError(flaw)
+def _verify_trees(columns: Mapping[str, Column]) -> None:
+    """Raise `ValueError` for branches that make no tree of their row, and for turns that are not those of its mask."""
+    prompts = np.diff(columns["prompt_offsets"]).tolist()
+    for name, flaw in (("branches", branches.flaw), ("turns", turns.flaw)):
+        if name not in columns:
+            continue
+        ends, tokens = (pairwise(columns[offsets].tolist()) for offsets in (f"{name}_offsets", "offsets"))
+        for (begin, end), prompt, own in zip(ends, prompts, tokens, strict=True):
+            mask = columns["mask"][slice(*own)].astype(np.bool_)
+            found = flaw(columns[name][begin:end].tobytes(), prompt, mask) if end > begin else None
+            if found:
+                raise ValueError(found)
 
 
 def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:

@@ -144,7 +144,8 @@ class EmbeddedEngine:
     def usage(self) -> Usage:
         """See `Engine.usage`."""
         rows, swaps = self._rows, (self._swaps, self._swap_s)
-        return Usage(rows.tokens, self._busy_s, self._idle_s, *swaps, prompted=rows.prompted, reused=rows.reused)
+        reuse = {"prompted": rows.prompted, "reused": rows.reused, "kv_ages": dict(rows.kv_ages)}
+        return Usage(rows.tokens, self._busy_s, self._idle_s, *swaps, **reuse)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
@@ -210,7 +211,7 @@ class EmbeddedEngine:
         self._decoder.adopt(parameters)
         self._version = version
         if self._kv == "recompute":
-            await self._run(self._rows.recompute)
+            await self._run(self._rows.recompute, version)
         self._swaps += 1
         self._swap_s += time.perf_counter() - begin
         if not done.done():

@@ -20,12 +20,19 @@ LEAST = 32
 """Fewer tokens than this are computed anew: on a small model that is faster than to copy them."""
 
 
+NONE: Ints = np.zeros(0, np.int32)
+
+
 class Prefix(NamedTuple):
-    """A row's `tokens`, of which the first `cached` are in the cache, and the first `root` were its first prompt."""
+    """A row's `tokens`, of which the first `cached` are in the cache, and the first `root` were its first prompt.
+
+    `computed` are the versions whose weights computed these `cached` ones.
+    """
 
     tokens: Ints
     cached: int
     root: int
+    computed: Ints
 
     def common(self, prompt: Ints) -> int:
         """The number of cached tokens from which `prompt` can begin; one of its tokens at least is left to compute."""
@@ -41,11 +48,15 @@ class Prefix(NamedTuple):
 
 
 class Start(NamedTuple):
-    """`common` tokens of a prompt are in the cache of `row`, whose first prompt had `root` tokens; 0: in none."""
+    """`common` tokens of a prompt are in the cache of `row`, whose first prompt had `root` tokens; 0: in none.
+
+    `computed` are the versions whose weights computed them.
+    """
 
     row: int
     common: int
     root: int
+    computed: Ints = NONE
 
 
 class Prefixes:
@@ -72,7 +83,7 @@ class Prefixes:
         A row that is continued from its end is free from here on: the row that continues it holds all of it.
         """
         starts = [self._start(prompt, running) for prompt in prompts]
-        for row, common, _ in starts:
+        for row, common, *_ in starts:
             if row in self._rows:
                 prefix = self._rows.pop(row)
                 if common < prefix.cached:
@@ -95,5 +106,5 @@ class Prefixes:
         best = Start(-1, 0, len(prompt))
         for row, prefix in chain(self._rows.items(), running):
             if (common := prefix.common(prompt)) > best.common:
-                best = Start(row, common, prefix.root)
+                best = Start(row, common, prefix.root, prefix.computed[:common])
         return best

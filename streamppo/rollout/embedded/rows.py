@@ -6,6 +6,7 @@ rows from `count` on hold ended completions, for prompts that continue them (pre
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -17,7 +18,7 @@ from streamppo.process import phase
 from streamppo.rollout import random_numbers, segment_cuts
 from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
-from streamppo.rollout.embedded.prefixes import Prefix, Prefixes
+from streamppo.rollout.embedded.prefixes import NONE, Prefix, Prefixes, Start
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.embedded.spans import Span
 from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling, TokenCandidates
@@ -49,7 +50,8 @@ class RunningRequest:
     """One completion under way. `limit` is its most tokens.
 
     With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
-    `handed` is the number of tokens in segments, `segment` included, which is cut and not yet handed over.
+    `handed` is the number of tokens in segments, `segment` included, which is cut and not yet handed over. With turns,
+    `computed` are the versions whose weights computed the prompt, of which `cached` tokens were in the cache before.
     """
 
     prompt: Ints
@@ -61,6 +63,8 @@ class RunningRequest:
     completion: Completion | None = None
     handed: int = 0
     segment: Completion | None = None
+    computed: Ints = field(default_factory=lambda: NONE)
+    cached: int = 0
 
     def next_cut(self) -> int:
         """The number of tokens at which the next segment is due."""
@@ -77,6 +81,7 @@ class DecodingRows:
     """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each.
 
     `prompted` is the number of prompt tokens; `reused` of them were in the cache or shared with another sample.
+    `kv_ages` counts these by the versions between the weights that computed them and the present ones.
     """
 
     def __init__(self, decoder: Decoder, ends: EndTokens, most: int) -> None:
@@ -89,7 +94,8 @@ class DecodingRows:
         self._unknown = torch.tensor(ends.unknown, dtype=torch.int64, device=decoder.device) if ends.unknown else None
         self._capacity = capacity
         self.requests: list[RunningRequest] = []
-        self.tokens = self.prompted = self.reused = 0
+        self.tokens = self.prompted = self.reused = self._recomputed = 0
+        self.kv_ages: Counter[int] = Counter()
         self._prefixes: Prefixes | None = None
         self._cut: list[RunningRequest] = []
         self._at = np.zeros(capacity, np.int64)
@@ -132,7 +138,7 @@ class DecodingRows:
         rows = np.arange(first, first + len(requests))
         starts = np.zeros(len(requests), np.int64)
         if self._prefixes is not None:
-            requests, starts = self._begin(requests, self._prefixes)
+            requests, starts = self._begin(requests, self._prefixes, version)
         self.requests += requests
         lengths = np.array([len(request.prompt) for request in requests])
         self._at[rows], self._length[rows] = lengths, 0
@@ -157,8 +163,9 @@ class DecodingRows:
         self._at[rows] += 1
         return self._advance(rows, logits_BV, version)
 
-    def recompute(self) -> None:
-        """Recompute the cache of every running row with the current weights; ended rows are dropped."""
+    def recompute(self, version: int) -> None:
+        """Recompute the cache of every running row with the weights of `version`; ended rows are dropped."""
+        self._recomputed = version
         if self._prefixes is not None:
             self._prefixes.clear()
         if not self.requests:
@@ -208,18 +215,22 @@ class DecodingRows:
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
-    def _begin(self, requests: Sequence[RunningRequest], kept: Prefixes) -> tuple[list[RunningRequest], np.ndarray]:
+    def _begin(
+        self, requests: Sequence[RunningRequest], kept: Prefixes, version: int
+    ) -> tuple[list[RunningRequest], np.ndarray]:
         """Copy the cached prefixes of prompts to their rows: prompts without one first, then by new tokens, rising.
 
         Returns the requests in this order, and the number of cached tokens of each.
         """
         first, end = self.count, self.count + len(requests)
         running = [
-            (row, Prefix(request.prompt, len(request.prompt), int(self._root[row])))
+            (row, Prefix(request.prompt, len(request.prompt), int(self._root[row]), request.computed))
             for row, request in enumerate(self.requests)
             if self._root[row] < len(request.prompt)
         ]
         found = kept.starts([request.prompt for request in requests], running)
+        for request, start in zip(requests, found, strict=True):
+            self._note_reuse(request, start, version)
         new = [start.common and len(one.prompt) - start.common for one, start in zip(requests, found, strict=True)]
         order = np.argsort(new, kind="stable")
         starts = [found[n] for n in order]
@@ -230,6 +241,13 @@ class DecodingRows:
             sources, targets, lengths = (np.array(column) for column in zip(*copies, strict=True))
             self._copy_cache(sources, targets, int(lengths.max()))
         return [requests[n] for n in order], np.array([start.common for start in starts])
+
+    def _note_reuse(self, request: RunningRequest, start: Start, version: int) -> None:
+        """Note which weights computed a prompt, and count what it has in the cache by age."""
+        new = np.full(len(request.prompt) - start.common, version, np.int32)
+        request.computed, request.cached = np.concatenate([start.computed, new]), start.common
+        ages, counts = np.unique(version - np.maximum(start.computed, self._recomputed), return_counts=True)
+        self.kv_ages.update(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
 
     def _extend(self, prompts: Sequence[Ints], starts: np.ndarray, first: int) -> list[torch.Tensor]:
         """Fill the cache from row `first` on with `prompts`, whose first `starts` tokens are there. Returns logits."""
@@ -270,8 +288,9 @@ class DecodingRows:
         different = [np.frombuffer(text, np.int32) for text in places]
         lengths = np.array([len(text) for text in different])
         total = sum(len(text) for text in texts)
-        self.prompted += total
-        self.reused += total - int(lengths.sum())
+        shared = total - int(lengths.sum())
+        self.prompted, self.reused = self.prompted + total, self.reused + shared
+        self.kv_ages[0] += shared
         tokens_BP = np.zeros((len(different), min(spans.width(int(lengths.max())), self._decoder.room)), np.int64)
         for row, text in zip(tokens_BP, different, strict=True):
             row[: len(text)] = text
@@ -351,6 +370,7 @@ class DecodingRows:
             versions=self._versions[row, :length].copy(),
             finish=finish,
             candidates=_joined(request.candidates) if request.sampling.cuts else None,
+            cached=request.cached,
         )
 
     def _free(self, rows: np.ndarray) -> None:
@@ -369,8 +389,11 @@ class DecodingRows:
             self._copy(last, holes)
         if self._prefixes is not None and keeps:
             for row, request in enumerate(self.requests[left:], left):
-                text = np.concatenate([request.prompt, self._out[row, : self._length[row]]])
-                self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row])))
+                length = self._length[row]
+                text = np.concatenate([request.prompt, self._out[row, :length]])
+                # A token is fed by the step that samples the next one.
+                computed = np.concatenate([request.computed, self._versions[row, 1:length]])
+                self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row]), computed))
         del self.requests[left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:

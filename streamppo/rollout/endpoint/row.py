@@ -7,14 +7,15 @@ The first turn's context is the row's prompt. A branch begins with a token that 
 token follows the one before it: a second answer to one context begins with that context's last token once more.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from streamppo.rollout.endpoint.tree import NOTHING
 from streamppo.rollout.engine import Completion, TokenCandidates
-from streamppo.types import Flags, Floats, Ints, Routes
+from streamppo.types import Flags, Floats, Ints, Routes, turns
+from streamppo.types.turns import TurnPlace
 
 
 class RowColumns(NamedTuple):
@@ -39,6 +40,7 @@ class Row:
         self._logprobs = np.zeros(0, np.float32)
         self._turn = np.zeros(0, np.int32)
         self._branches: dict[int, int] = {}
+        self._turns: list[TurnPlace] = []
         self._candidates: dict[int, TokenCandidates] = {}
         self._routes: Routes | None = None
 
@@ -76,6 +78,7 @@ class Row:
         self.prompt = self.prompt or len(self)
         opened = len(self) - 1
         self._append(completion.tokens, completion.logprobs, completion.versions, turn)
+        self._turns.append(TurnPlace(opened + 1, len(self), completion.cached, 0))
         if completion.candidates is not None:
             self._candidates[turn] = completion.candidates
         self.versions_known &= completion.versions_known
@@ -83,13 +86,19 @@ class Row:
             self._note_routes(np.concatenate([path, np.arange(begin, len(self), dtype=np.int32)]), completion.routes_SE)
         return opened, opened + count
 
-    def columns(self, turns: Iterable[int]) -> RowColumns:
-        """Return the row, with the tokens of `turns` as those that were sampled."""
-        mask = np.isin(self._turn, [*turns])
+    def columns(self, sampled: Iterable[int]) -> RowColumns:
+        """Return the row, with the tokens of the turns `sampled` as those that were sampled."""
+        mask = np.isin(self._turn, [*sampled])
         branches = np.asarray(sorted(self._branches.items()), np.int32).reshape(-1, 2)
         routes = self._routes if self._routes is None else self._routes[: len(self) - 1]
         logprobs = np.where(mask, self._logprobs, np.float32(0))
         return RowColumns(self._tokens, logprobs, self._versions, mask, branches, self._joined_candidates(mask), routes)
+
+    def turn_column(self, delivered: Collection[int]) -> bytes:
+        """Return the `turns` of the trajectory; those whose numbers are among `delivered` were received."""
+        return turns.column(
+            one._replace(delivered=int(number in delivered)) for number, one in enumerate(self._turns, 1)
+        )
 
     def _append(self, tokens: Ints, logprobs: Floats, versions: Ints, turn: int) -> None:
         self._tokens = np.concatenate([self._tokens, tokens])

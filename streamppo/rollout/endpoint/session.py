@@ -29,7 +29,7 @@ from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.row import Row
 from streamppo.rollout.endpoint.tree import NOTHING, Tree, TreePlace, digest
-from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
+from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Engine, Sampling
 from streamppo.tasks.chat_template import PLAIN
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
@@ -107,6 +107,7 @@ class SampledPolicy(NamedTuple):
     engine: Engine
     tokenizer: Tokenizer
     stop: Stop
+    contexts: ContextReuse
 
 
 class Session:
@@ -276,6 +277,7 @@ class Session:
             sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
             cuts = Cuts(lambda part: self._progress(turn, part), max_tokens=STREAMED) if request.stream else None
             completion = await self._policy.engine.generate(context, sampling, cuts)
+            self._policy.contexts.add(len(context) - len(rest), completion.cached)
             self._store(turn, place, rest, context, completion)
         finally:
             self._reserved -= reserved

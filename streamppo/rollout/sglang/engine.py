@@ -148,7 +148,8 @@ class SGLangEngine:
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
-        return Usage(self._tokens, self._busy_s, idle_s, *counts)
+        # The key of a prompt finds what the present version computed, and nothing older.
+        return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
 
     async def stop(self) -> None:
         """See `Engine.stop`."""

@@ -21,7 +21,7 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 class SessionSetup(NamedTuple):
     """Settings of all sessions: SGLang's start, the transport of weights, the KV cache at a swap.
 
-    `cuts`: completions are sampled with top-p or top-k. `segments`: they are streamed and cut into segments. `routes`:
+    `cuts`: completions are sampled with top-p or top-k. `streams`: the choice that streams them. `routes`:
     they report each token's experts. A completion ends at the first of `strings`. `unknown` tokens, which the tokenizer
     lacks, are never sampled.
     """
@@ -32,7 +32,7 @@ class SessionSetup(NamedTuple):
     vocabulary: int
     start_s: float
     cuts: bool = False
-    segments: bool = False
+    streams: str = ""
     routes: bool = False
     strings: Sequence[str] = ()
     unknown: Sequence[int] = ()
@@ -73,8 +73,8 @@ async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping
         undo.push_async_callback(link.stop)
         if setup.cuts:
             wire.check_candidates(link.version)
-        if setup.segments:
-            wire.check_streams(link.version)
+        if setup.streams:
+            wire.check_streams(link.version, setup.streams)
         if setup.routes:
             wire.check_routes(link.version)
         try:

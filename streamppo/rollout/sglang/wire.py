@@ -16,6 +16,7 @@ import numpy as np
 from streamppo import process
 from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config
+from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Completion, Sampling, TokenCandidates
 from streamppo.rollout.sglang.client import Answer
@@ -316,9 +317,16 @@ def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, T
     )
 
 
-def check_streams(version: tuple[int, ...]) -> None:
-    """Raise `ModelError` for an SGLang without incremental streams."""
-    _refuse_older(version, STREAMS, "queue.segments")
+def streaming(config: Config) -> str:
+    """Name what asks for streams of tokens; "" for nothing."""
+    if isinstance(config.environment, AgentEnvironment):
+        return "agents (environment.kind = 'agent')"
+    return "queue.segments" if config.queue.segments is not None else ""
+
+
+def check_streams(version: tuple[int, ...], what: str) -> None:
+    """Raise `ModelError` for an SGLang without incremental streams, which `what` needs."""
+    _refuse_older(version, STREAMS, what)
 
 
 def check_candidates(version: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from rich.text import Text
 
+from streamppo.telemetry import context_reuse
 from streamppo.telemetry.live.drawing import bar
 from streamppo.telemetry.live.state import RunState
 
@@ -103,7 +104,7 @@ def _queue(state: RunState, width: int) -> list[Text]:
 
 
 def _speed(state: RunState, width: int) -> list[Text]:
-    """Show the tokens sampled and trained on per second."""
+    """Show the tokens sampled and trained on per second, and the share of reused contexts."""
     row = labelled_row("speed")
     sampled, trained, update_s = state.sampled_per_s, state.trained_per_s, state.update_s
     if sampled is None and trained is None:
@@ -112,7 +113,10 @@ def _speed(state: RunState, width: int) -> list[Text]:
         row.append(f"{sampled:,.0f}", "bold").append(" tokens/s sampled  ")
     if trained is not None:
         row.append(f"{trained:,.0f}", "bold").append(" trained  ")
-    return [row if update_s is None else _if_it_fits(row, f"{update_s:.2g} s an update", width)]
+    if update_s is not None:
+        row = _if_it_fits(row, f"{update_s:.2g} s an update", width)
+    contexts = context_reuse.of_lines([one.newest for one in state.engines.values()]).contexts
+    return [row if contexts is None else _if_it_fits(row, f"  contexts {contexts:.0%} reused", width)]
 
 
 def _memory(state: RunState) -> list[Text]:

@@ -138,6 +138,8 @@ def render(views: Sequence[View], differences: Sequence[tuple[str, RunsTable]] =
         "beside": view.compare_headlines,
         "ledger": view.ledger,
         "lengths": view.lengths,
+        "reuse": view.reuse,
+        "agents": view.agents,
     }
     environment.globals |= {"timeline": lambda run_view: plot.timeline(view.events(run_view)), "lags": lags}
     environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}

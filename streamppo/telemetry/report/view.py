@@ -1,6 +1,7 @@
 """All data that a report shows of one run, and the tables that follow from metrics.jsonl."""
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from markupsafe import Markup, escape
 
 from streamppo.errors import StreamppoError
-from streamppo.telemetry import progress, timeline
+from streamppo.telemetry import context_reuse, progress, timeline
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry.diagnosis import Sign
 from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine
@@ -20,6 +21,8 @@ from streamppo.telemetry.timeline import Stretch
 from streamppo.types import QueueReport
 
 T = TypeVar("T")
+AGES = 12
+"""Ages of reused context that have a row."""
 
 
 def attempt(part: Callable[[], T]) -> tuple[T | None, str]:
@@ -136,6 +139,9 @@ def headline(view: View) -> list[NamedNumber]:
     if view.summary and (engines := view.summary["engines"]):
         rows.append(NamedNumber("engines idle", f"{engines['idle_share']:.0%}", "of their time"))
         rows.append(NamedNumber("sampled", f"{abbreviate(engines['tokens_per_s'])}/s", "tokens, all engines together"))
+    shares = context_reuse.of_lines(context_reuse.newest(view.lines))
+    if shares.contexts is not None:
+        rows.append(NamedNumber("contexts reused", f"{shares.contexts:.0%}", "of what earlier turns had"))
     restarts = sum(totals["restarts"].values())
     return [
         *rows,
@@ -238,6 +244,47 @@ def lengths(view: View) -> list[NamedNumber]:
     if dropped:
         rows.append(NamedNumber("dropped: too old", f"{queue.mean_tokens_dropped:.2f}", f"{dropped:,} completions"))
     return [*rows, NamedNumber("both", f"{sampled:.2f}", f"bias of the trained ones {bias:+.1%}")]
+
+
+def reuse(view: View) -> list[NamedNumber]:
+    """What engines did not compute again: shares, and the tokens from caches by the age of the weights."""
+    found = context_reuse.of_lines(context_reuse.newest(view.lines))
+    rows = list[NamedNumber]()
+    if found.prefixes is not None:
+        rows.append(NamedNumber("prompts", f"{found.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
+    if found.contexts is not None:
+        rows.append(NamedNumber("contexts of turns", f"{found.contexts:.0%}", "context_reused; turns allow 100%"))
+    # A default run has samples of one prompt alone, which one version computes.
+    ages = found.ages if any(found.ages) else {}
+    rows += [
+        NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")
+        for age, count in list(ages.items())[:AGES]
+    ]
+    if older := sum(list(ages.values())[AGES:]):
+        rows.append(NamedNumber("computed earlier", f"{older:,}", "tokens from a cache"))
+    return rows
+
+
+AGENTS = {
+    "runs": "played to their end",
+    "failed": "without a reward: sampled again",
+    "requests": "of all runs",
+    "joined": "asked again for an answer under way",
+    "disconnected": "hung up before their answer",
+    "cut off at the end": "under way when their run ended",
+    "over budget": "beyond max_turns or max_tokens",
+    "undelivered tokens": "sampled, received by nobody, and not trained on",
+}
+"""What agents' counters mean, in the order in which they are shown; refusals of other kinds follow."""
+
+
+def agents(view: View) -> list[NamedNumber]:
+    """Count the requests of agents and what became of them, of the rollout actors at work."""
+    found: Counter[str] = Counter()
+    for line in context_reuse.newest(view.lines):
+        found.update(line.get("agents", {}))
+    names = [*(name for name in AGENTS if name in found), *sorted(found.keys() - AGENTS.keys())]
+    return [NamedNumber(name, f"{found[name]:,}", AGENTS.get(name, "")) for name in names]
 
 
 def events(view: View) -> list[Event]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from streamppo.telemetry.metrics_file import EngineLine, Line, numbers
 
-BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused")
+BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused", "context_reused", "kv_age")
 """The possible numbers of a rollout actor's line."""
 
 

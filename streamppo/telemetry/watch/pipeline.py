@@ -75,7 +75,7 @@ def actors(lines: Sequence[Line]) -> list[Actor]:
 
 def charts(lines: Sequence[Line]) -> list[Chart]:
     """The charts that have data."""
-    all_charts = [_waiting(lines), _queue(lines), _lag(lines)]
+    all_charts = [_waiting(lines), _queue(lines), _lag(lines), _reuse(lines)]
     return [chart for chart in all_charts if chart.drawing]
 
 
@@ -120,6 +120,14 @@ def _lag(lines: Sequence[Line]) -> Chart:
     ]
     text = "tokens of each batch by their lag in versions: the deeper the colour, the more of the batch"
     return Chart("Lag over time", plot.heat(columns, "update", "lag in versions"), [("lag_histogram", text)], [])
+
+
+def _reuse(lines: Sequence[Line]) -> Chart:
+    engines = [line for line in lines if "engine" in line]
+    prompts: list[Point] = [(line["wall_s"], line["prefix_reused"]) for line in engines if "prefix_reused" in line]
+    turns: list[Point] = [(line["wall_s"], line["context_reused"]) for line in engines if "context_reused" in line]
+    text = "share of tokens that came from a cache: of all prompts, and of the contexts that earlier turns had"
+    return _chart("Computed once", [Curve("prompts", prompts, 5), Curve("contexts of turns", turns, 2)], "share", text)
 
 
 def _chart(title: str, curves: Sequence[Curve], unit: str, text: str) -> Chart:

@@ -62,6 +62,8 @@ def environment() -> Environment:
         "lags": page.lags,
         "ledger": view.ledger,
         "lengths": view.lengths,
+        "reuse": view.reuse,
+        "agents": view.agents,
         "kind": view.kind,
         "in_short": view.condition_word,
         "signs": view.signs,

@@ -102,6 +102,7 @@ async function openTrajectory(update, row) {
   byId("colour").replaceChildren(...names.map((name) => element("option", name)));
   byId("colour").value = names.includes(chosen.get("colour")) ? chosen.get("colour") : names[0];
   byId("prompt").textContent = opened.prompt;
+  showTree();
   byId("text").replaceChildren(...opened.texts.map((text, number) => {
     const token = element("span", text.replaceAll("\n", "⏎\n") || "·", opened.sampled[number] ? "token" : "token other");
     token.dataset.token = number;
@@ -112,6 +113,31 @@ async function openTrajectory(update, row) {
   colour();
   tell(Number(chosen.get("token") ?? 0));
   markOpen();
+}
+
+/** Draw the tree of several turns: a row for each node, deeper behind a branch; a click on one goes to its first token. */
+function showTree() {
+  byId("tree").hidden = !opened.tree.length;
+  byId("tree-title").textContent = `tree: ${opened.tree_words}`;
+  byId("nodes").replaceChildren(...opened.tree.map((one) => {
+    const row = element("li", "", one.received ? one.kind : `${one.kind} lost`);
+    row.style.setProperty("--level", Math.min(one.level, 8));
+    const head = element("span", [one.name, one.behind].filter(Boolean).join(" "), "soft");
+    row.append(head, element("span", one.text, "said"), ...one.notes.map((note) => element("span", note, "note")));
+    if (one.token !== null) {
+      row.dataset.token = one.token;
+      row.tabIndex = 0;
+    }
+    return row;
+  }));
+}
+
+/** Go from a node to its first token. */
+function onNode(event) {
+  const place = event.target.closest("li[data-token]");
+  if (!place || (event.type === "keydown" && event.key !== "Enter")) return;
+  tell(Number(place.dataset.token));
+  byId("text").querySelector(".told")?.scrollIntoView({ block: "nearest" });
 }
 
 function colour() {
@@ -146,7 +172,9 @@ function tell(number) {
   chosen.set("token", number);
   keepChoice();
   const name = `token ${number + 1} of ${opened.texts.length + opened.left_out}`;
-  const rows = [[name, JSON.stringify(opened.texts[number]), `id ${opened.ids[number]}${opened.sampled[number] ? "" : ", not sampled by the policy"}`]];
+  const isLost = opened.lost.some(([start, end]) => start <= number && number < end);
+  const remark = opened.sampled[number] ? "" : isLost ? ", sampled, and received by nobody" : ", not sampled by the policy";
+  const rows = [[name, JSON.stringify(opened.texts[number]), `id ${opened.ids[number]}${remark}`]];
   for (const column of opened.columns) rows.push([column.name, short(column.values[number]), column.help]);
   fill(byId("numbers"), rows.map(([a, b, c]) => [element("td", a), element("td", b, "number"), element("td", c, "soft")]));
 }
@@ -164,6 +192,8 @@ function onRow(event) {
 function startTrajectories() {
   byId("list").addEventListener("click", onRow);
   byId("list").addEventListener("keydown", onRow);
+  byId("nodes").addEventListener("click", onNode);
+  byId("nodes").addEventListener("keydown", onNode);
   byId("text").addEventListener("click", (event) => {
     const token = event.target.closest(".token");
     if (token) tell(Number(token.dataset.token));

@@ -9,6 +9,7 @@ import learner_case as case
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -17,13 +18,16 @@ from streamppo.learner import memory
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import optimizer
 from streamppo.learner.update import Updater
-from streamppo.types import Batch, Identity, Trajectory
+from streamppo.types import Batch, Identity, Trajectory, branches
 
 ROWS, LENGTH = 8, 256
 MODEL = Qwen2Config(
     **case.SMALL | {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6},
     tie_word_embeddings=True,
 )
+
+
+AGENTS = ("environment.agent=a:b",)
 
 
 class Alive(TorchDispatchMode):
@@ -73,6 +77,16 @@ def batch() -> Batch:
     return Batch(version=3, min_version=1, trajectories=tuple(row(number) for number in range(ROWS)))
 
 
+def branched(made: Batch) -> Batch:
+    """The same rows, each with eight branches behind one token."""
+    starts = range(160, 240, 10)
+    mask = np.ones(LENGTH - 1, bool)
+    mask[[start - 1 for start in starts]] = False
+    column = branches.column([(start, 120) for start in starts])
+    rows = (replace(one, branches=column, mask=mask.tobytes()) for one in made.trajectories)
+    return Batch(version=made.version, min_version=made.min_version, trajectories=tuple(rows))
+
+
 def held(updater: Updater) -> list[torch.Tensor]:
     """Weights, their working copy, and moments."""
     states = [one for state in updater.optimizer.state.values() for one in state.values()]
@@ -88,8 +102,10 @@ def held(updater: Updater) -> list[torch.Tensor]:
         ("model.gradient_checkpointing=full",),
         ("model.gradient_checkpointing=off", "algorithm.critic.model=policy"),
         ("model.gradient_checkpointing=full", "learner.micro_batch_tokens=256"),
+        ("model.gradient_checkpointing=off", *AGENTS),
+        ("model.gradient_checkpointing=full", *AGENTS),
     ],
-    ids=["all is kept", "computed again", "a critic of its own", "weights are the most"],
+    ids=["all is kept", "computed again", "a critic of its own", "weights are the most", "trees", "trees again"],
 )
 def test_the_peak_of_a_rank_is_what_check_says(overrides: tuple[str, ...], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -103,9 +119,10 @@ def test_the_peak_of_a_rank_is_what_check_says(overrides: tuple[str, ...], tmp_p
     config = case.config_of(*options, "learner.micro_batch_tokens=1024", *overrides)
     updater = case.updater(config, tmp_path)
     updater.optimizer = optimizer.adamw(updater.policy, config)
-    updater.update(pad(batch()))
+    trained = branched(batch()) if config.environment else batch()
+    updater.update(pad(trained))
     updater.optimizer.zero_grad(set_to_none=True)
-    rows = pad(batch())
+    rows = pad(trained)
     with Alive(held(updater)) as seen:
         updater.update(rows)
     said = memory.rank(config, memory.sizes(MODEL, config.model), LENGTH)

@@ -71,6 +71,7 @@ def check(model: Any, prompt: Ints, done: Completion, atol: float = 3e-5) -> Non
 def computed(running: EmbeddedEngine) -> int:
     """The tokens of prompts that were computed."""
     usage = running.usage()
+    assert sum(usage.kv_ages.values()) == usage.reused, "each reused token has an age"
     return usage.prompted - usage.reused
 
 
@@ -228,11 +229,59 @@ def test_a_swap_makes_rows_that_have_ended_stale_exactly_if_running_ones_are_rec
         assert set(second.versions.tolist()) == {1}
         assert other is None or not other.done()
         assert computed(running) - before == (4 if kv == "keep" else len(prompt))
+        assert second.cached == (15 if kv == "keep" else 0)
+        assert running.usage().kv_ages.get(1, 0) == second.cached
         if kv == "recompute":
             check(new, prompt, second)
         else:
             with pytest.raises(AssertionError):
                 check(new, prompt, second)
+        await running.stop()
+
+    asyncio.run(scenario())
+
+
+def test_reused_tokens_are_counted_by_the_age_of_the_weights_that_computed_them() -> None:
+    """A token of a completion is computed by the step that samples the next one."""
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model)
+        root = text(10, 1)
+        long = await begun(running, root)
+        await running.update_weights(4, tensors(model))
+        first = await long
+        fed = first.versions[1:]
+        assert set(fed.tolist()) == {0, 4}
+        context = np.concatenate([root, first.tokens])
+        second = await running.generate(np.concatenate([context, text(3, 2)]), Sampling(6))
+        assert second.cached == 10 + len(fed)
+        old = 10 + int((fed == 0).sum())
+        ages = {4: old, 0: int((fed == 4).sum())}
+        assert {age: count for age, count in running.usage().kv_ages.items() if count} == ages
+        await running.update_weights(5, tensors(model))
+        third = np.concatenate([context, text(3, 2), second.tokens, text(2, 3)])
+        assert (await running.generate(third, Sampling(2))).cached == second.cached + 4 + 5
+        # What was reused once is as old as it is, and one version older.
+        ages = {4: old, 0: ages[0], 5: old, 1: ages[0] + 4 + 5}
+        assert {age: count for age, count in running.usage().kv_ages.items() if count} == ages
+        await running.stop()
+
+    asyncio.run(scenario())
+
+
+def test_rows_that_a_swap_has_computed_again_are_as_young_as_the_swap() -> None:
+    model = make()
+
+    async def scenario() -> None:
+        running = engine(model, kv="recompute")
+        root = text(10, 1)
+        long = await begun(running, root)
+        await running.update_weights(4, tensors(model))
+        first = await long
+        done = await running.generate(np.concatenate([root, first.tokens, text(3, 2)]), Sampling(6))
+        assert done.cached == 9 + len(first.tokens)
+        assert {age for age, count in running.usage().kv_ages.items() if count} == {0}
         await running.stop()
 
     asyncio.run(scenario())

@@ -347,6 +347,10 @@ def test_an_sglang_that_is_too_old_is_an_error_and_none_at_all_is_not(
     there[0] = "0.5.21"
     code, output = checked(MATH, "rollout.engine.kind=sglang")
     assert code == 0 and "engine ok SGLang 0.5.21" in output
+    there[0] = "0.5.20"
+    assert checked(MATH, "rollout.engine.kind=sglang")[0] == 0
+    code, output = checked(REPOSITORY / "examples" / "calculator_agent.toml", "rollout.engine.kind=sglang")
+    assert code == 1 and "agents (environment.kind = 'agent') need SGLang 0.5.21 or newer, and it is 0.5.20" in output
 
 
 @pytest.mark.parametrize(("here", "code"), [(0, 0), (1, 1), (2, 0)])
@@ -471,7 +475,11 @@ def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> No
         engine.weights,
         100 * model.cache_per_token // 2,
         100,
+        0,
     )
+    turns = configfile.load(MATH, ["environment.agent=a:b", "reward={}"])
+    parked = memory_estimate.engine(turns, model, 64, free=0.0)
+    assert parked is not None and parked.copied * model.layers == parked.cache, "the rows of a layer at a time"
     starved = memory_estimate.engine(config, model, 64, free=1.0)
     assert starved is not None and starved.tokens == 0
     elsewhere = ["rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"]

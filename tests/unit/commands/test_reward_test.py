@@ -48,6 +48,26 @@ def test_given_completions_are_scored_and_a_failure_is_shown_and_is_not_success(
     assert "(sync, trajectory signature), in processes of its own" in log
 
 
+AGENTS = SUPPORT / "agents_of_every_kind.py"
+
+
+def test_agents_are_played_and_what_became_of_their_requests_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["reward={}", "model.tiny.max_steps=1", "rollout.max_tokens=4", "environment.max_tokens=64"]
+    agent = [f"environment.agent={AGENTS}:two_turns", "environment.max_turns=4"]
+    assert main(["reward-test", str(MATH), "--n", "3", *agent, *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [[str(row), "2"] for row in range(3)]
+    assert "3 completions: mean reward 2, 0 failed" in lines
+    assert lines[-1] == "agents: 6 requests, 3 runs, 0 undelivered tokens"
+
+
+def test_an_agent_that_fails_is_a_row_with_its_sentence_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    agent = [f"environment.agent={AGENTS}:never_calls", "reward={}", "model.tiny.max_steps=1"]
+    assert main(["reward-test", str(MATH), "--n", "2", *agent]) == 1
+    out = capsys.readouterr().out
+    assert "the agent made no request" in " ".join(out.split()) and "agents: 2 failed" in out
+
+
 def test_a_reward_that_cannot_be_loaded_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reward-test", str(MATH), "reward.function=nowhere:score", "model.tiny.max_steps=1"]) == 1
     assert "importing nowhere failed" in capsys.readouterr().err

@@ -8,12 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
 from browser import needs_chromium, on_a_phone, opened
+from conftest import trajectory
 from living_run import at_work
-from report_case import run_folder
+from msgspec import structs
+from report_case import ALPHABET, run_folder
 
 from streamppo.commands.look import watch
 from streamppo.commands.look.watching import server
@@ -21,8 +25,12 @@ from streamppo.commands.look.watching.trajectories import BatchContent, Trajecto
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.queue.store import archive
+from streamppo.queue.store.archive import Archive
+from streamppo.rollout.endpoint.row import Row
+from streamppo.rollout.endpoint.tree import NOTHING
+from streamppo.rollout.engine import Completion
 from streamppo.telemetry import metrics_file
-from streamppo.types import floats
+from streamppo.types import Ints, Trajectory, floats
 
 pytestmark = [pytest.mark.process, needs_chromium]
 SECONDS = 8
@@ -90,6 +98,61 @@ def run(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
     return run_folder(tmp_path / "math", math_config())
 
 
+NODES = """
+document.addEventListener("DOMContentLoaded", async () => {
+  while (!document.querySelector("#nodes li")) await new Promise((after) => setTimeout(after, 20));
+  const nodes = [...document.querySelectorAll("#nodes li")];
+  nodes.at(-1).click();
+  const lefts = nodes.map((one) => one.getBoundingClientRect().left);
+  document.body.dataset.lefts = lefts.map((one) => Math.round(one - lefts[0]));
+  document.body.dataset.names = nodes.map((one) => one.firstChild.textContent).join("|");
+  document.body.dataset.told = document.querySelector("#numbers td").textContent;
+  document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+});
+"""
+"""Waits for the tree of the trajectory in the address, clicks at its last node, and writes down what is there."""
+
+
+def agents_run() -> Trajectory:
+    """A run of an agent: two turns, a branch, and an answer that nobody received, with text that could do harm."""
+    row = Row()
+
+    def answer(text: str, version: int) -> Completion:
+        count, tokens = len(text), np.array([3 + ALPHABET.index(one) for one in text], np.int32)
+        numbers = np.full(count, -0.5, np.float32), np.full(count, version, np.int32)
+        return Completion(tokens, *numbers, "stop", cached=2)
+
+    def ids(text: str) -> Ints:
+        return np.array([3 + ALPHABET.index(one) for one in text], np.int32)
+
+    opened, ended = row.add(NOTHING, ids("1+1="), answer("<1>=", 22), 1)
+    row.add(ended, ids("22=" * 30), answer("2", 23), 2)
+    row.add(opened, ids("+3="), answer("44" * 20, 23), 3)
+    columns = row.columns([1, 2])
+    rest = slice(row.prompt, None)
+    made = trajectory(columns.tokens[rest].tolist(), prompt=columns.tokens[: row.prompt].tolist())
+    named = {"mask": columns.mask, "versions": columns.versions, "logprobs": columns.logprobs}
+    return structs.replace(
+        made,
+        **{name: column[rest].tobytes() for name, column in named.items()},
+        branches=columns.branches.tobytes(),
+        turns=row.turn_column([1, 2]),
+    )
+
+
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first trajectory of every batch is the run of an agent."""
+    read = Archive.batch_and_record
+
+    def with_tree(found: Archive, version: int) -> Any:
+        batch, _ = read(found, version)
+        first = structs.replace(agents_run(), identity=batch.trajectories[0].identity)
+        return structs.replace(batch, trajectories=(first, *batch.trajectories[1:])), {}
+
+    monkeypatch.setattr(Archive, "batch_and_record", with_tree)
+
+
 @pytest.fixture
 def serve(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     """Serve the page with one more script; the address comes back, and the server ends with the test."""
@@ -135,6 +198,36 @@ def test_curves_have_data_and_a_click_opens_a_trajectory_whose_tokens_tell_their
     # The first token is a version older than the others: deepest.
     assert noted(dom, "deep") == "1,0,0"
     assert noted(dom, "place") == "#update=24&row=2&token=1&colour=lag"
+
+
+@pytest.mark.usefixtures("tree")
+@pytest.mark.parametrize("width", [500, 1400])
+def test_the_tree_of_an_agents_run_is_drawn_and_a_click_on_a_node_goes_to_its_tokens(
+    serve: Callable[[str], str], tmp_path: Path, width: int
+) -> None:
+    dom, errors = opened(serve(NODES) + "#update=24&row=0", width, tmp_path / "browser", SECONDS)
+    assert errors == []
+    assert noted(dom, "names") == "prompt|turn 1|message|turn 2|branch after token 3|turn 3"
+    lefts = [int(one) for one in noted(dom, "lefts").split(",")]
+    assert lefts[:4] == [0] * 4 and lefts[4] == lefts[5] > 0
+    assert noted(dom, "told") == f"token {agents_run().num_tokens - 39} of {agents_run().num_tokens}"
+    assert "sampled, and received by nobody" in dom.partition('id="numbers"')[2]
+    assert noted(dom, "wide") == "0", "the page is wider than the window"
+    told = html.unescape(dom.partition('id="nodes"')[2].partition("</ol>")[0])
+    assert "nobody received it, and it is not trained on" in told and "2 of the 4 tokens before it were reused" in told
+    assert "&lt;1&gt;=" in dom and "<1>" not in dom
+    assert "2 turns" not in dom and "3 turns, 1 branch, 40 tokens that nobody received" in dom
+
+
+@pytest.mark.usefixtures("tree")
+def test_a_phone_shows_the_tree_of_a_running_run_whole(run: Path, serve: Callable[[str], str], tmp_path: Path) -> None:
+    with at_work(run, configfile.load(run / configfile.CONFIG)):
+        address = serve("") + "#update=24&row=0"
+        found = json.loads(asyncio.run(on_a_phone(address, tmp_path / "browser", ON_A_PHONE, SECONDS)))
+        nodes = asyncio.run(
+            on_a_phone(address, tmp_path / "again", "document.querySelectorAll('#nodes li').length", SECONDS)
+        )
+    assert (found["width"], found["wide"], nodes) == (400, 0, 6)
 
 
 def test_the_page_goes_on_with_new_lines_and_what_was_unfolded_stays_so(

@@ -63,6 +63,21 @@ def test_samples_are_escaped_and_show_the_lag_of_their_tokens(run: Path) -> None
     assert "&lt;no&gt; answer" in html and "<no>" not in html
 
 
+def test_what_was_reused_its_age_and_what_became_of_agents_requests_are_tables(run: Path) -> None:
+    assert "Computed once" not in text(run) and "Agents" not in text(run), "its lines say nothing of either"
+    with (run / "metrics.jsonl").open("a") as file:
+        for name, ages in (("a", {"0": 90, "3": 9}), ("b", {str(age): 1 for age in range(15)})):
+            told = {"version": 24, "tokens": 9, "busy_s": 1.0, "idle_s": 0.0, "sampled": None, "kv_ages": ages}
+            counts = {"requests": 3, "undelivered tokens": 1000, "<b>": 1}
+            told |= {"prefix_reused": 0.5, "context_reused": 0.9, "agents": counts}
+            file.write(json.dumps({"engine": name, "wall_s": 1e4, **told}) + "\n")
+    html = text(run)
+    rows = dict(re.findall(r'<tr><td>([^<]*)</td><td class="number">([^<]*)</td>', html))
+    assert (rows["contexts of turns"], rows["computed 0 versions before"]) == ("90%", "91")
+    assert (rows["computed 3 versions before"], rows["computed earlier"]) == ("10", "3")
+    assert (rows["requests"], rows["undelivered tokens"], rows["&lt;b&gt;"]) == ("6", "2,000", "2")
+
+
 def test_curves_have_a_point_for_each_update_and_the_catalogues_sentences(run: Path) -> None:
     html = text(run)
     reward = re.search(r'<polyline [^>]*data-label="reward" points="([^"]*)"', html)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_archive import recorded
 
-from streamppo.commands.look import inspect as inspection
 from streamppo.commands.look.watching import trajectories as watching
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import pad
@@ -24,7 +22,6 @@ from streamppo.queue.store import batch_parts
 from streamppo.queue.store.columns import batch_columns, to_batch, verify
 from streamppo.queue.store.journal import Journal
 from streamppo.queue.token_limits import limits_of
-from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Batch, TokenRecord, Trajectory, branches, encode
 
 PROMPT, MASK = (3, 4, 5), [False, True, False, True, False, True]
@@ -177,18 +174,8 @@ def test_branches_that_are_no_tree_do_not_hide_among_sound_rows() -> None:
 # --- for people --------------------------------------------------------------------------------------------------
 
 
-def test_inspect_and_watch_show_the_branch_of_each_token() -> None:
-    tokenizer = character_tokenizer("0123456789+=")
-    text = cast("Callable[[list[int]], str]", tokenizer.decode)
-    one = replace(TREE, token_rewards=b"")
-    shown = list(inspection._texts(one, cast("Tokenizer", tokenizer)))
-    assert shown == [
-        f"  completion  tokens 3 to 4: {text([5, 6])!r}",
-        f"  branch      tokens 5 to 6, after token 1: {text([7, 8])!r}",
-        f"  branch      tokens 7 to 8, after nothing: {text([9, 10])!r}",
-    ]
-    linear = trajectory([5, 6])
-    assert list(inspection._texts(linear, cast("Tokenizer", tokenizer))) == [f"  completion  {text([5, 6])!r}"]
+def test_watch_shows_the_branch_of_each_token() -> None:
+    one, linear = replace(TREE, token_rewards=b""), trajectory([5, 6])
     batch = Batch(version=3, min_version=0, trajectories=(one, linear))
     columns = {column["name"]: column["values"] for column in watching._columns(batch, one, {})}
     assert columns["branch"] == [None, 0.0, None, 1.0, None, 2.0]

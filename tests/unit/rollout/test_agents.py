@@ -155,6 +155,7 @@ def test_a_run_that_fails_has_its_sentence_and_never_a_reward_of_0(name: str, pl
     assert reason == FAILURES[name].replace("LINE", str(line))
     assert tokens == (3 if name.startswith(("gives", "raises")) else 0)
     assert counts.get("requests", 0) == (tokens > 0)
+    assert counts["failed"] == 1 and "runs" not in counts
 
 
 def test_a_run_that_holds_its_process_is_killed_and_the_next_one_is_played(

@@ -11,6 +11,7 @@ import pytest
 from agent_case import Speaks
 from conftest import REPOSITORY, SUPPORT
 
+from streamppo.cli import main
 from streamppo.commands.checks import turns
 from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment
@@ -54,22 +55,55 @@ def test_the_agent_of_the_page_asks_calls_its_tool_and_is_rewarded(
     )
 
 
-@pytest.mark.parametrize(
-    ("agent", "state", "said"),
-    [
-        ("one_turn", "ok", "to the row's answer as a turn it ended the conversation"),
-        ("until_refused", "ok", "to the row's answer as a turn it answered 'user: "),
-        ("raises", "note", "it fails on the row's answer as a turn: the agent: agents_of_every_kind.py"),
-        ("never_calls", "error", "it fails on the row's answer as a turn: the agent made no request"),
-    ],
-)
-def test_check_plays_an_agent_with_the_rows_own_answer(
-    agent: str, state: str, said: str, math_config: Callable[..., Config], tmp_path: Path
+FAILS = "with the row's answer to each request it fails: "
+CHECKED = {
+    "one_turn": ("ok", "it got 1 answer, and ended with reward 1"),
+    "parallel": ("ok", "it got 3 answers in 3 branches, and ended with reward 7.5"),
+    "until_refused": ("ok", "it got 3 answers in 3 branches, went on with 'user: 12+341', was cut off by max_turns or"),
+    "raises": ("note", FAILS + "the agent: agents_of_every_kind.py"),
+    "gives_nothing": ("note", FAILS + "the agent gave no reward"),
+    "never_calls": ("error", FAILS + "the agent made no request"),
+    "dies": ("error", FAILS + "the agent: its process died: exit code 3"),
+    "wants_a_column": ("error", FAILS + "the agent asks for the column 'colour'; columns are answer"),
+    "hangs": ("note", "it has not ended after 0.5 s, and was stopped; in a run it has 600 s (environment.timeout_s)"),
+    "hangs_without_awaiting": ("note", "it has not ended after 0.5 s, and was stopped; in a run it has 600 s"),
+}
+
+
+@pytest.mark.parametrize("agent", CHECKED)
+def test_check_plays_an_agent_with_the_rows_own_answer_and_stops_one_that_does_not_end(
+    agent: str, math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(turns, "AGENT_S", 0.5 if agent.startswith("hangs") else 20.0)
+    monkeypatch.setattr("streamppo.rollout.agents.GRACE_S", 0.2)
     config = math_config(
-        f"environment.agent={SUPPORT / 'agents_of_every_kind.py'}:{agent}", "environment.max_turns=2", "reward={}"
+        f"environment.agent={SUPPORT / 'agents_of_every_kind.py'}:{agent}", "environment.max_turns=3", "reward={}"
     )
     tokenizer = agent_case.tokenizer(tmp_path)
-    (found,) = turns.findings(config, tasks.build(config.task, config.seed, tokenizer), tokenizer)
+    task = tasks.build(config.task, config.seed, tokenizer)
+    (found,) = turns.findings(config, task, tokenizer)
+    state, said = CHECKED[agent]
     assert (found.subject, found.state) == ("environment", state)
-    assert said in found.text
+    assert said.replace("12+34", task.training[0].text) in found.text
+
+
+def test_an_agent_that_hangs_as_long_as_a_run_lets_it_is_an_error(
+    math_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    hangs = f"environment.agent={SUPPORT / 'agents_of_every_kind.py'}:hangs"
+    config, tokenizer = math_config(hangs, "environment.timeout_s=0.3", "reward={}"), agent_case.tokenizer(tmp_path)
+    (found,) = turns.findings(config, tasks.build(config.task, config.seed, tokenizer), tokenizer)
+    assert found.state == "error" and "the agent took longer than 0.3 s (environment.timeout_s)" in found.text
+
+
+def test_check_of_the_example_plays_its_agent_with_the_tokenizer_that_the_tiny_model_will_have(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    example = "examples/calculator_agent.toml"
+    assert main(["check", example]) == 0
+    assert "with the row's answer to each request it got 1 answer, and ended with reward 1" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main(["check", example, "--no-score"]) == 0
+    assert "environment later the agent is played when a run starts" in " ".join(capsys.readouterr().out.split())

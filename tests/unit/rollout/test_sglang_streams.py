@@ -7,17 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import REPOSITORY
 from fake_sglang import Fake, Streaming, candidates, logprob, opened, pushed, run, token
 
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.rollout.episode import Columns
 from streamppo.rollout.segment_writer import SegmentWriter
+from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.engine import SGLangEngine
 from streamppo.rollout.sglang.stream import INTERVAL
 from streamppo.tasks.environments import Done
 from streamppo.types import Identity, Reward, Ticket, Trajectory
+
+AGENTS = REPOSITORY / "examples" / "calculator_agent.toml"
 
 PROMPT = np.array([3, 4], np.int32)
 ALWAYS = {"max_age": 1, "share": 0.0}
@@ -309,8 +314,10 @@ def test_without_cuts_nothing_is_streamed_and_an_sglang_whose_streams_are_not_kn
         fake = Fake()
         fake.version = (0, 5, 20)
         with pytest.raises(ModelError, match=r"queue.segments need SGLang 0.5.21 or newer, and it is 0.5.20"):
-            await opened(fake, segments=True)
+            await opened(fake, streams="queue.segments")
         assert fake.stopped == 1
+        with pytest.raises(ModelError, match=r"agents \(environment.kind = 'agent'\) need SGLang 0.5.21"):
+            await opened(fake, streams=wire.streaming(configfile.load(AGENTS, [])))
 
     run(case())
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from conftest import REPOSITORY
@@ -92,6 +92,12 @@ def summary(**changed: Any) -> Any:
     return {"dropped": {"too_old": 0}, "trajectories": 1000, "failed": {}, "engines": ENGINES, **changed}
 
 
+def engine(name: str, share: float) -> Line:
+    """The line of a rollout actor whose turns have reused a share of their contexts."""
+    told = {"version": 1, "tokens": 9, "busy_s": 1.0, "idle_s": 0.0, "context_reused": share, "sampled": None}
+    return cast(Line, {"engine": name, "wall_s": 1.0, **told})
+
+
 FALLING = [evaluation(0, 0.3), *updates(WINDOW), evaluation(20, 0.6), *updates(WINDOW, 21, reward=0.5)]
 SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "policy hardly moves": (
@@ -103,6 +109,11 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "KL spikes": (spikes(4), None, "behavior_kl was 0.9 nats, 0.01 in the median"),
     "entropy collapse": (after(entropy=0.05), None, "entropy 0.05 nats a token, 0.7 in the first 20"),
     "gradient spikes": (once(grad_norm=30.0), None, "grad_norm was 30, 1 in the median"),
+    "contexts are computed again": (
+        [engine("a", 0.9), engine("a", 0.5), engine("b", 0.4), *updates(WINDOW)],
+        None,
+        "55% of the contexts that earlier turns had were computed again",
+    ),
     "cuts rest on the critic": (
         after(segments_cut=0.66, explained_variance=-0.05),
         None,
@@ -160,6 +171,13 @@ def test_a_rule_fires_on_a_run_made_to_show_its_sign_and_no_other_does(rule: str
     found = diagnosis.diagnose_lines(grpo, lines, at_end)
     assert [one.name for one in found] == [rule]
     assert said in found[0].numbers
+
+
+@pytest.mark.parametrize(
+    "lines", [[], [engine("a", 0.5)], [engine("a", 0.1), {"part": 2, "wall_s": 2.0, "version": 0}]]
+)
+def test_contexts_of_short_turns_of_enough_reuse_or_of_an_earlier_part_are_no_sign(lines: Any, grpo: Config) -> None:
+    assert diagnosis.diagnose_lines(grpo, [*lines, *updates(2 * WINDOW)], None) == []
 
 
 def test_no_rule_fires_on_a_healthy_run(grpo: Config) -> None:
@@ -431,6 +449,7 @@ def test_a_sign_is_over_when_the_updates_no_longer_show_it(rule: str, grpo: Conf
     last = max(line["update"] for line in lines if "update" in line)
     # All is healthy again, the held-out accuracy too.
     more = [
+        *(engine(name, 0.8) for name in "ab"),
         evaluation(last, 0.6),
         *updates(WINDOW, last + 1),
         evaluation(last + WINDOW, 0.6),

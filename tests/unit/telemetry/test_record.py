@@ -63,8 +63,10 @@ def of_queue(**phases: PhaseTime) -> QueueReport:
 def of_engine() -> EngineReport:
     sample = Sample(prompt="1+1=", completion="2", reward=1.0, version=3)
     counts = {"version": 4, "tokens": 10, "trajectories": 2, "swaps": 0, "prompted": 8, "reused": 6}
+    counts |= {"context": 10, "context_reused": 9}
     seconds = {"busy_s": 1.0, "idle_s": 0.5, "swap_s": 0.0, "push_ms": 0.0}
-    return EngineReport(actor="rollout-0", checksum="", sample=sample, **counts, **seconds)
+    named = {"kv_ages": {0: 3, 2: 3, 5: 0}, "agents": {"requests": 3, "runs": 2}}
+    return EngineReport(actor="rollout-0", checksum="", sample=sample, **counts, **seconds, **named)
 
 
 def tell(record: RunRecord, after_s: float, *reports: QueueReport | EngineReport) -> None:
@@ -159,7 +161,9 @@ def test_reports_that_come_often_are_all_shown_and_written_down_now_and_then(tmp
     assert sum("queue" in line for line in written) == sum("engine" in line for line in written) == 2
     assert sum("phases" in line for line in written) == 4
     newest = next(line for line in reversed(written) if "engine" in line)
-    assert newest.get("prefix_reused") == 0.75
+    assert newest.get("prefix_reused") == 0.75 and newest.get("context_reused") == 0.9
+    assert newest.get("kv_age") == 1.0 and newest.get("kv_ages") == {"0": 3, "2": 3}
+    assert newest.get("agents") == {"requests": 3, "runs": 2}
     assert newest["sampled"] == {"prompt": "1+1=", "completion": "2", "reward": 1.0, "version": 3}
     record.close(FINISHED, None, [])
 
@@ -363,3 +367,16 @@ def test_a_finding_is_logged_once_also_by_a_run_that_is_resumed(
     assert resumed.diagnosis is not None and resumed.diagnosis.newest is not None
     assert resumed.diagnosis.newest.last == 4 * WINDOW
     resumed._file.close()
+
+
+def test_the_summary_puts_what_actors_have_reused_together_by_tokens(tmp_path: Path) -> None:
+    other = structs.replace(of_engine(), prompted=92, reused=4, context=0, context_reused=0, kv_ages={1: 4}, agents={})
+    summary = part(tmp_path).close(FINISHED, None, [of_engine(), other])
+    assert summary["engines"] is not None
+    told = {name: summary["engines"].get(name) for name in ("prefix_reused", "context_reused", "kv_age", "kv_ages")}
+    assert told == {"prefix_reused": 0.1, "context_reused": 0.9, "kv_age": 1.0, "kv_ages": {"0": 3, "1": 4, "2": 3}}
+    read_back = record_module.read_summary(tmp_path)
+    assert read_back is not None and read_back["engines"] == summary["engines"]
+    none = structs.replace(other, prompted=0, reused=0, kv_ages={})
+    bare = part(tmp_path).close(FINISHED, None, [none])["engines"]
+    assert bare is not None and not {"prefix_reused", "context_reused", "kv_age", "kv_ages"} & bare.keys()

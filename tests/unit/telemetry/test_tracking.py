@@ -34,7 +34,8 @@ OTHERS: list[Any] = [
     {"engine": "rollout-0", "wall_s": 3.0, "version": 2, "tokens": 9, "busy_s": 1.5, "idle_s": 0.5, "sampled": None},
     {
         **{"engine": "rollout-1", "wall_s": 3.5, "version": 2, "tokens": 9, "busy_s": 1.5, "idle_s": 0.5},
-        **{"prefix_reused": 0.75, "sampled": None},
+        **{"prefix_reused": 0.75, "context_reused": 0.9, "kv_age": 1.5, "kv_ages": {"1": 2, "2": 2}},
+        **{"agents": {"requests": 3}, "sampled": None},
     },
     {"restart": "rollout", "wall_s": 4.0, "reason": "killed"},
     {"restart": "rollout", "wall_s": 5.0, "reason": "killed"},
@@ -133,10 +134,11 @@ def test_other_lines_have_names_of_the_catalogue_too() -> None:
     points = Points(2)
     found = [(point.version, point.at_s, dict(point.values)) for point in points.make(OTHERS, 110.0)]
     engine = {"version": 2.0, "tokens": 9.0, "busy_s": 1.5, "idle_s": 0.5}
+    reuse = {"prefix_reused": 0.75, "context_reused": 0.9, "kv_age": 1.5}
     assert found == [
         (2, 102.0, {"queue_ready": 7, "queue_in_flight": 5}),
         (2, 103.0, {f"engine_{name}_rollout-0": value for name, value in engine.items()}),
-        (2, 103.5, {f"engine_{name}_rollout-1": value for name, value in {**engine, "prefix_reused": 0.75}.items()}),
+        (2, 103.5, {f"engine_{name}_rollout-1": value for name, value in {**engine, **reuse}.items()}),
         (2, 104.0, {"restarts_rollout": 1}),
         (2, 105.0, {"restarts_rollout": 2}),
         (3, 106.0, {"evaluation_failed": 4}),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from streamppo.commands.look import tree
 from streamppo.commands.look.rows import RunRows
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import report
@@ -22,12 +23,15 @@ from streamppo.driver.report import Decode
 from streamppo.errors import JournalError
 from streamppo.queue.store import archive
 from streamppo.telemetry.report import plot
+from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints
 
 KEPT = 4
 """Batches that are kept in memory."""
 SHOWN_TOKENS = 4000
 """Tokens of one completion that are shown."""
+SHOWN_NODES, NODE_TEXT = 500, 2000
+"""Nodes of a tree that are shown, and characters of each."""
 BEGINNING = 160
 """Characters of a completion in the list of a batch."""
 MISSING = "Advantages, ratios and the learner's log-probs of single tokens were not kept: archive.numbers was off."
@@ -86,10 +90,25 @@ class BatchContent(TypedDict):
     rows: list[ListedTrajectory]
 
 
+class TreeRow(TypedDict):
+    """A node of a trajectory's tree (tree.py), in words; `token` is its first one, of the completion's; None: none."""
+
+    kind: str
+    name: str
+    level: int
+    behind: str
+    text: str
+    notes: list[str]
+    received: bool
+    token: int | None
+
+
 class OpenedTrajectory(TypedDict):
     """One trajectory, token by token; `left_out` are tokens at its end that are not shown.
 
     `row_columns` are (name, value) of the columns that rewards get, or `row_missing` the reason that there are none.
+    `tree` are the nodes of several turns, and `tree_words` says how many there are; `lost` are the tokens of each turn
+    that nobody received, from the first to the one behind the last.
     """
 
     update: int
@@ -107,6 +126,9 @@ class OpenedTrajectory(TypedDict):
     columns: list[TokenColumn]
     left_out: int
     missing: str
+    tree: list[TreeRow]
+    tree_words: str
+    lost: list[tuple[int, int]]
 
 
 class Trajectories:
@@ -146,6 +168,7 @@ class Trajectories:
         tokens = ints(one.tokens)[:SHOWN_TOKENS]
         behind = self._rows.row_of(one)
         columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
+        nodes, prompt = tree.nodes(found, one, self._spell) if tree.has_tree(one) else [], len(one.prompt_tokens) // 4
         return {
             "update": update,
             "row": row,
@@ -162,7 +185,16 @@ class Trajectories:
             "columns": [{**column, "values": column["values"][:SHOWN_TOKENS]} for column in columns],
             "left_out": one.num_tokens - len(tokens),
             "missing": "" if "advantages" in learned else MISSING,
+            "tree": [_tree_row(node, prompt) for node in nodes[:SHOWN_NODES]],
+            "tree_words": tree.totals(nodes).words() if nodes else "",
+            "lost": [(node.start - prompt, node.end - prompt) for node in nodes if not node.delivered],
         }
+
+    def _spell(self, tokens: Ints) -> str:
+        """The text of tokens, special ones too, of which its messages are told apart."""
+        if not (self._model / report.TOKENIZER).is_file():
+            return self._decode(tokens)
+        return _tokenizer(self._model).decode(tokens.tolist(), skip_special_tokens=False)
 
     def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
         """A batch, and what is kept of the learner's numbers for each of its completions, by their names."""
@@ -185,6 +217,19 @@ def _row(batch: Batch, number: int, decode: Decode) -> ListedTrajectory:
         "lag": batch.version - one.oldest_version,
         "finish": one.finish,
         "begins": decode(ints(one.tokens)[:BEGINNING])[:BEGINNING],
+    }
+
+
+def _tree_row(node: tree.TreeNode, prompt: int) -> TreeRow:
+    return {
+        "kind": node.kind,
+        "name": node.name,
+        "level": node.level,
+        "behind": node.behind,
+        "text": bounded(node.text, NODE_TEXT),
+        "notes": list(node.notes()),
+        "received": node.delivered,
+        "token": node.start - prompt if prompt <= node.start < prompt + SHOWN_TOKENS else None,
     }
 
 

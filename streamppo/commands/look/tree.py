@@ -1,0 +1,210 @@
+"""The tree of a run of several turns: its prompt, turns and messages, in the order of time, as nodes.
+
+    row      prompt 0-8   turn 1 9-10   message 11-13   turn 2 14-15   message 16-20 after 8   turn 3 21-22
+
+    tokens 0 to 8        prompt      '[user]12+34=[assistant]'
+    tokens 9 to 10       turn 1      '=': reward 0, versions 2 x 4
+    tokens 11 to 13      message     '46='
+    tokens 14 to 15      turn 2      '46': reward 1, versions 2 x 5; 11 of the 14 tokens before it were reused
+      tokens 16 to 20    branch      after token 8: '[user]and 1+1?[assistant]'
+      tokens 21 to 22    turn 3      '2': nobody received it; versions 2 x 5
+
+A node that follows another token than the one before it begins a branch, and stands deeper than the node of that token.
+Turns are those of the trajectory's column, with what the engine reused and what was received; without it they are told
+by the mask.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from streamppo.rollout.endpoint import reply
+from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints, turns
+from streamppo.types.turns import TurnPlace
+
+Kind: TypeAlias = Literal["prompt", "turn", "message", "again"]
+Spell: TypeAlias = Callable[[Ints], str]
+"""The text of tokens, special ones too."""
+NO_BRANCH = -2
+UNKNOWN = -1
+"""What was reused of a context where no column says it."""
+
+
+class TreeNode(NamedTuple):
+    """Tokens `start` to `end` - 1 of a row. `number` is that of a turn; `context` tokens are before it in its path.
+
+    `parent` is the token that the first one follows, if that is not the one before it (-1: it follows nothing). The
+    node "again" repeats the last token of a context that is answered once more. `versions` are (tokens, version) of a
+    turn, and `too_old` its tokens that are beyond max_lag.
+    """
+
+    kind: Kind
+    start: int
+    end: int
+    level: int
+    text: str
+    parent: int = NO_BRANCH
+    number: int = 0
+    context: int = 0
+    versions: tuple[tuple[int, int], ...] = ()
+    reward: float = 0.0
+    reused: int = UNKNOWN
+    delivered: bool = True
+    too_old: int = 0
+    calls: tuple[str, ...] = ()
+
+    @property
+    def is_branch(self) -> bool:
+        """True if it begins a branch, or stands at a root of its own."""
+        return self.parent != NO_BRANCH
+
+    @property
+    def behind(self) -> str:
+        """What a branch follows, in words; "" for another node."""
+        if not self.is_branch:
+            return ""
+        return "after nothing" if self.parent < 0 else f"after token {self.parent}"
+
+    @property
+    def name(self) -> str:
+        """What it is, in a word or two."""
+        if self.kind == "turn":
+            return f"turn {self.number}"
+        return "branch" if self.is_branch and self.kind == "message" else self.kind
+
+    def notes(self) -> Iterator[str]:
+        """What there is to say of it beside its text, in words."""
+        if self.calls:
+            yield f"calls {', '.join(self.calls)}"
+        if self.kind != "turn":
+            return
+        if not self.delivered:
+            yield "nobody received it, and it is not trained on"
+        else:
+            yield f"reward {self.reward:g}"
+        yield f"versions {', '.join(f'{count} x {version}' for count, version in self.versions)}"
+        if self.too_old:
+            yield f"{self.too_old} tokens are too old"
+        if self.reused != UNKNOWN:
+            yield f"{self.reused} of the {self.context} tokens before it were reused"
+
+
+class TreeTotals(NamedTuple):
+    """A tree in numbers: turns, branches, and tokens that were sampled and received by nobody."""
+
+    turns: int
+    branches: int
+    undelivered: int
+
+    def words(self) -> str:
+        """Write them down."""
+        lost = f", {self.undelivered} tokens that nobody received" if self.undelivered else ""
+        return f"{_count(self.turns, 'turn')}, {_count(self.branches, 'branch')}{lost}"
+
+
+def has_tree(trajectory: Trajectory) -> bool:
+    """Tell if a trajectory is more than a prompt and one turn."""
+    return bool(trajectory.branches or trajectory.turns or not flags(trajectory.mask).all())
+
+
+def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
+    """The nodes of a trajectory of `batch`, in the order of the row."""
+    prompt, row = len(trajectory.prompt_tokens) // 4, ints(trajectory.prompt_tokens + trajectory.tokens)
+    found, depth = _turns(trajectory, prompt), branches.depths(trajectory.branches, len(row))
+    numbers = {one.start: number for number, one in enumerate(found, 1)}
+    rewards, versions = _rewards(trajectory), ints(trajectory.versions)
+    made, starts = list[TreeNode](), list[int]()
+    for piece in branches.pieces(trajectory.branches, len(row)):
+        for begin, end in _cuts(piece.start, piece.end, prompt, found):
+            parent = piece.parent if begin == piece.start and begin else NO_BRANCH
+            level = made[-1].level if made else 0
+            if parent != NO_BRANCH:
+                level = made[bisect_right(starts, parent) - 1].level + 1 if parent >= 0 else 0
+            node = TreeNode("message", begin, end, level, spell(row[begin:end]), parent)
+            if begin in numbers:
+                turn, own = found[numbers[begin] - 1], slice(begin - prompt, end - prompt)
+                node = node._replace(
+                    kind="turn",
+                    number=numbers[begin],
+                    context=int(depth[begin]),
+                    versions=_runs(versions[own]),
+                    reward=float(rewards[own].sum()),
+                    reused=turn.reused,
+                    delivered=bool(turn.delivered),
+                    too_old=int((versions[own] < batch.min_version).sum()) if turn.delivered else 0,
+                    calls=_calls(node.text),
+                )
+            elif begin < prompt:
+                node = node._replace(kind="prompt")
+            elif parent >= 0 and end == begin + 1 and row[begin] == row[parent + 1]:
+                node = node._replace(kind="again")
+            made.append(node)
+            starts.append(begin)
+    return made
+
+
+def totals(found: list[TreeNode]) -> TreeTotals:
+    """Count what is in a tree."""
+    lost = sum(one.end - one.start for one in found if not one.delivered)
+    return TreeTotals(sum(one.kind == "turn" for one in found), sum(one.is_branch for one in found), lost)
+
+
+def outline(found: list[TreeNode], quote: Callable[[str], str]) -> Iterator[str]:
+    """Write a tree for a terminal, a line for each node; `quote` makes its text harmless and short."""
+    places = [f"{'  ' * one.level}tokens {one.start} to {one.end - 1}" for one in found]
+    width = max(map(len, places), default=0)
+    for one, place in zip(found, places, strict=True):
+        behind = f"{one.behind}: " if one.behind else ""
+        notes = "; ".join(one.notes())
+        yield f"{place:<{width}}  {one.name:<8}  {behind}{quote(one.text)}{': ' if notes else ''}{notes}"
+
+
+def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
+    """The turns of the column; without one the tokens that the mask has together, in pieces that follow one another."""
+    if trajectory.turns:
+        return turns.read(trajectory.turns)
+    found, mask = list[TurnPlace](), flags(trajectory.mask)
+    begins = {int(start) for start, _ in branches.pairs(trajectory.branches)}
+    at = 0
+    for is_sampled, same in groupby(mask.tolist()):
+        end = at + len(list(same))
+        inside = sorted(start - prompt for start in begins if at < start - prompt < end)
+        if is_sampled:
+            ends = [*inside, end]
+            found += [TurnPlace(prompt + a, prompt + b, UNKNOWN, 1) for a, b in zip([at, *inside], ends, strict=True)]
+        at = end
+    return found
+
+
+def _cuts(start: int, end: int, prompt: int, found: list[TurnPlace]) -> list[tuple[int, int]]:
+    """The parts of a piece: turns, and what is between them; the prompt ends where the completion begins."""
+    edges = {start, end, *(edge for one in found for edge in (one.start, one.end) if start < edge < end)}
+    edges |= {prompt} if start < prompt < end else set()
+    ordered = sorted(edges)
+    return list(pairwise(ordered))
+
+
+def _rewards(trajectory: Trajectory) -> Floats:
+    """The reward of each token: all of it stands on the last sampled one, where no column says it."""
+    if trajectory.token_rewards:
+        return floats(trajectory.token_rewards)
+    rewards = np.zeros(trajectory.num_tokens, np.float32)
+    rewards[np.flatnonzero(flags(trajectory.mask))[-1]] = trajectory.reward
+    return rewards
+
+
+def _runs(versions: Ints) -> tuple[tuple[int, int], ...]:
+    return tuple((len(list(same)), version) for version, same in groupby(versions.tolist()))
+
+
+def _calls(text: str) -> tuple[str, ...]:
+    """The tools that a turn calls, as far as its text says it by the marks that most templates use."""
+    return tuple(f"{one.name}({one.arguments})" for one in reply.read(text).calls)
+
+
+def _count(count: int, what: str) -> str:
+    plural = {"branch": "branches"}.get(what, f"{what}s")
+    return f"{count} {what if count == 1 else plural}"

@@ -1,0 +1,85 @@
+"""What engines did not compute again: tokens of prompts in their cache, by the age of the weights that computed them.
+
+prefix_reused     share of all prompts' tokens that came from a cache
+context_reused    share of the contexts that earlier turns had; turns allow 1
+kv_ages           tokens that came from a cache, by versions since they were computed; with kv = "keep" above 0
+kv_age            their mean
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple, NotRequired, TypedDict
+
+from streamppo.telemetry.metrics_file import EngineLine, Line
+from streamppo.types import EngineReport
+
+
+class ReuseNumbers(TypedDict):
+    """The numbers of an engine, or of several; each is there once there is something to tell of."""
+
+    prefix_reused: NotRequired[float]
+    context_reused: NotRequired[float]
+    kv_age: NotRequired[float]
+    kv_ages: NotRequired[dict[str, int]]
+
+
+class ContextShares(NamedTuple):
+    """The numbers of all rollout actors at present: shares are means over them."""
+
+    prefixes: float | None
+    contexts: float | None
+    ages: dict[int, int]
+
+    @property
+    def age(self) -> float | None:
+        """The mean age in versions."""
+        return mean_age(self.ages)
+
+
+def of_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
+    """Sum up what rollout actors have reused since they started."""
+    prompted, context = sum(one.prompted for one in reports), sum(one.context for one in reports)
+    found: ReuseNumbers = {}
+    if prompted:
+        found["prefix_reused"] = sum(one.reused for one in reports) / prompted
+    if context:
+        found["context_reused"] = sum(one.context_reused for one in reports) / context
+    ages: Counter[int] = Counter()
+    for one in reports:
+        ages.update(one.kv_ages)
+    if (age := mean_age(ages)) is not None:
+        found["kv_age"] = age
+        found["kv_ages"] = {str(versions): ages[versions] for versions in sorted(ages) if ages[versions]}
+    return found
+
+
+def of_lines(lines: Sequence[EngineLine]) -> ContextShares:
+    """Put together the newest lines of rollout actors, one of each."""
+    prefixes = [line["prefix_reused"] for line in lines if "prefix_reused" in line]
+    contexts = [line["context_reused"] for line in lines if "context_reused" in line]
+    ages: Counter[int] = Counter()
+    for line in lines:
+        ages.update({int(age): count for age, count in line.get("kv_ages", {}).items()})
+    return ContextShares(_mean(prefixes), _mean(contexts), dict(sorted(ages.items())))
+
+
+def newest(lines: Sequence[Line]) -> list[EngineLine]:
+    """The newest line of each rollout actor in the newest part of a run."""
+    found: dict[str, EngineLine] = {}
+    for line in lines:
+        if "part" in line:
+            found = {}
+        if "engine" in line:
+            found[line["engine"]] = line
+    return list(found.values())
+
+
+def mean_age(ages: Mapping[int, int]) -> float | None:
+    """The mean of ages by their counts; None of none."""
+    count = sum(ages.values())
+    return sum(age * tokens for age, tokens in ages.items()) / count if count else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

@@ -1,0 +1,66 @@
+"""The turns of a row: their places, what of their contexts was reused, and if they were received. Pure: numpy alone.
+
+A turn is the tokens `start` to `end` - 1 of a row (types/branches.py), sampled one after another. Of its context
+`reused` tokens came from the engine's cache. A turn that nobody received is `delivered` = 0: its tokens are context
+alone, and not trained on.
+
+    row      0  1  2  3  4  5  6  7       prompt 0 and 1, turn (2, 4, 0, 1), message 4 and 5, turn (6, 8, 3, 1)
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.types.crossing import Flags, ints
+
+FIELDS = 4
+
+
+class TurnPlace(NamedTuple):
+    """One turn."""
+
+    start: int
+    end: int
+    reused: int
+    delivered: int
+
+
+def column(turns: Iterable[TurnPlace]) -> bytes:
+    """The bytes column of turns, in the order of the row."""
+    return np.array([*turns], dtype="<i4").tobytes()
+
+
+def read(column: bytes) -> list[TurnPlace]:
+    """The turns of a column."""
+    return [TurnPlace(*one) for one in ints(column).reshape(-1, FIELDS).tolist()]
+
+
+def undelivered(column: bytes) -> int:
+    """Count the sampled tokens that nobody received."""
+    return sum(one.end - one.start for one in read(column) if not one.delivered) if column else 0
+
+
+def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
+    """The reason why a column is not the turns of a row, of `prompt` tokens and a completion's `mask`; or None."""
+    if len(column) % (4 * FIELDS):
+        return f"turns of {len(column)} bytes, which are not {FIELDS} int32 each"
+    starts, ends, reused, delivered = ints(column).reshape(-1, FIELDS).T.astype(np.int64)
+    before = np.concatenate([[prompt], ends[:-1]])
+    if (out := (starts < before) | (ends <= starts) | (ends > prompt + len(mask))).any():
+        at = int(np.argmax(out))
+        return (
+            f"a turn of tokens {starts[at]} to {ends[at] - 1}, where the row has {before[at]} to "
+            f"{prompt + len(mask) - 1} left for it"
+        )
+    if (out := (reused < 0) | (reused > starts)).any():
+        at = int(np.argmax(out))
+        return f"a turn that begins at token {starts[at]} reused {reused[at]} tokens"
+    if (out := (delivered < 0) | (delivered > 1)).any():
+        return f"a turn says {delivered[np.argmax(out)]} of its delivery, which is neither yes nor no"
+    own = np.zeros(len(mask), np.bool_)
+    for start, end in zip(starts[delivered == 1] - prompt, ends[delivered == 1] - prompt, strict=True):
+        own[start:end] = True
+    if (other := own != mask).any():
+        return f"token {prompt + int(np.argmax(other))} is sampled by the mask or by a turn, and not by both"
+    return None
