@@ -38,7 +38,7 @@ BUILT_IN = frozenset(
 
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Bytes of RUN/consent, and of a file of code in the run's folder, that are read."""
-CODE = ("environment.name", "environment.agent", "rollout.limit", "task.environment")
+CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
 """Fields that name code."""
 SHOWN, LENGTH = 10, 300
 """Names that a refusal shows, and characters of each."""

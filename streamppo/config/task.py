@@ -138,6 +138,29 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
         return self.name
 
 
+class BubblewrapSandbox(Kind, frozen=True, tag="bubblewrap"):
+    """The program sees /usr, Python and `files`, read-only, and no network but its own endpoint."""
+
+    files: tuple[str, ...] = ()
+    """Files and folders that it reads, such as the program itself; /tmp is its scratch folder."""
+    memory_mib: Positive = 1024
+    """Memory of all its processes together."""
+    disk_mib: Positive = 64
+    """Size of the scratch folder."""
+
+
+class CustomSandbox(Kind, frozen=True, kw_only=True, tag="class"):
+    """A sandbox of yours, such as a remote service: a class with `async def run(self, program) -> Ran`."""
+
+    name: str
+    """`package.module:Class` or `path/file.py:Class`."""
+    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Keyword arguments of the class's constructor."""
+
+
+AnySandbox: TypeAlias = BubblewrapSandbox | CustomSandbox
+
+
 class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="agent"):
     """Several turns: a program of yours asks an OpenAI-compatible endpoint, whose answers are the policy's."""
 
@@ -145,6 +168,8 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """`package.module:function` or `path/file.py:function`, run once for each trajectory."""
     command: tuple[str, ...] = ()
     """Or a program and its arguments, which finds the endpoint in OPENAI_BASE_URL or ANTHROPIC_BASE_URL."""
+    sandbox: AnySandbox | None = None
+    """The place in which `command` runs; without one it runs as you do."""
     host: str = "127.0.0.1"
     """The address at which each rollout actor's endpoint listens; other machines reach any but this one."""
     timeout_s: Seconds = 600.0
@@ -162,6 +187,8 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
                 'an agent is a function, agent = "mine.py:run", or a program, command = ["python", "agent.py"]: give '
                 "one of them"
             )
+        if self.sandbox is not None and not self.command:
+            yield "sandbox is a place for a program: give command = [...], as a function runs in a process of the run"
 
     def refuses(self, linear: Sequence[str]) -> Iterator[str]:
         """A sentence for each of the choices that take no branches: an agent's requests make some."""
