@@ -102,10 +102,12 @@ class CalculatorTask(Addition, frozen=True, tag="calculator"):
 
 
 class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="verifiers"):
-    """The data set of a verifiers environment (extra `verifiers`); its turns need `[environment]` too."""
+    """Tasks of a verifiers environment (extra `verifiers`), for the agent `streamppo.tasks.library.verifiers:run`."""
 
     environment: str
-    """Its name for verifiers.load_environment."""
+    """The id of its taskset, or a TOML file with an `[env]` table as verifiers' own commands take it."""
+    rows: Positive = 10_000
+    """Tasks that are read at most; some tasksets never end."""
 
 
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
