@@ -1,9 +1,9 @@
-"""Play addition as an agent that knows nothing of the trainer: it asks a chat endpoint, and has two tools.
+"""Play addition as an agent that is independent of the trainer: it calls a chat endpoint, and has two tools.
 
 12+34=       the user's message
-=            a call of the first tool, which works out the question: its answer is 46=
-10+2=        a call of the second tool, which works out that sum: its answer is 12=
-46           no call, and so the answer
+=            a call of the first tool, which computes the question: it returns 46=
+10+2=        a call of the second tool, which computes this sum: it returns 12=
+46           no call: the final answer
 """
 
 import httpx
@@ -14,7 +14,7 @@ CLIENT = httpx.AsyncClient(trust_env=False, timeout=60)
 
 
 async def run(prompt: str, base_url: str, api_key: str, answer: str) -> Done:
-    """Ask until the policy calls no tool any more; its answer is right, or it is not."""
+    """Call the policy until it calls no tool; return 1 for the right answer, else 0."""
     messages, calls = [{"role": "user", "content": prompt}], 0
     while True:
         said = await ask(base_url, api_key, messages)
@@ -29,7 +29,7 @@ async def run(prompt: str, base_url: str, api_key: str, answer: str) -> Done:
 
 
 async def ask(base_url: str, api_key: str, messages: list[dict[str, str]]) -> str | None:
-    """Ask once, as any client does; None when the run has spent its requests or tokens."""
+    """Return the policy's next message; None if the run has used up its requests or tokens."""
     headers = {"Authorization": f"Bearer {api_key}"}
     body = {"model": "policy", "messages": messages}
     answer = await CLIENT.post(f"{base_url}/chat/completions", json=body, headers=headers)
@@ -39,6 +39,6 @@ async def ask(base_url: str, api_key: str, messages: list[dict[str, str]]) -> st
 
 
 def total(expression: str) -> str:
-    """Work out a sum; + for an expression that is none."""
+    """Compute a sum of whole numbers; "+" if the expression is not one."""
     numbers = expression.split("+")
     return str(sum(map(int, numbers))) if all(number.isdigit() for number in numbers) else "+"

@@ -4,17 +4,17 @@
     python examples/one_process.py --lag 16 --correction off        # from 0.38 to 0.06
     python examples/one_process.py --lag 16 --correction topr       # from 0.38 to 0.93
 
-A transformer of 84,000 parameters learns to add on a CPU: "7+12=" asks for "19", and the reward is 1 for exactly that.
-A run of streamppo has processes that sample, a queue and a learner; here they take turns, so that the age of the data
+A transformer of 84,000 parameters learns to add on a CPU: the reward is 1 for "19" after "7+12=", else 0. In a run of
+streamppo, rollout processes, a queue and a learner work concurrently; here they take turns, so that the lag of the data
 is exact. The mathematics is `streamppo.algorithms`, called as the learner calls it (streamppo/learner/update.py).
 
-Three policies meet in an update, and none of them is called old:
+An update has three policies, none of which is called old:
 
     behavior   sampled the completion, `lag` versions ago
     proximal   the newest version, before the first step of the update
-    current    is being trained, and has moved after the first minibatch
+    current    is being trained, and differs from proximal after the first minibatch
 
-    weight = proximal / behavior     corrects for the age of the data          https://arxiv.org/abs/2110.00641
+    weight = proximal / behavior     corrects for the lag of the data          https://arxiv.org/abs/2110.00641
     ratio  = current / proximal      is kept near 1 by PPO's clip              https://arxiv.org/abs/1707.06347
 
 B completions, P tokens of a prompt, T tokens of a completion (padded), L = P + T, V vocabulary, D width.
@@ -56,7 +56,7 @@ WARM_START_STEPS, UPDATES = 50, 300
 
 
 def prompts(seed: int) -> tuple[list[str], list[str]]:
-    """Return the prompts for training and those held out, " 7+12=" and the like; a+b and b+a are on the same side."""
+    """Return (training prompts, held-out prompts), such as " 7+12="; a+b and b+a are in the same set."""
     unordered = sorted({(min(a, b), max(a, b)) for a in FIRST for b in SECOND})
     held_out = set(random.Random(seed).sample(unordered, HELD_OUT))
     sides: tuple[list[str], list[str]] = ([], [])
@@ -71,18 +71,18 @@ def answer(prompt: str) -> str:
 
 
 def encode(text: str) -> list[int]:
-    """Return a token for each character."""
+    """Return the token of each character."""
     return [SPECIALS + ALPHABET.index(character) for character in text]
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Return the characters up to the end; "" for a completion that was cut off."""
+    """Return the text up to the end token; "" for a completion that was cut off."""
     ended = tokens[: tokens.index(END)] if END in tokens else []
     return "".join(ALPHABET[token - SPECIALS] if token >= SPECIALS else "?" for token in ended)
 
 
 def rewards(some: Sequence[str], tokens_BT: Tensor) -> Tensor:
-    """[B], 1 for exactly the answer and an end after it, else 0."""
+    """[B], 1 for the exact answer followed by the end token, else 0."""
     completions = [decode(tokens) for tokens in tokens_BT.tolist()]
     return torch.tensor([float(text == answer(prompt)) for prompt, text in zip(some, completions, strict=True)])
 
@@ -103,7 +103,7 @@ class Policy(nn.Module):
         self.lm = Qwen2ForCausalLM(config)
         for name, parameter in self.lm.named_parameters():
             if name.endswith(("q_proj.bias", "k_proj.bias")):
-                # Heads attend to different places from the first step on.
+                # Heads attend to different positions from the first step on.
                 nn.init.normal_(parameter, std=1.0)
         self.value_head = nn.Linear(config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
@@ -111,7 +111,7 @@ class Policy(nn.Module):
     def forward(self, inputs_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T] each: log-probs of the completions' tokens, the critic's values before them, and entropies.
 
-        The hidden state at place i predicts token i + 1.
+        The hidden state at position i predicts token i + 1.
         """
         hidden_BTD = self.lm.model(input_ids=inputs_BL[:, :-1]).last_hidden_state[:, PROMPT_TOKENS - 1 :]
         logp_BTV = (self.lm.lm_head(hidden_BTD) / TEMPERATURE).log_softmax(-1)
@@ -120,7 +120,7 @@ class Policy(nn.Module):
 
 
 def warm_start(policy: Policy, some: Sequence[str]) -> None:
-    """Imitate right answers for a few supervised steps: a policy that is never right has no reward to learn from."""
+    """Train on right answers for a few supervised steps: a policy that is never right has no reward to learn from."""
     rows = [[*encode(prompt + answer(prompt)), END, PADDING, PADDING] for prompt in some]
     inputs_NL = torch.tensor([row[: PROMPT_TOKENS + MAX_TOKENS] for row in rows])
     optimizer = torch.optim.AdamW(policy.lm.parameters(), lr=5e-3)
@@ -154,8 +154,8 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def sample(engine: Policy, some: Sequence[str], temperature: float, version: int) -> Batch:
-    """Sample a token at a time with a KV cache, and keep the log-probs of what was sampled; greedy at temperature 0."""
-    # All prompts have one length: a number below 10 has a space before it.
+    """Sample completions token by token with a KV cache, with their log-probs; greedy at temperature 0."""
+    # All prompts have the same length: numbers below 10 are padded with a space.
     prompts_BP = next_BL = torch.tensor([encode(prompt) for prompt in some])
     running_B, cache, columns = torch.ones(len(some), dtype=torch.bool), None, []
     for _ in range(MAX_TOKENS):
@@ -171,7 +171,7 @@ def sample(engine: Policy, some: Sequence[str], temperature: float, version: int
 
 
 def accuracy(engine: Policy, some: Sequence[str]) -> float:
-    """Return the share of greedy answers that are right."""
+    """Return the fraction of right greedy answers."""
     return sample(engine, some, temperature=0.0, version=0).reward_B.mean().item()
 
 
@@ -179,7 +179,7 @@ def accuracy(engine: Policy, some: Sequence[str]) -> float:
 
 
 class Update(NamedTuple):
-    """What one update saw: `lag` is the learner's version minus the batch's, `ratio_bT` is of the first minibatch."""
+    """Metrics of one update: `lag` is the learner's version minus the batch's, `ratio_bT` the first minibatch's."""
 
     lag: int
     reward: float
@@ -190,7 +190,7 @@ class Update(NamedTuple):
 
 
 def correct(kind: str, proximal_BT: Tensor, behavior_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Correction:
-    """Weigh every token for the age of the data; `off` takes old data as if it were fresh.
+    """Correct for the lag of the data with a weight for every token; `off` treats old data as fresh.
 
         truncate   weight = min(proximal / behavior, CAP)
         topr       weight = min(prod_t(proximal / behavior), 1) if A < 0 else 1      https://arxiv.org/abs/2503.14286
@@ -207,10 +207,10 @@ def correct(kind: str, proximal_BT: Tensor, behavior_BT: Tensor, advantages_BT: 
 def train(
     learner: Policy, optimizer: torch.optim.Optimizer, batch: Batch, version: int, correction: str, negative: float
 ) -> Update:
-    """Make version + 1 of the policy from one batch, in MINIBATCHES optimizer steps."""
+    """Make version + 1 of the policy from one batch, in `MINIBATCHES` optimizer steps."""
     mask_BT, behavior_BT = batch.mask_BT, batch.behavior_logprobs_BT
 
-    # The learner scores the batch before its first step: these log-probs are the proximal policy.
+    # Log-probs before the first step are the proximal policy's.
     with torch.no_grad():
         proximal_BT, proximal_values_BT, _ = learner(batch.inputs_BL)
 
@@ -258,10 +258,10 @@ def main(argv: Sequence[str] | None = None) -> list[Update]:
     ahead: deque[Batch] = deque()
     updates: list[Update] = []
     for version in range(options.updates):
-        # Sample at this version, so far ahead that the oldest batch is `lag` versions old (fewer in the first updates).
+        # Sample ahead at this version until the oldest of lag + 1 batches is `lag` versions old (fewer at first).
         while len(ahead) <= options.lag:
             ahead.append(sample(engine, random.choices(training, k=BATCH_SIZE), TEMPERATURE, version))
-        # Train on the oldest batch, then swap: the engine gets version + 1.
+        # Train on the oldest batch, then swap the engine to version + 1.
         updates.append(train(learner, optimizer, ahead.popleft(), version, options.correction, options.negative_weight))
         engine.load_state_dict(learner.state_dict())
         if (version + 1) % 10 == 0:
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> list[Update]:
 
 
 def line(update: int, latest: Sequence[Update], held_out: float) -> str:
-    """Return one line for the latest updates: the lag of the last, and means."""
+    """Return one line for the latest updates: the lag of the last one, and means over all."""
     reward, ess, kl = (
         fmean(numbers) for numbers in zip(*((one.reward, one.ess, one.kl) for one in latest), strict=True)
     )

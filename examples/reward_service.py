@@ -1,4 +1,4 @@
-"""Score completions behind HTTP: `python examples/reward_service.py [PORT]`, beside a run of reward_service.toml.
+"""Score completions over HTTP: `python examples/reward_service.py [PORT]`, during a run of reward_service.toml.
 
     POST /score   {"prompt": "12+34=", "completion": "47", "finish": "stop", "columns": {"answer": "46"}, ...}
     200           {"score": 0.25, "digits": 0.5}
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def score(completion: str, answer: str) -> dict[str, float]:
-    """Give 1 for the answer, else half the share of digits that are right and in their place."""
+    """Return a score of 1 for the answer, else half the fraction of right digits in the right position."""
     right = sum(given == wanted for given, wanted in zip(completion, answer, strict=False))
     digits = right / max(len(completion), len(answer))
     return {"score": 1.0 if completion == answer else digits / 2, "digits": digits}
@@ -22,7 +22,7 @@ class Scores(BaseHTTPRequestHandler):
     """Answers one connection; HTTP/1.1 keeps it open for the next request."""
 
     protocol_version = "HTTP/1.1"
-    # Head and body go out together, and no packet waits for another.
+    # Headers and body are sent together, without the delay of Nagle's algorithm.
     wbufsize = -1
     disable_nagle_algorithm = True
 

@@ -1,9 +1,9 @@
 """Play addition with a second chance: an environment of two turns.
 
 prompt       12+34=
-the policy   47          wrong: the question comes again, after a +
-then         +12+34=
-the policy   46          right at the second try: half the reward
+policy       47          wrong: the environment repeats the question after a +
+environment  +12+34=
+policy       46          right at the second attempt: half the reward
 """
 
 from streamppo.tasks.environments import Done, Observation
@@ -19,12 +19,12 @@ class SecondChance:
         self.turn = 0
 
     async def reset(self, prompt: Prompt) -> str:
-        """Ask the question."""
+        """Return the question."""
         self.question, self.answer = prompt.text, prompt.columns["answer"]
         return self.question
 
     async def step(self, text: str) -> Observation | Done:
-        """End after a right answer or a second wrong one; else ask again."""
+        """End after a right answer or the second wrong one; otherwise repeat the question."""
         self.turn += 1
         if text == self.answer:
             first = self.turn == 1

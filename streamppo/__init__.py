@@ -3,24 +3,26 @@
     import streamppo
 
     run = streamppo.run("configs/math.toml", ["learner.lr=3e-4"])       trains, and returns the run
-    run = streamppo.open("runs/math")                                   an earlier run, or one that is running
-    run = streamppo.resume("runs/math", ["updates=2000"])               goes on with it
+    run = streamppo.open("runs/math")                                   opens a finished or running run
+    run = streamppo.resume("runs/math", ["updates=2000"])               continues a run
+    run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         a new one that begins as it was at a version
+    streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version at which a condition holds
 
-docs/python.md explains them. Importing the package imports nothing else of it.
+docs/python.md explains them. Importing the package imports no other module of it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from streamppo.api.runs import Run, open, resume, run
+    from streamppo.api.runs import Run, bisect, fork, open, resume, run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "open", "resume", "run"]
+__all__ = ["Run", "bisect", "fork", "open", "resume", "run"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the Python side at its first use: every process of a run imports this package."""
+    """Import the Python API at its first use: every process of a run imports this package and needs no API."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("streamppo.api.runs"), name)

@@ -1,4 +1,4 @@
-"""`python -m streamppo`, and the command `streamppo`."""
+"""Entry point of `python -m streamppo` and of the command `streamppo`."""
 
 import sys
 import traceback
@@ -11,13 +11,13 @@ from streamppo.terminal import lines
 
 
 def main() -> NoReturn:
-    """Run one command and end the process, also beside threads of a plug-in that never end."""
+    """Run one command and end the process, even if threads of a plug-in never end."""
     sys.excepthook = _show
     end.leave(cli.main())
 
 
 def _show(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-    """Write the traceback of an error that nobody foresaw; its words may be of anybody."""
+    """Write the traceback of an unexpected error, made safe for a terminal: its text may be untrusted."""
     sys.stderr.write(lines("".join(traceback.format_exception(kind, error, place)).rstrip("\n")) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""How a file becomes durable: written beside its final name, flushed with its folder, renamed.
+"""Durable files: written under a temporary name, flushed, renamed, and their folder flushed.
 
-A file is settled when it has its final name. A writer that dies before leaves a name that ends in `.tmp`, which nobody
-reads and the next writer replaces.
+A file is settled when it has its final name. A writer that dies earlier leaves a file whose name ends in `.tmp`; it is
+never read, and the next writer replaces it.
 """
 
 import errno
@@ -16,17 +16,17 @@ from pathlib import Path
 from streamppo.errors import StreamppoError
 
 ASIDE = ".tmp"
-"""The end of a name that does not count yet, or no longer."""
+"""The suffix of a temporary name: of a file that does not count yet, or no longer."""
 
 
 def aside(path: Path) -> Path:
-    """The name under which `path` is written before it is settled."""
+    """The temporary name of `path`, until it is settled."""
     return path.with_name(f"{path.name}{ASIDE}")
 
 
 @contextmanager
 def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
-    """Re-raise any `OSError` of the block as `kind`, with `path` in the message: an open file does not say its name."""
+    """Raise any `OSError` of the block as `kind`, with `path` in the message: errors of open files lack the name."""
     try:
         yield
     except OSError as error:
@@ -34,26 +34,26 @@ def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
 
 
 def folder(path: Path) -> None:
-    """Make a folder, unless it is there, so that its name survives a power cut; several may do it at a time."""
+    """Make a folder, unless it exists, so that its name survives a power failure; concurrent calls are safe."""
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         flush(path.parent)
 
 
 def settle(path: Path) -> None:
-    """Give the file, or the flushed folder, at `aside(path)` its final name; both survive a power cut from here on."""
+    """Flush the file or folder at `aside(path)` and give it its final name; both then survive a power failure."""
     flush(aside(path))
     rename(aside(path), path)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file that is flushed another name in its folder, which survives a power cut from here on."""
+    """Rename a flushed file within its folder; the new name then survives a power failure."""
     os.replace(source, target)
     flush(target.parent)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a whole file. A link that stands where it is written aside is replaced, and not followed."""
+    """Write a whole file durably. A link at its temporary name is replaced, not followed."""
     if aside(path).is_symlink():
         aside(path).unlink()
     with open(aside(path), "wb", opener=_not_by_link) as file:
@@ -67,11 +67,21 @@ def _not_by_link(path: str, flags: int) -> int:
 
 @contextmanager
 def reading(path: Path) -> Generator[BufferedReader]:
-    """Open a file to read it. Raises `OSError` for what is no file, such as a pipe: nobody waits for it."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    """Open a regular file for reading. Raises `OSError` for anything else, such as a pipe, without blocking on it."""
+    with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a file", str(path))
         yield file
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read(path: Path) -> bytes:
+    """The content of a file. Raises `OSError` for what is no file, as `reading` does."""
+    with reading(path) as file:
+        return file.read()
 
 
 def sha256(path: Path) -> str:

@@ -6,14 +6,14 @@ StreamppoError
 │   ├── RewardFailed       one trajectory has no reward: failed, never 0
 │   ├── TeacherFailed      one trajectory has no log-probs of the teacher: failed, never 0
 │   ├── EnvironmentFailed  an environment raised or took too long: the trajectory is failed
-│   ├── Retryable          raised by a reward: the same call may work a little later
+│   ├── Retryable          raised by a reward: a retry of the same call may succeed
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
-├── ModelError             a model folder that no engine of ours can run
+├── ModelError             a model folder that streamppo's engines cannot run
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
-├── WeightsError           a push that does not verify: the old version stays
+├── WeightsError           a push that does not verify: the engine keeps its version
 ├── CheckpointError        a checkpoint that is missing, damaged or of another run
 ├── JournalError           a journal or an archive that is damaged or cannot be written: says the file
-├── Diverged               a redone update made other weights than it did the first time
+├── Diverged               a redone update gave other weights than the first time
 ├── QueueError             a request that the queue's rules refuse
 └── RunError               a stage died or stalled; the message names the stage
     ├── LearnerLost        a learner rank died; the supervisor starts all of them again
@@ -22,11 +22,14 @@ StreamppoError
 
 import signal
 
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec raises for JSON or msgpack of strangers: its own errors, and that of text which is not UTF-8."""
+
 
 class StreamppoError(Exception):
-    """Base of all: catching this catches what streamppo foresaw, and nothing else.
+    """Base of all: it includes every error that streamppo raises on purpose, and no other.
 
-    A command that ends by it has the exit code `exit_code`.
+    A command that ends with this error has the exit code `exit_code`.
     """
 
     exit_code = 1
@@ -47,13 +50,13 @@ class RewardFailed(TaskError):
 
 
 class TeacherFailed(TaskError):
-    """The teacher's server has given no log-probs of this trajectory; the message is the reason."""
+    """The teacher's server returned no log-probs of this trajectory; the message is the reason."""
 
 
 class EnvironmentFailed(TaskError):
-    """The environment of this trajectory raised, took too long, or gave no usable answer.
+    """The environment of this trajectory raised, took too long, or returned no usable answer.
 
-    So many `tokens` were sampled for it, as far as is known.
+    `tokens` is the known number of tokens that were sampled for the trajectory.
     """
 
     def __init__(self, reason: str = "", tokens: int = 0) -> None:
@@ -62,9 +65,9 @@ class EnvironmentFailed(TaskError):
 
 
 class Retryable(TaskError):
-    """For rewards to raise: the call failed, and may work when it is tried again a little later.
+    """To be raised by rewards: the call failed, and a later retry may succeed.
 
-    Any exception with a true attribute `retryable` is understood in the same way.
+    Any exception with a true attribute `retryable` has the same effect.
     """
 
     retryable = True
@@ -83,7 +86,7 @@ class UpdateError(StreamppoError):
 
 
 class WeightsError(StreamppoError):
-    """A version that is not whole, not as it was pushed, or that does not fit the engine's parameters."""
+    """A version that is incomplete, differs from what was pushed, or does not fit the engine's parameters."""
 
 
 class CheckpointError(StreamppoError):
@@ -95,7 +98,7 @@ class JournalError(StreamppoError):
 
 
 class Diverged(StreamppoError):
-    """An update that was redone from the archive made other weights than it did the first time."""
+    """An update redone from the archive gave other weights than the first time."""
 
 
 class QueueError(StreamppoError):
@@ -107,11 +110,11 @@ class RunError(StreamppoError):
 
 
 class LearnerLost(RunError):
-    """A learner rank died, and with it the group."""
+    """A learner rank died; all ranks of its group must be restarted."""
 
 
 class Interrupted(RunError):
-    """A signal asked the run to stop: its `number`."""
+    """A signal, with this `number`, has stopped the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")

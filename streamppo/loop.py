@@ -1,4 +1,4 @@
-"""The loop, and the pipeline that it drives.
+"""The training loop, and the pipeline that it drives.
 
     rollout --trajectories--> queue --batch--> learner --version + 1--> weights (in the queue's process) --> rollout
                                 |                 |
@@ -8,13 +8,13 @@
     -------  --------------------  -------------------------------  --------------------------  ---------------------
     rollout  tickets, weights      trajectories, failures           tickets                     a take, a new version
     queue    trajectories, pushes  tickets, batches, the archive    its disk
-    learner  a batch               version + 1, report, checkpoint  the batch, fetched ahead    a delivery
-    driver   reports               metrics.jsonl, summary.json      the oldest update asked of  the learner
+    learner  a batch               version + 1, report, checkpoint  the batch, prefetched       a delivery
+    driver   reports               metrics.jsonl, summary.json      the oldest pending update   the learner
 
     for every version    update        every rank takes its batch, trains, pushes version + 1
-                         checkpoint    if due; written beside the next update
+                         checkpoint    if due; written concurrently with the next update
                          record        the report, `AHEAD - 1` updates later; the learner never waits for the driver
-                         evaluate      if due; answered beside the next updates
+                         evaluate      if due; concurrently with the next updates
 
 From here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """
@@ -33,7 +33,7 @@ from streamppo import durable, process
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import inputs, preflight, rebuild_metrics, report
+from streamppo.driver import inputs, preflight, rebuild_metrics, report, threads
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.folder import disk
 from streamppo.driver.ray.cluster import ray_session
@@ -54,32 +54,32 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 AHEAD = 2
-"""Updates in the learner's mailbox: the one that runs and the one after it."""
+"""Updates in the learner's mailbox: the running one and the next one."""
 
 Reports = tuple[QueueReport, list[EngineReport]]
-"""The counters of the queue, and of every engine."""
+"""The counters of the queue and of every engine."""
 
 log = logging.getLogger(__name__)
 
 
 class PendingUpdate(NamedTuple):
-    """An update that the learner was asked for: the version that it makes, and the call of each rank."""
+    """A requested update: the version that it makes, and the call of each rank."""
 
     version: int
     refs: "list[ObjectRef[bytes]]"
 
 
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
-    """Make all updates; the exit code is 0 only then. `started` is when the command began (perf_counter).
+    """Make all updates; only then the exit code is 0. `started` is when the command began (perf_counter).
 
-    A `folder` that holds a part of the run is continued. Survival of a learner's death, resume and replay are the
-    same: load a checkpoint, redo the archived batches, arrive at the same weights. A run that cannot go on is refused
-    before its folder is touched, also one whose data or model changed, unless `accept_changes`; in every other outcome
-    summary.json is written. Raises `StreamppoError`.
+    If `folder` has a part of the run, the run is continued. Recovery from a learner's death, resume and replay work in
+    the same way: load a checkpoint, redo the archived batches, arrive at the same weights. A run that cannot continue
+    is refused before its folder is changed; so is a run whose data or model changed, unless `accept_changes`. In every
+    other outcome summary.json is written. Raises `StreamppoError`.
     """
     process.log_to_stdout()
     disk.refuse_network(folder)
-    config = inputs.with_clock(config, folder)
+    config = threads.chosen(inputs.with_clock(config, folder), folder)
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
@@ -101,9 +101,9 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 @contextmanager
 def _write_summary(record: RunRecord) -> Generator[list[Reports]]:
-    """Write summary.json and report.html in every outcome of the block, which leaves the last counters in the list.
+    """Write summary.json and report.html in every outcome of the block, which appends the last counters to the list.
 
-    Ray is ended later: it may hang.
+    This happens before Ray is shut down, which may hang.
     """
     outcome = FINISHED
     reports: list[Reports] = []
@@ -126,10 +126,10 @@ def _write_summary(record: RunRecord) -> Generator[list[Reports]]:
 
 
 def train(stages: Stages, record: RunRecord) -> Reports:
-    """Make every update that is missing, with as many groups of learner ranks as it takes; return the last counters."""
+    """Make all missing updates; restart the learner ranks whenever one is lost. Returns the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
-    # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
-    # another way are not: training never waits for telemetry.
+    # Updates whose reports were lost with the driver are redone, so that metrics.jsonl has no gap. Lines lost in
+    # another way do not cause a redo: training never waits for telemetry.
     checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     configfile.save(config, stages.folder)
@@ -153,7 +153,7 @@ def train(stages: Stages, record: RunRecord) -> Reports:
 
 
 def _checkpoint(stages: Stages, version: int) -> None:
-    """Start the checkpoint of `version`, if one is due. That of the last version belongs to the end."""
+    """Start the checkpoint of `version`, if one is due; `_finish` makes that of the last version."""
     if _due(stages.config.checkpoint.every, version) and version < stages.config.updates:
         folder = str(stages.folder / "checkpoints")
         stages.calls.watch_all([rank.save.remote(folder) for rank in stages.ranks], RunStage.CHECKPOINT)
@@ -161,7 +161,7 @@ def _checkpoint(stages: Stages, version: int) -> None:
 
 
 def _drop_batches(stages: Stages, version: int) -> None:
-    """Drop the batches before the oldest checkpoint that a resume may begin with, but for the newest that are kept."""
+    """Drop batches older than the oldest checkpoint a resume may load, but keep the newest `archive.keep` batches."""
     config, whole = stages.config, manifest.complete(stages.folder / "checkpoints")
     if config.archive.keep and len(whole) >= config.checkpoint.keep:
         before = min(version - config.archive.keep, int(whole[-config.checkpoint.keep].name))
@@ -169,9 +169,9 @@ def _drop_batches(stages: Stages, version: int) -> None:
 
 
 def _record(stages: Stages, record: RunRecord, asked: deque[PendingUpdate], *, left: int) -> None:
-    """Wait for the oldest updates until only `left` of `asked` are under way; record them, and evaluate if due.
+    """Wait for the oldest updates of `asked` until `left` are pending; record each, and evaluate if due.
 
-    After a signal: save a last checkpoint, record the updates that were made, and raise `Interrupted`.
+    On a signal: save a last checkpoint, record the finished updates, and raise `Interrupted`.
     """
     while len(asked) > left:
         try:
@@ -189,7 +189,7 @@ def _record(stages: Stages, record: RunRecord, asked: deque[PendingUpdate], *, l
 
 
 def _finish(stages: Stages, record: RunRecord) -> Reports:
-    """The last checkpoint, the model, the last evaluation, and the counters of queue and engines."""
+    """Save the last checkpoint, export the model and evaluate it; returns the counters of queue and engines."""
     ranks, folder = stages.ranks, stages.folder
     saving = [rank.save.remote(str(folder / "checkpoints")) for rank in ranks]
     stages.calls.wait([*saving, *(rank.settle.remote() for rank in ranks)], "the last checkpoint")
@@ -197,14 +197,14 @@ def _finish(stages: Stages, record: RunRecord) -> Reports:
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
     stages.fetch_final()
     rebuild_metrics.lost_lines(record, folder)
-    # More than `updates`, where a run that had made more of them is resumed with fewer.
+    # The version may be above `updates`: a run may be resumed with fewer updates than it has made.
     _evaluate(stages, record, record.version)
     stages.calls.drain(RunStage.EVALUATION)
     return stages.reports()
 
 
 def _evaluate(stages: Stages, record: RunRecord, version: int) -> None:
-    """Evaluate after `version`, unless that was done: the last version of a run that is resumed has its line."""
+    """Start the evaluation of `version`, unless it was done, as for the last version of a resumed run."""
     if version in record.evaluated:
         return
     prompts = stages.config.evaluation.prompts
@@ -216,9 +216,9 @@ def _due(every: int, version: int) -> bool:
 
 
 def new_folder(config: Config, runs: Path) -> Path:
-    """Make runs/NAME, with a number behind it if the name is taken. It has a configuration: it can be resumed at once.
+    """Make the folder runs/NAME, or runs/NAME-2 and so on if taken. It has the configuration and can be resumed.
 
-    Raises `RunError` if it cannot be made, or must not be made there.
+    Raises `RunError` if it cannot be made, or must not be made there, as on a network file system.
     """
     disk.refuse_network(runs)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
@@ -236,10 +236,10 @@ def new_folder(config: Config, runs: Path) -> Path:
 
 
 def _claim_folder(aside: Path, folder: Path) -> bool:
-    """Give the folder `aside` its name, unless the name is taken."""
+    """Rename the folder `aside` to `folder`; False if that exists."""
     with durable.naming(folder, RunError):
         try:
-            # It replaces nothing but an empty folder.
+            # A rename replaces only an empty folder.
             durable.rename(aside, folder)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):

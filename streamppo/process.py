@@ -1,20 +1,24 @@
-"""How a process of ours behaves: when Python looks for reference cycles in it, where its output and its time go.
+"""Settings of streamppo's processes: garbage collection, log output, and the time of their phases.
 
-Cycles: a trajectory that waits a second for its reward survives the cheap passes, and so Python makes a full one every
-second. It walks every object there is, 0.3 s beside torch and transformers, and nothing else happens meanwhile. Nothing
-that a trajectory consists of makes cycles.
+Garbage collection: trajectories that wait a second for their rewards survive the cheap passes, so that Python makes a
+full pass every second. A full pass visits every object and takes 0.3 s with torch and transformers loaded, during which
+the process does nothing else. The objects of a trajectory form no cycles, so that full passes can be rare.
 
-Log lines: every module logs to `logging.getLogger(__name__)`; each process of ours calls `log_to_stdout` once. A
-warning begins with that word, and on a terminal a line is broken between words. Ray
-brings an actor's standard output to the driver's, which may lose its reader (`| head`, a terminal that is closed): the
-rest then goes to a file, and the run goes on. What an actor logs begins with the secret in `MARK` there: the driver
-takes that away, and writes `PRINTS` before every other line of an actor's, which rewards and environments print.
+Log lines: every module logs to `logging.getLogger(__name__)`; each process calls `log_to_stdout` once. A warning begins
+with that word, and on a terminal lines are wrapped between words. Ray forwards an actor's standard output to the
+driver's, which may lose its reader (`| head`, a closed terminal): later output then goes to a file, and the run
+continues. An actor's log lines begin with the secret in `MARK`; the driver removes it, and puts `PRINTS` before all
+other lines of an actor, which rewards and environments print. Where such code runs in the process of a command,
+`naming_prints` puts it there.
 
-Phases: calls, wall seconds and CPU seconds of each phase of its work since its start. Reports carry them to the driver,
-and metrics.jsonl keeps them (`telemetry/catalogue.py` names every phase). Phases do not contain each other.
+Compiled kernels: a process on a GPU keeps them in ~/.cache/streamppo, for the next process and the next run.
+
+Phases: the calls, wall seconds and CPU seconds of each phase of a process since its start. Reports bring them to the
+driver, and metrics.jsonl has them (`telemetry/catalogue.py` names every phase). Phases are not nested.
 """
 
 import ctypes
+import fcntl
 import gc
 import io
 import logging
@@ -24,11 +28,11 @@ import signal
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from streamppo.terminal import HANGING, harmless, lines
 
@@ -36,44 +40,85 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MARK = "STREAMPPO_LOG_MARK"
-"""The variable of actors with the driver's secret: a line of text that a policy wrote cannot begin with it."""
+"""The actors' environment variable with the driver's secret: text that a policy wrote cannot begin with it."""
 PRINTS = "prints: "
-"""Before a line that somebody else than our log prints in an actor."""
+"""Prefix of an output line that is not from streamppo's log, of an actor or of a command that imports code."""
+LINE_BYTES = 8 * 2**10
+"""A longer line is split into several."""
 PR_SET_PDEATHSIG = 1
-"""The option of prctl(2): a signal for this process when the thread that made it ends."""
+"""The option of prctl(2) that sends this process a signal when the parent thread that created it ends."""
 MORE_OBJECTS = 200_000
-"""A pass comes when so many objects more are alive than at the last one: tens of MiB that cycles may hold."""
+"""Growth in live objects that triggers a pass: garbage cycles may hold tens of MiB until then."""
+CACHES = {
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+    "CUTE_DSL_CACHE_DIR": "cutlass",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+"""The variables by which libraries are told where compiled kernels stay, and our folder for each."""
+FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""The variable that lets flash-attn 4 keep compiled kernels: by default every process compiles them again."""
+
+log = logging.getLogger(__name__)
 
 WHOLE = "process"
-"""The phase that is the process itself, with all of its threads."""
+"""The phase that is the whole process, with all of its threads."""
 
 
 def freeze_gc() -> None:
-    """Freeze what is loaded, so that it is never walked again, and let the rest grow before it is.
+    """Exclude all present objects from garbage collection, and make passes over later objects rare (`MORE_OBJECTS`).
 
-    To be called once everything is loaded.
+    Call it once everything is loaded.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(MORE_OBJECTS)
 
 
+def compile_caches() -> dict[str, str]:
+    """Name the variables by which a process on a GPU keeps compiled kernels, but for those that the user has set.
+
+    They are for libraries that read them when they are imported. Nothing is kept in a folder that is another user's, or
+    on a disk without locks: flash-attn waits for a lock for 15 s, and then fails.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamppo"
+    if fault := _unusable(base):
+        log.info("compiled kernels are not kept for the next run: %s: %s", base, fault)
+        return {}
+    variables = {FLASH_KEEPS: "1"} | {name: str(base / folder) for name, folder in CACHES.items()}
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def _unusable(folder: Path) -> str:
+    """Say why compiled kernels cannot be kept in `folder`; "" if they can."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A kernel is code: whoever may write here may run his in our processes.
+        if folder.stat().st_uid != os.getuid():
+            return "another user's"
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this signal when the parent's thread that made this process ends. Linux alone knows how."""
+    """Have the kernel signal this process when the parent thread that created it ends. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def take_any_text() -> None:
-    """Let this process print what its encoding does not have, half a pair of surrogates too, as an escape."""
+    """Print characters that the output's encoding lacks, unpaired surrogates included, as escapes."""
     for stream in (sys.stdout, sys.stderr):
-        # A stream that somebody has replaced may know no errors.
+        # A replaced stream may have no `reconfigure`.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def log_to_stdout(who: str = "") -> None:
-    """Write the package's log lines to standard output, each behind `who: ` where it is given. Again: no change."""
+    """Write the package's log lines to standard output, each behind `who: ` if given. Repeated calls do nothing."""
     take_any_text()
     ours = logging.getLogger("streamppo")
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
@@ -87,13 +132,13 @@ def log_to_stdout(who: str = "") -> None:
 
 @contextmanager
 def lasting_output(path: Path) -> Generator[None]:
-    """In the block, let standard output and standard error go on to the file `path` once their readers go away.
+    """In the block, redirect standard output and standard error to the file `path` once their readers are gone.
 
-    Everything that Python writes is meant, lines that Ray's threads print too.
+    This includes everything that Python writes, also lines that Ray's threads print.
     """
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
-        # A stream that somebody has replaced is theirs.
+        # A stream that a caller has replaced is left alone.
         if stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Lasting(stream.fileno(), path))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
@@ -106,14 +151,14 @@ def lasting_output(path: Path) -> Generator[None]:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that is led to a file by the first write that is refused."""
+    """A descriptor that is redirected to a file when a write to it fails."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._path = path
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write to the reader, or to the file if there is no reader any more."""
+        """Write to the reader, or to the file if the reader is gone."""
         try:
             return super().write(data)
         except OSError:
@@ -124,38 +169,112 @@ class _Lasting(io.FileIO):
             return super().write(data)
 
 
+@contextmanager
+def naming_prints(to: TextIO | None = None) -> Generator[None]:
+    """In the block, make harmless what other people's code prints in this process, and write `PRINTS` before each line.
+
+    Its lines go where they went, or all of them `to` one stream; those of our log stay as they are. What keeps one of
+    the streams writes to it in the same way after the block.
+    """
+    before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, _Prints):
+        yield
+        return
+    named = [_Prints(to or stream) for stream in before]
+    sys.stdout, sys.stderr = named
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in named:
+            stream.end_line()
+
+
+class _Prints(io.TextIOWrapper):
+    """Stands for the stream `under` it, which gets whole lines."""
+
+    def __init__(self, under: TextIO) -> None:
+        self.under = under
+        self._lines = _PrintedLines(under)
+        super().__init__(io.BufferedWriter(self._lines), "utf-8", "backslashreplace", line_buffering=True)
+
+    def end_line(self) -> None:
+        """Write what has no newline yet."""
+        # Whoever printed may have closed it.
+        with suppress(ValueError):
+            self.flush()
+        self._lines.end()
+
+
+class _PrintedLines(io.RawIOBase):
+    """Hands lines on, each harmless and behind `PRINTS`."""
+
+    def __init__(self, to: TextIO) -> None:
+        self._to, self._rest = to, b""
+
+    def writable(self) -> bool:
+        """It is written to."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream, for processes that are started with it."""
+        return self._to.fileno()
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write the lines that are whole."""
+        *whole, self._rest = (self._rest + bytes(data)).split(b"\n")
+        while len(self._rest) > LINE_BYTES:
+            whole, self._rest = [*whole, self._rest[:LINE_BYTES]], self._rest[LINE_BYTES:]
+        rows = (line.removesuffix(b"\r").decode(errors="replace") for line in whole)
+        self._to.write("".join(f"{PRINTS}{harmless(row)}\n" for row in rows))
+        self._to.flush()
+        return len(bytes(data))
+
+    def end(self) -> None:
+        """Write the line that is not whole."""
+        if self._rest:
+            line, self._rest = self._rest + b"\n", b""
+            _PrintedLines(self._to).write(line)
+
+
+def _own_stream() -> TextIO:
+    """Return the standard output of this moment, for lines of ours."""
+    return sys.stdout.under if isinstance(sys.stdout, _Prints) else sys.stdout
+
+
 class _Named(logging.Formatter):
-    """The message behind `head`, and behind the name of its level from a warning on."""
+    """Formats a message behind `head` and, from warnings on, its level."""
 
     def __init__(self, head: str) -> None:
         super().__init__()
         self._head = head
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Write the first line."""
+        """Format the first line."""
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"{self._head}{level}{record.message}"
 
 
 class _Lines(logging.Handler):
-    """One line for each record, on the standard output of this moment; each row of it behind `mark`."""
+    """Writes each record to the current `sys.stdout`; each of its rows begins with `mark`."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()
         self._mark = mark
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line; a reader that went away stops nothing."""
+        """Write the record; a lost reader does not stop the process."""
         try:
             rows = wrap(lines(self.format(record)), _columns()).split("\n")
-            sys.stdout.write("".join(f"{self._mark}{row}\n" for row in rows))
-            sys.stdout.flush()
+            stream = _own_stream()
+            stream.write("".join(f"{self._mark}{row}\n" for row in rows))
+            stream.flush()
         except OSError:
             self.handleError(record)
 
 
 def with_origin(line: str, mark: str) -> str:
-    """Make a line of an actor's output harmless: as it is if our log wrote it, behind `PRINTS` if anybody else did.
+    """Make a line of an actor's output harmless: without `mark` if it is a log line, else behind `PRINTS`.
 
     Example: mark "5e1f", "5e1fqueue: opened" -> "queue: opened", "queue: opened" -> "prints: queue: opened".
     """
@@ -163,22 +282,22 @@ def with_origin(line: str, mark: str) -> str:
 
 
 ESCAPE = re.compile(r"\033\[[0-9;]*[A-Za-z]")
-"""A colour, or another order to the terminal, which takes no cell."""
+"""A colour or another terminal sequence, which takes no cells."""
 
 
 def wrap(text: str, columns: int) -> str:
-    """Break each line of `text` that has more cells than `columns` between words; 0 columns break none.
+    """Wrap each line of `text` that has more cells than `columns`, between words; 0 columns: no wrapping.
 
-    A word that is wider than a row stays whole: the terminal breaks it, and it can be copied.
+    A word wider than a row is not split here: the terminal wraps it, and it can still be copied.
     """
     return "\n".join(_wrapped(line, columns) for line in text.split("\n")) if columns else text
 
 
 def _wrapped(line: str, columns: int) -> str:
-    # A line that goes back to its beginning is a picture of somebody's progress.
+    # A line with a carriage return is a progress bar.
     if (len(line) <= columns and line.isascii()) or "\r" in line:
         return line
-    # Slow to import, and most lines are short.
+    # A slow import; short lines, which are most, do not need it.
     from rich.cells import cell_len
 
     if cell_len(ESCAPE.sub("", line)) <= columns:
@@ -198,7 +317,8 @@ def _wrapped(line: str, columns: int) -> str:
 def _columns() -> int:
     """Columns of the terminal behind standard output; 0 if there is none."""
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+        stream = _own_stream()
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError, AttributeError):
         return 0
 
@@ -207,7 +327,7 @@ def _columns() -> int:
 
 
 class PhaseTime(NamedTuple):
-    """Time of a phase. `cpu_s` is of the threads that were in it alone, not of helpers that they wait for."""
+    """Time of a phase. `cpu_s` is that of the threads in the phase, without helper threads that they wait for."""
 
     calls: int
     wall_s: float
@@ -220,13 +340,16 @@ _lock = Lock()
 
 
 class phase(ContextDecorator):
-    """Count the block, or every call of the function, as `name`. For a block that awaits there is `add`."""
+    """Context manager or decorator: count the block, or every call of the function, as `name`.
+
+    Use `add` for a block that awaits.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def _recreate_cm(self) -> "phase":
-        """Several threads may be in one function."""
+        """A new object for each call: several threads may be in one function."""
         return phase(self._name)
 
     def __enter__(self) -> None:
@@ -239,22 +362,22 @@ class phase(ContextDecorator):
 
 
 def add(name: str, wall_s: float, cpu_s: float = 0.0) -> None:
-    """Count one more call of a phase. A phase that awaits has no CPU time of its own: others run meanwhile."""
+    """Add one call to a phase. Leave `cpu_s` at 0 for a phase that awaits: the thread runs other tasks meanwhile."""
     with _lock:
         calls, wall, cpu = _spent.get(name, (0, 0.0, 0.0))
         _spent[name] = PhaseTime(calls + 1, wall + wall_s, cpu + cpu_s)
 
 
 def spent() -> dict[str, PhaseTime]:
-    """Return the time of every phase of this process since its start, and of the process as a whole."""
+    """The time of every phase of this process since its start, and of the whole process."""
     with _lock:
         return {**_spent, WHOLE: PhaseTime(1, time.perf_counter() - _STARTED, time.process_time())}
 
 
 def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:
-    """Add up what several processes have `spent`."""
-    found: dict[str, list[PhaseTime]] = {}
-    for one in processes:
-        for name, time_of in one.items():
-            found.setdefault(name, []).append(time_of)
-    return {name: PhaseTime(*map(sum, zip(*times, strict=True))) for name, times in found.items()}
+    """The sum of several processes' `spent` by phase."""
+    by_phase: dict[str, list[PhaseTime]] = {}
+    for process in processes:
+        for name, time_of in process.items():
+            by_phase.setdefault(name, []).append(time_of)
+    return {name: PhaseTime(*map(sum, zip(*times, strict=True))) for name, times in by_phase.items()}

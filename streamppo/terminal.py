@@ -1,25 +1,28 @@
-"""Text as a terminal and a log may have it: the words of a policy, a reward or a stranger's folder are not obeyed.
+"""Makes untrusted text safe for terminals and logs: text of a policy, a reward or a foreign folder has no effect.
 
-harmless    one line: whatever is in it, it begins no other line
-bounded     the beginning of a text, and how much more there is
-lines       a message of ours: lines after the first are indented, so that none passes for another message
+harmless    one line: it contains no control characters and no line breaks
+bounded     the beginning of a text, and the number of characters left out
+lines       a message of streamppo's: lines after the first are indented, so that none looks like another message
 """
 
 import unicodedata
 
 HARMFUL = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
-"""Unicode categories of characters that move a cursor, turn the direction of writing, or have no shape."""
+"""Unicode categories of characters that move the cursor, change the writing direction, or are invisible."""
 HANGING = "  "
-"""Before what is left of a line, and before further lines of a message."""
+"""Indentation of wrapped rows and of the further lines of a message."""
 
 
 def harmless(text: str) -> str:
-    """Make every character visible: a newline becomes ⏎, another one that a terminal would obey becomes ·."""
-    # Most texts have nothing of it, and this is asked of every line.
+    """Make every character visible: a newline becomes ⏎, a tab a space, any other harmful character becomes ·."""
+    # The fast path of most texts: this is called for every line.
     if text.isprintable():
         return text
-    shown = (" " if one == "\t" else "⏎" if one == "\n" else one for one in text.replace("\r\n", "\n"))
-    return "".join("·" if unicodedata.category(one) in HARMFUL else one for one in shown)
+    shown = (
+        " " if character == "\t" else "⏎" if character == "\n" else character
+        for character in text.replace("\r\n", "\n")
+    )
+    return "".join("·" if unicodedata.category(character) in HARMFUL else character for character in shown)
 
 
 def lines(text: str) -> str:
@@ -30,7 +33,7 @@ def lines(text: str) -> str:
 
 
 def bounded(text: str, most: int) -> str:
-    """Leave out what is beyond `most` characters, and say how many that are.
+    """Keep the first `most` characters, and state how many are left out.
 
     Example: "aaaaa", 3 -> "aaa... (2 characters more)".
     """

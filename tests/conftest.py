@@ -1,4 +1,4 @@
-"""What tests share: the shipped configuration, and tiny trajectories."""
+"""Shared fixtures and helpers: the shipped configuration, tiny trajectories, the order of the tests."""
 
 import logging
 import os
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Before torch's first import, also in processes that tests start: threads that wait for each other on two busy cores
-# take three times as long as one.
+# Before torch's first import, also in processes that tests start: on two busy cores several threads take three times
+# as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
 if not torch.cuda.is_available():
-    # Without a GPU Triton interprets kernels, if that is asked for before its first import.
+    # Without a GPU Triton can interpret kernels, if this is set before its first import.
     os.environ["TRITON_INTERPRET"] = "1"
-# As transformers' own switch, whose import takes two seconds.
+# Has the effect of transformers' own switch, whose import takes two seconds.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-# Before the tests of SGLang import what they share: its assertions say what they compared.
+# Before the tests of SGLang import the module: its failed assertions then show the compared values.
 pytest.register_assert_rewrite("sglang_case")
 
 REPOSITORY = Path(__file__).parent.parent
 MATH = REPOSITORY / "configs" / "math.toml"
 SUPPORT = REPOSITORY / "tests" / "support"
-"""Programs and modules that tests share; pytest finds what is there by its name alone."""
+"""Shared programs and modules of tests; modules are imported by their bare names."""
 COUNTERS = Counters(
     shape=GroupShape("t", 1, 1),
     version=0,
@@ -48,15 +48,15 @@ COUNTERS = Counters(
     failed={},
     fenced=(),
 )
-"""A queue that has just opened eight slots."""
+"""Counters of a queue that has just opened eight slots."""
 
 
 THIRDS = 3
 LONGEST = (REPOSITORY / "tests" / "longest.txt").read_text().split()
-"""The tests that take longest, by file or by name, in the order in which `pytest -n` starts them."""
+"""The longest tests, by file or by name, in the order in which `pytest -n` starts them."""
 APART = {name.partition("::")[0] for name in LONGEST}
 SHARED_RUNS = "tests/integration/test_finished_run.py"
-"""Its tests look at the same runs: they stay in one process."""
+"""Its tests share finished runs: they stay in one process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest tests first; with `--third N` keep every third of those that `-m` chose, from number N on."""
+    """Put the longest tests first; with `--third N` keep every third chosen test, from number N on."""
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: min((order[name] for name in begins(item.nodeid) if name in order), default=len(order)))
     third = config.getoption("--third")
@@ -75,13 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def begins(nodeid: str) -> tuple[str, str, str]:
-    """A test's own name, that without its parameters, and its file."""
+    """(a test's name, its name without parameters, its file)."""
     return nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
-    """Give out files in their order, but the long ones, other than that of shared runs, test after test."""
+    """Distribute files in order; long files, except that of the shared runs, are distributed test by test."""
     from xdist.scheduler import LoadScopeScheduling
 
     class LongestFirst(LoadScopeScheduling):
@@ -95,13 +95,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
 
 @pytest.fixture(scope="session", autouse=True)
 def state_of_user(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A secret for the consent to runs' code that is not the user's; also of the processes that tests start."""
+    """A state folder, also for child processes, with another secret for the consent to runs' code than the user's."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)
 def no_log_lines_of_another_process() -> Iterator[None]:
-    """Actors that a test makes in its own process set up that process's log lines; they are gone after the test."""
+    """Restore the log handlers after each test: actors that a test makes in its own process install some."""
     ours = logging.getLogger("streamppo")
     before = list(ours.handlers), ours.level, ours.propagate
     yield
@@ -111,7 +111,7 @@ def no_log_lines_of_another_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def databases_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the journals of queues after the test that made them in its own process: an actor never does."""
+    """Close the SQLite connections of each test: queues that it makes in its own process never close theirs."""
     opened = list[sqlite3.Connection]()
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
 
@@ -133,7 +133,7 @@ def math_config() -> Callable[..., Config]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The package's log lines, also after a command has sent them to standard output."""
+    """The package's log lines, even after a command has directed them to standard output."""
     monkeypatch.setattr(logging.getLogger("streamppo"), "propagate", True)
     caplog.set_level(logging.INFO, logger="streamppo")
     return caplog
@@ -143,7 +143,7 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def driver_case(
     math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> "Callable[..., driver.Case]":
-    """The driver's stages without Ray, with a number of rollout actors and overrides."""
+    """A function (number of rollout actors, overrides) -> the driver's stages without Ray."""
     import driver_case as driver
 
     def make(actors: int, *overrides: str) -> driver.Case:
@@ -155,7 +155,7 @@ def driver_case(
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The learner tests' model."""
+    """The folder of the learner tests' model."""
     import learner_case
 
     path = tmp_path_factory.mktemp("model")
@@ -164,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_reward_model(folder: Path, alphabet: str) -> None:
-    """A small classifier with one output and a tokenizer for single characters, as `path` of a reward model."""
+    """Save a small classifier with one output and a tokenizer of single characters, for `path` of a reward model."""
     import torch
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -180,7 +180,7 @@ def save_reward_model(folder: Path, alphabet: str) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group with only this process."""
     import learner_case
 
     with learner_case.group(0, 1, tmp_path / "store"):
@@ -199,7 +199,7 @@ def trajectory(
     reward: float = 0.0,
     finish: str = "stop",
 ) -> Trajectory:
-    """A trajectory with the given columns; version 0 and log-prob -1 where nothing is said."""
+    """A trajectory with the given columns; by default version 0, log-prob -1, no masked tokens, and reward 0."""
     count = len(tokens)
     return Trajectory(
         identity=Identity(task="test", prompt=number, sample=sample),

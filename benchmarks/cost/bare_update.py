@@ -1,13 +1,14 @@
-"""An update of the learner beside a bare loop of the same mathematics: CPU milliseconds, and their ratio.
+"""An update of the learner compared with a bare loop of the same mathematics: CPU milliseconds and their ratio.
 
     python benchmarks/cost/bare_update.py --json bare.json [--rounds 7] [--times 10] [learner.minibatches=1 ...]
 
-The bare loop is what one would write for this configuration alone: plain torch and transformers, one micro-batch, no
-ranks, no FSDP, no checks, no metrics. It reads rows as the learner does, with the samples of a prompt as one row, and
-steps the same optimizer. `plain rows` is the same loop with each sample in a row of its own. One thread; the ways take
-turns, and each round is a number: medians, least and greatest. Both are shown to make the same weights of one batch.
+The bare loop is written for this configuration only: plain torch and transformers, one micro-batch, no ranks, no FSDP,
+no checks, no metrics. It packs rows as the learner does, with the samples of a prompt in one row, and steps the same
+optimizer. `plain rows` is the same loop with one sample per row. One thread; the variants alternate, and each round
+gives one number: reported are median, least and greatest. A check confirms that both make the same weights from one
+batch.
 
-Goal, written down before the first run: an update costs at most 1.10 times as much as the bare loop.
+Goal, set before the first run: an update costs at most 1.10 times as much as the bare loop.
 """
 
 import argparse
@@ -41,13 +42,13 @@ from streamppo.types import Batch
 CONFIG = Path(__file__).parents[2] / "configs" / "math.toml"
 GOAL = Goal("an update over the bare loop, CPU time", most=1.10)
 ALIKE = 1e-4
-"""The largest difference of a weight that is rounding: an eighth of AdamW's first step, whose sign may be chance."""
+"""Largest difference of a weight that counts as rounding: 1/8 of AdamW's first step, whose sign may be chance."""
 CAP, CLIP, VALUE_CLIP, VALUE, ENTROPY, FLOOR = 2.0, 0.2, 0.2, 0.5, 0.01, 1e-8
-"""What configs/math.toml says, and the defaults: cap of weights, both clips, coefficients, floor of a variance."""
+"""Values of configs/math.toml and the defaults: cap of weights, both clips, coefficients, floor of a variance."""
 
 
 class Bare(nn.Module):
-    """The causal LM in a folder, and a value head of zeros."""
+    """The causal LM in a folder, and a value head initialised to zero."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def bare_update(model: Bare, adamw: torch.optim.Optimizer, config: Config, batch
 
 
 def loaded(folder: Path, config: Config) -> tuple[Bare, torch.optim.Optimizer]:
-    """The bare model in a folder, and the optimizer that `config` asks for, as it is after warm-up."""
+    """The bare model in a folder, and the optimizer of `config` as after warm-up."""
     model = Bare(folder)
     groups = [{"params": list(model.lm.parameters())}, {"params": list(model.value.parameters())}]
     adamw = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
@@ -100,7 +101,7 @@ def loaded(folder: Path, config: Config) -> tuple[Bare, torch.optim.Optimizer]:
 
 
 def difference(model: Bare, trained: Policy) -> float:
-    """The largest difference of a weight."""
+    """The largest absolute difference of a weight between the two models."""
     weights = policy.gather_weights(trained, "float32")
     return max(float((one.detach() - weights[name]).abs().max()) for name, one in model.lm.named_parameters())
 
@@ -113,7 +114,7 @@ def _cpu_ms(call: Callable[[], object], times: int) -> float:
 
 
 async def measure(config: Config, folder: Path, rounds: int, times: int) -> tuple[dict[str, list[float]], float]:
-    """CPU milliseconds of each way, by round; and the largest difference of a weight after one update of each."""
+    """(CPU milliseconds of each variant by round, largest difference of a weight after one update of each)."""
     tiny.make(config, folder / "model")
     made = await world.build(config, folder / "model", slots=192, max_total_tokens=16)
     updater = made.updater
@@ -135,7 +136,7 @@ async def measure(config: Config, folder: Path, rounds: int, times: int) -> tupl
 
 
 def main() -> None:
-    """Measure, print a table and the verdict, and write them down with the machine."""
+    """Measure, print a table and the verdict, and write both with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--times", type=int, default=10, help="updates of each way in a round")

@@ -1,9 +1,9 @@
-"""How long the learner stands still for a checkpoint: one thread, one rank, AdamW with its moments, by model size.
+"""The learner's stall for a checkpoint by model size: one thread, one rank, AdamW with its moments.
 
 python benchmarks/cost/checkpoint_stall.py [--json out.json]
 
-waits     the learner waits until the checkpoint has its name
-beside    as in a run: it goes on when its state is copied; `named_s` is when the checkpoint has its name
+waits     the learner waits until the checkpoint has its final name
+beside    as in a run: the learner continues once its state is copied; `named_s` is the time until the final name
 """
 
 import argparse
@@ -80,7 +80,7 @@ def _measure(size: str, folder: Path, times: int) -> dict[str, Any]:
 
 
 def _trained(size: str, folder: Path) -> tuple[checkpoint.TrainState, checkpoint.Saver]:
-    """A model with an optimizer that has its moments."""
+    """A model with an optimizer whose moments exist."""
     config, width = configfile.load(MATH, []), WIDTHS[size]
     shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS[size]}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}

@@ -3,8 +3,8 @@
     python benchmarks/cost/context_cost.py --json out.json [--prefix 64 256 1024]
 
 A batch has 8 segments of 64 tokens, each behind its own prefix. An update is one forward and one backward pass of a
-builtin:tiny, with its step. Reported are the CPU milliseconds of the process, the median of some updates in turn, and
-the MiB that one forward pass keeps for its backward pass.
+builtin:tiny, and an optimizer step. Reported are the median CPU milliseconds of the process over alternating updates,
+and the MiB that one forward pass keeps for its backward pass.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MIB = 2**20
 
 
 def main() -> None:
-    """Measure each length of the prefix, print a table, and write it down with the machine."""
+    """Measure each prefix length, print a table, and write it with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", type=int, nargs="+", default=[64, 256, 1024], help="tokens before a segment")
     parser.add_argument("--updates", type=int, default=7)
@@ -90,7 +90,7 @@ def _measure(updaters: dict[str, Updater], tokens: int, updates: int) -> dict[st
 
 
 def batch(tokens: int) -> PaddedBatch:
-    """Segments of random tokens, each behind a prefix of so many."""
+    """Segments of random tokens, each behind a prefix of `tokens` random tokens."""
     draw = np.random.default_rng(tokens)
 
     def trajectory(number: int) -> Trajectory:
@@ -111,7 +111,7 @@ def batch(tokens: int) -> PaddedBatch:
 
 
 def kept(updater: Updater, rows: PaddedBatch) -> float:
-    """MiB of the different tensors that a forward pass keeps, weights included."""
+    """MiB of the distinct tensors that a forward pass keeps, weights included."""
     seen: dict[int, int] = {}
 
     def see(tensor: torch.Tensor) -> torch.Tensor:

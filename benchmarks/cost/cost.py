@@ -1,12 +1,13 @@
-"""CPU milliseconds of one update, by process and by phase: they hardly depend on what else the machine does.
+"""CPU milliseconds of one update, by process and by phase; they hardly depend on the machine's other load.
 
     python benchmarks/cost/cost.py --json cost.json --plot cost.png [--updates 200] [--repeat 3]
         [rollout.max_tokens=64 ...]
 
-Measured between two updates of a run of configs/math.toml without evaluations, when all processes are warm; a table of
-the median over the repetitions, the smallest and the largest. Below it, the phases of each process over the whole run
-(streamppo/process.py); `elsewhere` is all else of a process. `first update` is the milliseconds from the start of the
-command until the first update is made, warm start included; `counting phases` is part of the processes above it.
+Measured between two updates of a run of configs/math.toml without evaluations, when all processes are warm. The table
+has the median, the smallest and the largest value over the repetitions; below it are the phases of each process over
+the whole run (streamppo/process.py), where `elsewhere` is the rest of a process. `first update` is the time in
+milliseconds from the start of the command to the first update, warm start included; `counting phases` is part of the
+processes above it.
 """
 
 import argparse
@@ -33,18 +34,18 @@ from streamppo.telemetry import metrics_file, phase_times
 CONFIG = Path(__file__).parents[2] / "configs" / "math.toml"
 QUIET = ("evaluation={every=0, prompts=8}", "checkpoint.every=0")
 WARM = 40
-"""Updates before the first look."""
+"""Updates before the measurement starts."""
 FIRST = "first update"
 SPANS, TRIED = "counting phases", 20_000
-"""A row that is part of the others, and how often its one call is timed."""
+"""The row of the cost of counting phases, which other rows include; and the calls timed to measure it."""
 NAMED = 0.025
-"""A phase has a name in the plot if it is this share of the highest bar."""
+"""Smallest share of the highest bar for which the plot names a phase."""
 NAMES = {"ray::RolloutActor": "rollout", "ray::Rank": "learner", "ray::QueueActor": "queue", "ray::": "other actors"}
-"""How the title of a process begins, and its name in the table; the rest is Ray's own."""
+"""Prefixes of process titles, and their names in the table; all other processes are Ray's."""
 
 
 def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
-    """CPU milliseconds an update by kind of process and phase; `wall`, `first update`. Ends if the run fails."""
+    """CPU milliseconds per update by kind of process and phase; `wall`, `first update`. Exits if the run fails."""
     with tempfile.TemporaryDirectory() as runs:
         log, last = Path(runs) / "log", WARM + updates
         settings = [*QUIET, f"updates={last + 10}", *overrides]
@@ -66,7 +67,7 @@ def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
 
 
 def _phases(run: Path) -> dict[str, float]:
-    """CPU milliseconds an update by `process: phase`; rollout actors together."""
+    """CPU milliseconds per update by `process: phase`; rollout actors are added up."""
     found: defaultdict[str, float] = defaultdict(float)
     for process, spent in phase_times.per_update(metrics_file.read(run)).items():
         for name, one in spent.items():
@@ -76,7 +77,7 @@ def _phases(run: Path) -> dict[str, float]:
 
 
 def _spans_ms(run: Path) -> float:
-    """CPU milliseconds an update for the counting of phases: their calls, times one such call here and now."""
+    """CPU milliseconds per update for counting phases: their calls, times the measured cost of one call."""
     calls = sum(
         one.calls for spent in phase_times.per_update(metrics_file.read(run)).values() for one in spent.values()
     )
@@ -114,7 +115,7 @@ def _costs(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _plot(table: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draw a bar for each process, with its phases one upon the other and its range; the large ones have names."""
+    """Draw a stacked bar of phases for each process, with its range; large phases are named."""
     processes = [name for name in NAMES.values() if name in table and table[name]["median"] > 1]
     named = NAMED * max(table[name]["median"] for name in processes)
     with plots.axes(path, 1, width=7, height=6) as (axis,):
@@ -133,7 +134,7 @@ def _plot(table: Mapping[str, Mapping[str, float]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print a table, and write it down with the machine."""
+    """Measure, print a table, and write it with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=3)

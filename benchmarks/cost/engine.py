@@ -1,4 +1,4 @@
-"""The embedded engine beside its peer: transformers' batched `generate`, same weights, one thread, in turns.
+"""The embedded engine compared with transformers' batched `generate`: same weights, one thread, alternating.
 
 python benchmarks/cost/engine.py --json engine.json [--no-peer] [--rounds 1]
 """
@@ -29,7 +29,7 @@ ROUNDS = 3
 
 
 def measure(rounds: int = ROUNDS, peer: bool = True) -> list[dict[str, Any]]:
-    """Tokens/s for equal lengths, for lengths uniform in 1..64, and for answers of at most 4 tokens."""
+    """Tokens/s for equal lengths, for lengths uniform in 1..64, and for lengths uniform in 1..4."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -93,7 +93,7 @@ def _ours(model: Any, lengths: np.ndarray) -> float:
 
 
 def _theirs(model: Any, lengths: np.ndarray) -> float:
-    """Batches of as many sequences; a batch lasts as long as its longest, whose length is known beforehand."""
+    """Generate batches of `IN_FLIGHT` sequences; each batch runs to its longest length, which is known beforehand."""
     begin = time.perf_counter()
     for start in range(0, len(lengths), IN_FLIGHT):
         batch = lengths[start : start + IN_FLIGHT]
@@ -109,7 +109,7 @@ def _theirs(model: Any, lengths: np.ndarray) -> float:
 
 
 def main() -> None:
-    """Measure, print a line for each case, and write them down with the machine."""
+    """Measure, print a line for each case, and write them with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave transformers' generate out")

@@ -2,7 +2,7 @@
 
     python benchmarks/cost/growth.py --updates 1000 --out growth.json [learner.ranks=2 ...]
 
-The task is the smallest that a run may have, so that many updates take minutes.
+The task is as small as possible, so that many updates take only minutes.
 """
 
 import argparse
@@ -34,13 +34,13 @@ SMALLEST = (
     "checkpoint.every=0",
 )
 EARLY = 0.2
-"""The share of the updates after which growth counts: caches and pools have their size by then."""
+"""The share of the updates after which growth counts: by then caches and pools have reached their size."""
 LATE = 0.98
 LOOK_S = 0.25
 
 
 class Growth(NamedTuple):
-    """One process: resident KiB at `EARLY` and at `LATE`, and the growth with each update between."""
+    """One process: resident KiB at `EARLY` and at `LATE`, and the growth per update in between."""
 
     name: str
     early_kib: float
@@ -49,7 +49,7 @@ class Growth(NamedTuple):
 
 
 def measure(updates: int, overrides: list[str]) -> list[Growth]:
-    """Run that many updates; the growth of every process that was there at both times. Ends if the run fails."""
+    """Run `updates` updates; return the growth of every process that existed at both times. Exits if the run fails."""
     with tempfile.TemporaryDirectory() as runs:
         folder = Path(runs) / "math"
         settings = [*SMALLEST, f"updates={updates}", *overrides]
@@ -74,10 +74,7 @@ def look(
     name: Callable[[psutil.Process], str],
     read: Callable[[psutil.Process], float],
 ) -> tuple[dict[tuple[int, str], float], int]:
-    """`read` every process of the run once `version` is made, and the version that was made by then.
-
-    The values are by number and name of the process.
-    """
+    """({(pid, name): value of `read`} for every process of the run once `version` is made, newest version by then)."""
     while run.poll() is None and made(folder) < version:
         time.sleep(LOOK_S)
     found: dict[tuple[int, str], float] = {}
@@ -95,12 +92,12 @@ def _resident_kib(process: psutil.Process) -> float:
 
 def _name(process: psutil.Process) -> str:
     title = process.cmdline()
-    # Ray writes the method that runs behind the actor's name.
+    # Ray appends the running method to the actor's name.
     return Path(title[0]).name.split()[0].split(".")[0] if title else process.name()
 
 
 def made(folder: Path) -> int:
-    """Count the updates, from the end of metrics.jsonl alone."""
+    """The number of updates so far, read from the end of metrics.jsonl."""
     path = folder / lines.METRICS
     if not path.exists():
         return 0
@@ -113,7 +110,7 @@ def made(folder: Path) -> int:
 
 
 def main() -> None:
-    """Measure, print a table, and write it down with the machine."""
+    """Measure, print a table, and write it with the machine's description to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--out", type=Path)

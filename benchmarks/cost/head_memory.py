@@ -1,8 +1,8 @@
-"""Memory of log-probs and entropies at a large vocabulary: chunked as in the learner, beside the naive form.
+"""Memory of log-probs and entropies at a large vocabulary: chunked as in the learner, compared with the naive form.
 
     python benchmarks/cost/head_memory.py --json out.json
 
-Each form runs forward and backward in a process of its own; reported is the growth of its peak resident memory.
+Each form runs forward and backward in a separate process; reported is the growth of its peak resident memory.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How long ranks take to load a large model, and how much memory each needs: by itself, and sent by rank 0.
+"""Time and memory of ranks that load a large model: each rank reads its own rows, or rank 0 sends them.
 
 python benchmarks/cost/load.py [--ranks 2] [--layers 24] [--times 3] [--json out.json]
 
-The model has random weights, in bfloat16 files of several parts. `peak` is the most memory that a process had while it
-loaded, less what it had before; pages of files, which the system can take back, do not count.
+The model has random weights, in bfloat16 files of several parts. `peak` is the peak memory of a process while it loads,
+less its memory before; file pages, which the system can reclaim, do not count.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 WAYS = {"each rank its rows": weight_files.LARGE, "sent by rank 0": 2**62}
-"""The bytes of files above which every rank reads its own."""
+"""The size of the files in bytes above which every rank reads its own rows."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def load(model: Path, above: int) -> dict[str, float]:
-    """Load once."""
+    """Load the model once; `above` is the file size above which every rank reads its own rows."""
     weight_files.LARGE = above
     config, mesh = configfile.load(MATH, []), init_device_mesh("cpu", (dist.get_world_size(),))
     begin = time.perf_counter()

@@ -3,22 +3,23 @@
     python benchmarks/cost/push.py --json push.json --plot push.png [--gigabytes 1.0] [--lr 1e-6 1e-4] [--no-store]
     python benchmarks/cost/push.py --layouts 10M 100M 500M 7B/64 --json layouts.json --plot layouts.png
 
-A llama of that size in bf16, whose float32 weights AdamW changes between two pushes at each of the learning rates, with
-random gradients; `whole` is a push without deltas. Everything happens in this process, one step after another, by the
-very functions that rank, pusher, follower and embedded engine call: CPU seconds of all threads, and wall seconds.
+The model is a llama of `--gigabytes` in bf16. Between two pushes AdamW changes its float32 weights at one of the
+learning rates, with random gradients; `whole` is a push without deltas. All steps run in this process, one after
+another, by the functions that rank, pusher, follower and embedded engine call. Measured are CPU seconds of all threads,
+and wall seconds.
 
     snapshot    float32 shards into buckets in bf16          put, fetch   the object store
     describe    the hash of every shard; deltas              unpack       the replica: nothing, or deltas applied
     copy        into the engine's spare memory; its hash     swap         the part in which the engine stands still
 
-The first pushes ask the kernel for memory, the very first is shown apart; those that count use it again. `memcpy`
-copies the same bytes from warm to warm memory, `torch.save` writes them to a folder. With `--no-store` Ray is not
+The first pushes allocate memory, and the very first one is reported separately; the measured ones reuse the memory.
+`memcpy` copies the same bytes between warm memory, `torch.save` writes them to a folder. With `--no-store` Ray is not
 started. One rank.
 
-With `--layouts`, models of these sizes one after another; `7B/64` is what one of 64 ranks has of a model like
-Qwen2.5-7B, without an engine. Beside the steps: the memory that two sets of buckets take, over the rank's share, and
-the time for which the learner stands still for a push, over one step of its training on 1,024 tokens (far fewer than a
-real one has: the share is at most this).
+`--layouts` measures models of these sizes one after another; `7B/64` is the share of one of 64 ranks of a model like
+Qwen2.5-7B, without an engine. It also reports the memory of two sets of buckets relative to the rank's share, and the
+learner's stall for a push relative to one training step on 1,024 tokens. A real step has far more tokens, so that this
+ratio is an upper bound.
 """
 
 import argparse
@@ -61,22 +62,22 @@ GOALS = (
     ("lr 1e-06", "all", Goal("at lr 1e-6: CPU seconds a GB (12 for 15 GB)", most=0.8)),
     ("lr 1e-06", "sent", Goal("at lr 1e-6: bytes sent over all bytes", most=0.05)),
 )
-"""Set before anything was measured: the way, the step, the goal."""
+"""(variant, step, goal), set before any measurement."""
 LLAMAS: dict[str, dict[str, int]] = {
     "10M": {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "vocab_size": 8000},
     "100M": {"hidden_size": 768, "num_hidden_layers": 10, "intermediate_size": 2048, "vocab_size": 32000},
     "500M": {"hidden_size": 1024, "num_hidden_layers": 26, "intermediate_size": 4096, "vocab_size": 32000},
 }
-"""Settings of the models of `--layouts`, by their rounded numbers of parameters."""
+"""Settings of the models of `--layouts`, by their rounded number of parameters."""
 SHARE_OF_7B, RANKS_OF_7B = "7B/64", 64
 TOKENS = 1024
 WARM = 6
-"""Pushes behind the first one that still ask the kernel for memory."""
+"""Pushes after the first one that still allocate memory."""
 T = TypeVar("T")
 
 
 class Steps:
-    """The CPU and wall seconds of each step of one push; which shares of all bytes were `sent`, and had `changed`."""
+    """The CPU and wall seconds of each step of one push, and the shares of bytes that were `sent` and `changed`."""
 
     def __init__(self) -> None:
         self.cpu_s: dict[str, float] = {}
@@ -109,7 +110,7 @@ class Way:
 
     @classmethod
     def of(cls, *, store: bool, **settings: Any) -> "Way":
-        """With a llama of these settings, and random weights."""
+        """A `Way` with a llama of these settings and random weights."""
         heads = settings["hidden_size"] // 64
         config = LlamaConfig(
             num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=TOKENS, **settings
@@ -118,7 +119,7 @@ class Way:
 
     @classmethod
     def of_7b(cls, *, store: bool) -> "Way":
-        """With the rows that one of 64 ranks has of a 7B model; nobody holds the whole."""
+        """A `Way` with one of 64 ranks' rows of a 7B model; the whole model is never allocated."""
         config = Qwen2Config(
             vocab_size=152064,
             hidden_size=3584,
@@ -138,7 +139,7 @@ class Way:
         return cls(config, lm, store=store, serves=False)
 
     def stands_still(self) -> float:
-        """The seconds of a snapshot over those of a step on few tokens, forward, backward and AdamW."""
+        """CPU seconds of a snapshot relative to those of a training step on `TOKENS` tokens, with AdamW."""
         lm = self.learner.lm
         adamw = torch.optim.AdamW(lm.parameters(), lr=1e-6, foreach=False, fused=True)
         tokens = torch.randint(0, self.config.vocab_size, (1, TOKENS))
@@ -154,7 +155,7 @@ class Way:
         return times[-1][0] / times[-1][1]
 
     def train(self, lr: float, steps: int) -> None:
-        """Let AdamW change the weights, with moments that have settled."""
+        """Change the weights by `steps` AdamW steps with random gradients."""
         parameters = list(self.learner.lm.parameters())
         adamw = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), foreach=False, fused=True)
         for _ in range(steps):
@@ -164,7 +165,7 @@ class Way:
         adamw.zero_grad(set_to_none=True)
 
     def push(self, *, delta: bool) -> Steps:
-        """Carry one version all the way."""
+        """Push one version through all steps, and time each of them."""
         step, (filled, before) = Steps(), (self.sets[self.version % 2], self.sets[1 - self.version % 2])
         step("snapshot", lambda: snapshot(self.learner, filled.tensors))
         if delta:
@@ -193,15 +194,15 @@ class Way:
 
 
 def _resident() -> int:
-    """The bytes of memory that this process has."""
+    """The resident memory of this process in bytes."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * resource.getpagesize()
 
 
 def ways(way: Way, options: argparse.Namespace) -> Iterator[tuple[str, list[Steps], Steps | None]]:
-    """The pushes of each way; the first of all comes apart."""
-    # The second push is the first one of the second set of buckets, and of the engine's spare memory; the object store
-    # takes memory that it has used before once it has had some versions.
+    """(name, measured pushes, first push of all or None) of each variant."""
+    # The second push is the first one to use the second set of buckets and the engine's spare memory; the object store
+    # reuses memory only after some versions.
     first, *later = [way.push(delta=False) for _ in range(1 + WARM + options.repeat)]
     yield WHOLE, later[WARM:], first
     for lr in options.lr:
@@ -210,13 +211,13 @@ def ways(way: Way, options: argparse.Namespace) -> Iterator[tuple[str, list[Step
         for _ in range(options.repeat):
             way.train(lr, steps=1 if found else 3)
             found.append(way.push(delta=True))
-        # The first delta makes the replica copy what it has seen alone.
+        # At the first delta the replica copies its tensors, which were views of buckets until then.
         yield f"lr {lr:g}", found[1:] or found, None
 
 
 def beside(nbytes: int) -> dict[str, float]:
-    """CPU seconds a GB of other ways with the same bytes."""
-    # Not zeros: those are asked for when they are first written.
+    """CPU seconds per GB of memcpy and torch.save with the same number of bytes."""
+    # Not zeros: the kernel would allocate their pages only at the first write.
     source, target = np.ones(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8)
     step = Steps()
     step("memcpy", lambda: np.copyto(target, source))
@@ -226,7 +227,7 @@ def beside(nbytes: int) -> dict[str, float]:
 
 
 def row(later: Sequence[Steps], first: Steps | None, gigabytes: float) -> dict[str, dict[str, float]]:
-    """The medians of each step, a GB."""
+    """The median of each step, per GB."""
     for steps in (*later, *([first] if first else [])):
         steps.cpu_s["all"], steps.wall_s["all"] = sum(steps.cpu_s.values()), sum(steps.wall_s.values())
 
@@ -245,7 +246,7 @@ def row(later: Sequence[Steps], first: Steps | None, gigabytes: float) -> dict[s
 
 
 def judge(rows: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """The verdict on every goal whose way was measured."""
+    """The verdict on every goal whose variant was measured."""
     return [
         goal.verdict(rows[way][step].get("cpu_s_per_gb", rows[way][step].get("share", 0.0)))
         for way, step, goal in GOALS
@@ -254,7 +255,7 @@ def judge(rows: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[dict[st
 
 
 def _plot(rows: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
-    """Draw the CPU seconds of each step, one bar for each way."""
+    """Draw the CPU seconds of each step, one bar for each variant."""
     with plots.axes(path, 1, width=7) as (axis,):
         at = {name: 0.0 for name in rows}
         for step in [step for step in next(iter(rows.values())) if step not in {"all", "sent"}]:
@@ -266,7 +267,7 @@ def _plot(rows: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> 
 
 
 def main() -> None:
-    """Push some versions in each way, print a table and the verdicts, and write them down with the machine."""
+    """Measure the pushes of each variant, print table and verdicts, and write them with the machine's description."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--layouts", nargs="*", choices=[*LLAMAS, SHARE_OF_7B], default=())
@@ -307,7 +308,7 @@ def _one(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _layouts(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one model after another, each in a process of its own: memory of the one before would be used again."""
+    """Measure one model after another, each in its own process, so that no memory of an earlier one is reused."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(options.layouts):
@@ -335,7 +336,7 @@ def _layout(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(way: Way, options: argparse.Namespace) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, float]]:
-    """Measure every way of a push with one model, and other ways of the same bytes; print a line for each."""
+    """Measure every variant of a push with one model, and `beside`; print a line for each."""
     gigabytes, rows = way.bytes / 1e9, dict[str, dict[str, dict[str, float]]]()
     print(f"{gigabytes:.2f} GB; CPU seconds a GB")
     for name, later, first in ways(way, options):

@@ -1,15 +1,15 @@
-"""Deliveries and tickets a second of the queue, journal and archive on, with many simulated engines.
+"""Deliveries and tickets per second of the queue, with journal and archive, under many simulated engines.
 
     python benchmarks/cost/queue_load.py --json queue.json --plot queue.png [--engines 1 16 256] [--tokens 100 2000]
 
-The queue's actor is an object in this process, and an engine is two coroutines of its event loop: this is the cost of
-the event loop, the rules, the journal and the archive, without Ray's calls. Every engine generates in no time, and so
-the queue is the only thing that anybody waits for.
+The queue's actor is an object in this process, and each engine is two coroutines of its event loop. So the cost is that
+of the event loop, the rules, the journal and the archive, without Ray's calls. Engines generate in no time: all waiting
+is for the queue.
 
-    lone delivery    everybody waits: every engine for a ticket and for a version. CPU milliseconds of one delivery then
-    a second         every engine asks for a ticket, delivers a trajectory for it and asks again, and swaps to each
-                     version; the learner takes batch after batch, and publishes. Latencies are those of this load: of
-                     a delivery from the call to its answer, and of a ticket from the call until there is one
+    lone delivery    CPU milliseconds of one delivery while every engine waits for a ticket and for a version
+    per second       every engine requests a ticket, delivers a trajectory for it and starts again, and swaps to each
+                     version; the learner takes and publishes one batch after another. Latencies are under this load:
+                     of a delivery from the call to its reply, of a ticket from the request to the ticket
 """
 
 import argparse
@@ -41,21 +41,21 @@ ENGINES, TOKENS = (1, 16, 256, 1024, 4096), (100, 2_000, 32_000)
 QUICK = ((16, 100), (4096, 100), (256, 2_000))
 """Engines and tokens of the cases of `--quick`."""
 BATCH_TOKENS = 2**23
-"""Tokens of a batch, at most: a batch has a trajectory for every engine, if these are no more."""
+"""Most tokens of a batch; within this bound a batch has one trajectory per engine."""
 SMALLEST_BATCH = 256
 LONE = 20
-"""Deliveries while everybody waits."""
+"""Deliveries measured while every engine waits."""
 HELD = 64
-"""Trajectories of one delivery of the actor that holds all tickets as a case begins."""
+"""Trajectories per delivery of the actor that holds all tickets at the start of a case."""
 WARM_S = 10.0
 VOCABULARY = 50_000
 PROMPT_TOKENS = 100
 SETTLED_S = 0.3
-"""After this long, every engine waits in the queue, or has asked again."""
+"""Seconds after which every engine waits in the queue, or has called again."""
 
 
 class Load:
-    """Simulated engines and a learner around one queue, and the times of their calls in seconds."""
+    """Simulated engines and a learner of one queue, and the durations of their calls in seconds."""
 
     def __init__(self, queue: Any, engines: int, tokens: int) -> None:
         self.queue, self.engines, self.tokens = queue, engines, tokens
@@ -83,7 +83,7 @@ class Load:
         await self.queue.deliver(name, version, encode(made), encode(()))
 
     async def sample(self, name: str) -> None:
-        """Ask for one ticket after another, and deliver its trajectory, without end."""
+        """Request tickets and deliver their trajectories, one after another, forever."""
         call = 0
         while True:
             begin = time.perf_counter()
@@ -99,27 +99,27 @@ class Load:
             self.deliver_s.append(time.perf_counter() - begin)
 
     async def follow(self, name: str) -> None:
-        """Swap to each version, without end."""
+        """Swap to each new version, forever."""
         version = 0
         while True:
             if found := await self.queue.weights_after(name, version, version):
                 version = decode(found[-1][0], Push).version
 
     async def learn(self) -> None:
-        """Take batch after batch, and publish the version that it makes, without end."""
+        """Take one batch after another and publish the version that it makes, forever."""
         while True:
             await self.queue.take(self.version)
             await self.queue.publish(push(self.version + 1), [], b"", 0)
             self.version += 1
 
     async def lone(self, tickets: Sequence[Ticket]) -> list[float]:
-        """CPU milliseconds of each of some deliveries, with all that they wake."""
+        """CPU milliseconds of each ticket's delivery, including the tasks that it wakes."""
         cost_ms: list[float] = []
         for ticket in tickets:
             made = self.finished([ticket], "holder", 0)
             begin = time.process_time()
             await self.deliver("holder", 0, made)
-            # Sleepers that were woken run before the loop comes back here for the third time.
+            # Woken tasks have run after three passes of the event loop.
             for _ in range(3):
                 await asyncio.sleep(0)
             cost_ms.append(1e3 * (time.process_time() - begin))
@@ -129,7 +129,7 @@ class Load:
 async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> dict[str, float]:
     batch = max(SMALLEST_BATCH, min(engines, BATCH_TOKENS // tokens))
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    # Its methods are typed as those of an actor elsewhere.
+    # Any: its methods are typed as those of a remote actor.
     queue: Any = QueueActor(
         msgspec.msgpack.encode(config_of(batch, tokens)),
         str(folder),
@@ -147,7 +147,7 @@ async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> d
     for first in range(LONE, len(held), HELD):
         await load.deliver("holder", 0, load.finished(held[first : first + HELD], "holder", 0))
     tasks.append(asyncio.create_task(load.learn()))
-    # The first versions free what the holder had.
+    # The first versions consume the holder's trajectories and free its slots.
     with suppress(TimeoutError):
         async with asyncio.timeout(WARM_S):
             while load.version < 2:
@@ -177,7 +177,7 @@ async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> d
 
 
 def latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """The median and the 99th percentile, in ms, by their names."""
+    """The median and the 99th percentile in ms, under names that begin with `name`."""
     found = sorted(seconds) or [float("nan")]
     return {
         f"{name}_{share}_ms": 1e3 * found[min(len(found) - 1, len(found) * percent // 100)]
@@ -186,18 +186,18 @@ def latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def config_of(batch: int, tokens: int, *more: str) -> Config:
-    """The configuration of a queue for completions of so many `tokens`, with `more` overrides."""
+    """The configuration of a queue for batches of `batch` completions of `tokens`, with `more` overrides."""
     overrides = (f"queue.batch_size={batch}", "queue.samples_per_prompt=1", "queue.max_lag=1")
     return configfile.load(CONFIG, (*overrides, f"rollout.max_tokens={tokens}", *more))
 
 
 def push(version: int) -> bytes:
-    """A version without tensors."""
+    """An encoded push of a version without tensors."""
     return encode(Push(version=version, base_version=None, tensors=(), pieces=(), bucket_bytes=()))
 
 
 def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw deliveries a second, their latency and their cost by engines, with a line for each length."""
+    """Plot deliveries per second, their latency and their cost by number of engines, with a line for each length."""
     shown = {"deliveries_per_s": "deliveries/s", "deliver_p99_ms": "p99 of a delivery, ms"}
     shown |= {"cpu_ms_per_delivery": "CPU ms a delivery"}
     with plots.axes(path, len(shown)) as axes:

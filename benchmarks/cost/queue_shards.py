@@ -1,16 +1,16 @@
-"""Deliveries a second of a queue with and without shards, processes of their own, under thousands of simulated engines.
+"""Deliveries per second of a queue with and without shards, as actors, under thousands of simulated engines.
 
     python benchmarks/cost/queue_shards.py --json shards.json [--engines 4096] [--tokens 32000] [--shards 1 4]
 
-Engines, which generate in no time, and the learner are coroutines of this process, as in queue_load.py; queue and
-shards are actors of their own, with journal, archive and object store on, and the learner's numbers of every token.
+The engines, which generate in no time, and the learner are coroutines of this process, as in queue_load.py. Queue and
+shards are Ray actors, with journal, archive and object store, and with the learner's record of every token.
 
-    per delivery    CPU milliseconds of the queue's process, and of the shard that has spent most
-    could do        deliveries a second of the busiest process, if it had a core: what the layout bears
-    MB/s            what was delivered, and the most of it that went through any one process
+    per delivery    CPU milliseconds of the queue's process, and of the busiest shard
+    could do        deliveries per second of the busiest process if it had a core to itself: the bound of the layout
+    MB/s            delivered bytes, and the most bytes through a single process
 
-With few cores the deliveries a second say how fast all of it is together; what each process spends hardly depends on
-that.
+With few cores, deliveries per second measure the speed of all processes together; the CPU time of each process hardly
+depends on the number of cores.
 """
 
 import argparse
@@ -48,15 +48,15 @@ from streamppo.queue.shards.shards import Shards
 from streamppo.types import TokenRecord, Trajectory, encode
 
 BYTES_A_TOKEN = 13
-"""Of a completion: its id, log-prob, version and mask."""
+"""Bytes of one completion token: its id, log-prob, version and mask."""
 WARM_VERSIONS, WARM_S = 2, 120.0
 FOLLOWERS = 64
-"""Engines that swap to every version: here versions come in seconds, and in a run of such lengths in minutes."""
+"""Number of engines that swap to every version: here versions take seconds, in a run of such lengths minutes."""
 STORE_BYTES = 6 * 2**30
 
 
 class Called:
-    """An actor's handle whose methods are called as if it were here."""
+    """Wraps an actor's handle so that its methods are called without `.remote`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -66,7 +66,7 @@ class Called:
 
 
 class ShardedLoad(Load):
-    """Engines that give their trajectories to `shards`, if there are any, and a learner that fetches every batch."""
+    """Engines that send their trajectories to `shards`, if there are any, and a learner that fetches every batch."""
 
     def __init__(self, queue: Any, engines: int, tokens: int, batch: int, shards: Shards) -> None:
         super().__init__(Called(queue), engines, tokens)
@@ -74,13 +74,13 @@ class ShardedLoad(Load):
         self.queue_bytes = 0
 
     async def deliver(self, name: str, version: int, made: tuple[Trajectory, ...]) -> None:
-        """Deliver trajectories, or their records once the shards have them."""
+        """Deliver trajectories; with shards, store them there first and deliver their records."""
         given = encode(await self._shards.store(made) if self._shards else made)
         self.queue_bytes += len(given)
         await self.queue.deliver(name, version, given, encode(()))
 
     async def learn(self) -> None:
-        """Take batch after batch, fetch it, and publish with numbers of every token."""
+        """Take and fetch one batch after another, and publish each with a record of every token, forever."""
         while True:
             parts = await self.queue.take(self.version)
             fetched = await asyncio.to_thread(ray.get, parts)
@@ -145,7 +145,7 @@ async def _measure(folder: Path, engines: int, tokens: int, shards: int, seconds
 
 @contextmanager
 def _ray() -> Generator[None]:
-    """A Ray of this case alone: its calls that wait end with it."""
+    """A separate Ray for each case, so that its waiting calls end with it."""
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=STORE_BYTES)
     try:
         yield
@@ -167,7 +167,7 @@ def _line(row: dict[str, float], names: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Measure every case, print a table, and write it down with the machine."""
+    """Measure every case, print a table, and write it with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=4096)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2_000, 32_000])

@@ -1,13 +1,13 @@
-"""How many calls of an async reward go through its process, beside plain httpx and beside calls that are stuck.
+"""Calls per second of an async reward through its process, compared with plain httpx, and with stuck calls.
 
     python benchmarks/cost/reward_calls.py CASE IN_FLIGHT [--calls N] [--json out.json]
 
-    plain     httpx alone asks a service that takes 1 s: the bound
-    service   the same client as a reward in a process of its own
-    one       calls of 0.5 s that wait, one of which sleeps for 60 s without awaiting; `timeout_s` is 5
-    share     the same with one in a hundred
+    plain     plain httpx calls a service that takes 1 s: the bound
+    service   the same client as a reward in its own process
+    one       calls that wait 0.5 s; one call blocks its process for 60 s; `timeout_s` is 5
+    share     as `one`, but one call in a hundred blocks
 
-`--json` adds a line to a list. Exits with 1 if a call of a healthy service failed.
+`--json` appends the result to a list. Exits with 1 if a call to the healthy service failed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from streamppo.errors import RewardFailed
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.types import Prompt, ScoredText
 
-HERE = Path(__file__).parent
+LIB = Path(__file__).parents[1] / "lib"
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     calls = options.calls or 3 * options.in_flight
-    service = subprocess.Popen([sys.executable, str(HERE / "calls_service.py")], stdout=subprocess.PIPE, text=True)
+    service = subprocess.Popen([sys.executable, str(LIB / "calls_service.py")], stdout=subprocess.PIPE, text=True)
     try:
         assert service.stdout is not None
         url = service.stdout.readline().strip()
@@ -62,12 +62,12 @@ def main() -> None:
 async def _measure(case: str, in_flight: int, calls: int, url: str) -> dict[str, object]:
     texts = [_text(case, url, number) for number in range(calls)]
     if case == "plain":
-        # As in a reward's process: without it, passes over all that is loaded here would be counted as httpx's time.
+        # As in a reward's process: otherwise garbage collection of all loaded modules counts as httpx's time.
         process.freeze_gc()
         return {"case": case, **await _all(texts, in_flight, _plain)}
     waits = case != "service"
     scorer = FunctionScorer(
-        function=f"{HERE / 'calls_reward.py'}:{'wait' if waits else 'ask'}",
+        function=f"{LIB / 'calls_reward.py'}:{'wait' if waits else 'ask'}",
         timeout_s=5.0 if waits else 60.0,
         concurrency=in_flight,
     )
@@ -101,7 +101,7 @@ async def _plain(text: ScoredText) -> bool:
 async def _all(
     texts: list[ScoredText], in_flight: int, one: Callable[[ScoredText], Awaitable[bool]]
 ) -> dict[str, object]:
-    """Keep so many calls in flight until all have ended."""
+    """Call `one` for each of `texts`, with `in_flight` calls at a time; returns the measurements."""
     waiting = iter(texts)
     longest_s, failed = 0.0, 0
 

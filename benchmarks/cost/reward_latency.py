@@ -1,10 +1,10 @@
-"""What a slow reward costs: a run whose reward takes a second, beside the same run whose reward takes none.
+"""The cost of a slow reward: a run whose reward takes a second, compared with the same run without this latency.
 
     python benchmarks/cost/reward_latency.py --json out.json --latency-s 1
 
-Both are real runs of `--config` with the same async reward, in a process of its own as a user's would be. A reward that
-waits costs nothing if enough trajectories are in flight: by Little's law that is rate * latency beyond the slots that
-decode, and `max_lag` must allow as many. Exits with 1 if throughput falls by more than `--tolerance`.
+Both are real runs of `--config` with the same async reward, in its own process like a user's reward. A waiting reward
+costs nothing if enough trajectories are in flight: by Little's law these are rate * latency in addition to the decoding
+slots, and `max_lag` must allow as many. Exits with 1 if throughput falls by more than `--tolerance`.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def _options() -> argparse.Namespace:
 
 
 def _best(rows: list[dict[str, Any]], latency_s: float) -> float:
-    """Other work on the machine only ever slows a run down."""
+    """The highest throughput: other work on the machine can only slow a run down."""
     return max(row["trajectories_per_s"] for row in rows if row["reward_latency_s"] == latency_s)
 
 

@@ -1,11 +1,11 @@
-"""Attention of short rows, and norms, on a CPU, forward and backward, beside transformers' own: CPU milliseconds.
+"""Attention of short rows, and norms, on a CPU, forward and backward, compared with transformers: CPU milliseconds.
 
     python benchmarks/cost/short_rows.py --json short-rows.json [--rounds 5] [--tokens 16 22 48 64 128]
 
-Both are the attention module of a Qwen2 layer without its products of weights, which are the same: rotary positions,
-scores, softmax. Rows see all before them, by a mask, as rows with several samples have one. Below it, one RMS norm of
-as many tokens, for models of several widths. One thread; the two take turns, medians over rounds.
-`streamppo.learner.attention.short_rows.LONGEST` is where ours is left.
+Both variants are the attention module of a Qwen2 layer without its weight products, which are the same: rotary
+positions, scores, softmax. A causal mask is passed explicitly, as for rows with several samples. The table then has one
+RMS norm of as many tokens, for models of several widths. One thread; the variants alternate, medians over rounds.
+Above `streamppo.learner.attention.short_rows.LONGEST` tokens the learner uses transformers' attention.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from streamppo.learner.attention import short_rows
 from streamppo.learner.model import norms
 
 TOKENS = 4096
-"""Tokens of all rows together."""
+"""The number of tokens in all rows together."""
 TIMES = 5
 
 
 def measure(width: int, heads: int, of_head: int, rounds: int) -> dict[str, Any]:
-    """CPU milliseconds of both, for rows of `width` tokens in so many heads of such a width."""
+    """CPU milliseconds of both variants, for rows of `width` tokens and `heads` heads of width `of_head`."""
     rows, model_width = max(1, TOKENS // width), heads * of_head
     config = Qwen2Config(hidden_size=model_width, num_attention_heads=heads, num_key_value_heads=heads)
     config._attn_implementation = "sdpa"
@@ -56,7 +56,7 @@ def measure(width: int, heads: int, of_head: int, rounds: int) -> dict[str, Any]
 
 
 def measure_norm(width: int, rounds: int) -> dict[str, Any]:
-    """CPU milliseconds of both, for one norm of a model of this width."""
+    """CPU milliseconds of both variants, for one norm of a model of this width."""
     theirs, ours = Qwen2RMSNorm(width), Qwen2RMSNorm(width)
     hidden = torch.randn(TOKENS, width, requires_grad=True)
     ways = {"theirs": lambda: theirs(hidden), "ours": lambda: norms.normalise(ours, ours.forward, hidden)}
@@ -76,7 +76,7 @@ def _in_turns(ways: Mapping[str, Callable[[], Tensor]], gradient: Tensor, rounds
 
 
 def main() -> None:
-    """Measure all sizes, print a table, and write them down with the machine."""
+    """Measure all sizes, print a table, and write it with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 22, 32, 48, 64, 128])
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,10 +1,10 @@
-"""Two ranks with rows of their own, with rows cut in two, and with weights cut in two: seconds and memory.
+"""Seconds and memory of two ranks under data, context, tensor and expert parallelism.
 
 python benchmarks/cost/slices.py [--tokens 256 1024 4096] [--times 3] [--json out.json]
 
-A dense model and a mixture of experts, with the numbers of `learner.mesh` that each of them may have. An update of 4
-rows of so many tokens, all but one of them sampled, a row in each micro-batch. `peak` is the most memory that a rank
-had in it, less what it had before.
+A dense model and a mixture of experts, with the values of `learner.mesh` that each supports. An update has 4 rows of
+`--tokens` tokens, all but the first sampled, with one row per micro-batch. `peak` is a rank's peak memory during the
+update, less its memory before.
 """
 
 import argparse
@@ -48,7 +48,7 @@ WAYS = {
     "dense": ("context=1", "context=2", "tensor=2"),
     "mixture": ("context=1", "context=2", "tensor=2", "expert=2"),
 }
-"""What of `learner.mesh` is set for each of the models. Without a number of two, ranks have rows of their own."""
+"""Settings of `learner.mesh` for each model. With "context=1" each rank has its own rows (data parallelism)."""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def _median(ranks: list[dict[str, float]]) -> dict[str, float]:
 
 
 def update(folder: str, tokens: int, way: str, times: int) -> dict[str, float]:
-    """The median seconds of an update, after one that is not counted, and the most memory of one."""
+    """The median seconds of an update, after one uncounted update, and the peak memory of all."""
     micro = f"learner.micro_batch_tokens={tokens}"
     config = configfile.load(MATH, ["learner.ranks=2", f"learner.mesh.{way}", micro])
     slices = context_parallel.slices_of("cpu", config.learner.mesh)

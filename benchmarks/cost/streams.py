@@ -1,11 +1,11 @@
-"""The CPU time of streaming tokens out of SGLang, by the number of tokens that a message brings.
+"""The CPU time of streaming tokens out of SGLang, by the number of tokens per message.
 
     $(python tests/sglang/environment.py) -W ignore -m benchmarks.cost.streams --json streams.json
 
-An engine of configs/math-sglang.toml completes `COUNT` prompts at once, `TOKENS` tokens each, in turns for each
-interval; 0 stands for whole completions in one answer. Told is the least CPU time of a token in microseconds: in this
-process, which is the rollout actor and holds SGLang's tokenizer manager, and in SGLang's other processes, which compute
-the model too.
+An engine of configs/math-sglang.toml completes `COUNT` prompts concurrently, `TOKENS` tokens each, alternating between
+the intervals; 0 means whole completions in one reply. Reported is the least CPU time per token in microseconds: in this
+process, which acts as the rollout actor and holds SGLang's tokenizer manager, and in SGLang's other processes, which
+also compute the model.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COUNT, TOKENS, ROUNDS = 32, 256, 3
 
 
 def main() -> None:
-    """Measure, print a table and write it down with the machine."""
+    """Measure, print a table, and write it with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -87,7 +87,7 @@ async def _complete(engine: SGLangEngine, interval: int, name: str) -> None:
 
 
 def _children() -> float:
-    """CPU seconds of all processes that this one has started."""
+    """CPU seconds of all descendants of this process."""
     times = [child.cpu_times() for child in psutil.Process(os.getpid()).children(recursive=True)]
     return sum(one.user + one.system for one in times)
 

@@ -1,11 +1,11 @@
-"""How fast the whole system is, at several lag bounds and reward latencies; and the engine beside its peer.
+"""Throughput of the whole system at several lag bounds and reward latencies; and the engine compared with its peer.
 
     python benchmarks/cost/throughput.py --json out.json --max-lag 0 1 4 --reward-latency-s 0 1
 
-Every setting is a real run of `--config` for `--updates` updates, of which the first `WARM_UP` are left out. All have
-the same async reward, in a process of its own as a user's would be: the seconds it takes are all that differs between
-the runs of one lag bound, and `max_lag` is all that bounds how many trajectories are under way. The peer of the engine
-is transformers' batched `generate` on the same weights, one thread, in turns within one process.
+Every setting is a real run of `--config` for `--updates` updates; the first `WARM_UP` do not count. All runs have the
+same async reward, in its own process like a user's reward: runs of one lag bound differ only in its latency, and only
+`max_lag` bounds the number of trajectories in flight. The engine's peer is transformers' batched `generate` on the same
+weights, one thread, alternating in one process.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The command's argument parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
     parser.add_argument("--json", type=Path, help="write the result here too")
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def overrides(options: argparse.Namespace, max_lag: int) -> list[str]:
-    """What differs from `--config` in the runs of one `max_lag`, whatever the reward takes."""
+    """The overrides of `--config` in the runs of one `max_lag`, for any reward latency."""
     return [
         f"queue.max_lag={max_lag}",
         f"rollout.engine.kind={options.engine}",

@@ -1,10 +1,10 @@
-"""CPU seconds of each tracker in one run of configs/math.toml that has them all, and the share of the run's.
+"""CPU seconds of each tracker in one run of configs/math.toml with all trackers, and their share of the run's.
 
     pip install -c constraints.txt -e '.[tracking]'
     python benchmarks/cost/tracker_cost.py --json trackers.json [--updates 1100]
 
-The processes are looked at four times a second: what the last quarter of a second of one takes is not counted. A
-tracker's process has its libraries' own processes below it, wandb's server for one: they count as its own.
+The processes are polled four times a second: the last quarter of a second of a process does not count. Child processes
+of a tracker's libraries, such as wandb's server, count as part of the tracker's process.
 """
 
 import argparse
@@ -30,13 +30,13 @@ CONFIG = Path(__file__).parents[2] / "configs" / "math.toml"
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 KINDS = (*TRACKERS, "prometheus")
 GOAL = 0.02
-"""The share that one of them may take, set before anything was measured."""
+"""The largest share allowed for one tracker, set before any measurement."""
 LOOK_S = 0.25
 PORT = 9464
 
 
 def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
-    """CPU seconds by tracker, and `all` of them and the run together. Ends if the run fails."""
+    """CPU seconds by tracker, and in `all` those of all trackers and the run together. Exits if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         settings = [f"telemetry.trackers={json.dumps(TRACKERS)}"]
@@ -58,8 +58,8 @@ def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
 
 
 def _watched(run: "subprocess.Popen[bytes]") -> Mapping[str, float]:
-    """CPU seconds by kind of process, the run's own as `run`, until it ends."""
-    # A process may have another's number later, and another kind's name never: so both are the key.
+    """CPU seconds by kind of process until the run ends; the run's own processes are `run`."""
+    # Process ids are reused: the key is the id and the creation time.
     newest: dict[tuple[int, float], tuple[str, float]] = {}
     while run.poll() is None:
         with suppress(psutil.Error):
@@ -74,7 +74,7 @@ def _watched(run: "subprocess.Popen[bytes]") -> Mapping[str, float]:
 def _look(process: psutil.Process, above: str, newest: dict[tuple[int, float], tuple[str, float]]) -> None:
     with suppress(psutil.Error):
         key = process.pid, process.create_time()
-        # A process that was a tracker's stays one: what it runs may have changed since.
+        # A descendant of a tracker's process belongs to the tracker, whatever it executes.
         kind = above if above in KINDS else _kind(process)
         times = process.cpu_times()
         newest[key] = kind, times.user + times.system
@@ -83,14 +83,14 @@ def _look(process: psutil.Process, above: str, newest: dict[tuple[int, float], t
 
 
 def _kind(process: psutil.Process) -> str:
-    """The tracker that a process serves, by the file that its errors go to; else `run`."""
+    """The tracker of a process, by the file to which its stderr is redirected; else `run`."""
     if tracking.__name__ not in process.cmdline():
         return "run"
     return next(kind for kind in KINDS if Path(f"/proc/{process.pid}/fd/2").resolve().name == f"{kind}.log")
 
 
 def main() -> None:
-    """Measure, print a table, and write it down with the machine."""
+    """Measure, print a table, and write it with the machine's description to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=1100)
     parser.add_argument("--json", type=Path)

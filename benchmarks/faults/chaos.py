@@ -1,17 +1,16 @@
-"""kill -9 at random instants of rollout actors, queue, learner ranks and driver; then an account of every trajectory.
+"""Kill rollout actors, queue, learner ranks and driver with SIGKILL at random times; then account for all trajectories.
 
     python benchmarks/faults/chaos.py --trials 100 --json out.json
 
-Each trial is a real run of `--config`, shortened, with `--kills` kills at random instants; a driver that was killed is
-resumed. When the run has ended, every slot that the queue ever opened must be consumed once, still wait, or be given up
-with a reason (lost: those that are nowhere; twice: those that are in more than one place), and `streamppo replay` must
-arrive at the very weights. Seconds to recover are those from the kill to the next update that is new. With `--scale`
-another number of rollout actors is asked for before every kill. With `--watch` the page of the run is asked every 0.2 s
-(benchmarks/faults/poll.py). With `--draw` every trial has a configuration of its
-own, drawn from all that the configuration's types offer; it is written down with the trial.
+Each trial is a real, shortened run of `--config` with `--kills` kills at random times; a killed driver is resumed. At
+the end of the run, every slot that the queue has opened must be consumed once, waiting, or given up with a reason
+(`lost` counts slots in none of these states, `twice` the repeats), and `streamppo replay` must reproduce the weights
+bit for bit. The recovery time is from the kill to the next new update. `--scale` changes the number of rollout actors
+before every kill. `--watch` polls the run's page every 0.2 s (benchmarks/faults/poll.py). With `--draw` every trial has
+a random configuration, drawn from the configuration's types and stored with the trial.
 
-With `--json out.json` every trial is also a line of out.jsonl as soon as it has ended: the same command goes on after
-those that are there, and a larger `--trials` adds to them.
+With `--json out.json` every trial is also appended to out.jsonl when it ends: the same command continues after the
+stored trials, and a larger `--trials` adds trials.
 """
 
 import argparse
@@ -49,29 +48,29 @@ MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parents[2]
 KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
 SHARDS = {"shard": "ray::QueueShard"}
-"""A kind of process that a run has with `--set queue.shards=2`."""
+"""An additional kind of process in runs with `--set queue.shards=2`."""
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3
-"""With `--scale` there are one to so many rollout actors."""
+"""With `--scale` a run has 1 to `MAX_ROLLOUTS` rollout actors."""
 Replays: TypeAlias = Callable[[Path], bool]
-"""Whether a replay makes every version of a run again bit for bit; None stands for `replay`."""
+"""True if a replay reproduces every version of a run bit for bit; where it is None, `replay` is used."""
 
 
 def environment() -> dict[str, str]:
-    """This process's environment as it is now, with this repository's modules before those that are installed."""
+    """This process's present environment, with this repository first in PYTHONPATH."""
     return {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 class Kill(NamedTuple):
-    """One kill, and the seconds until the next new update; None where the run had made its last one."""
+    """One kill, and the seconds until the next new update; None if the run ended without another update."""
 
     kind: str
     recovery_s: float | None
 
 
 class Trial(NamedTuple):
-    """What a run looked like after its kills."""
+    """The account of a run after its kills."""
 
     kills: list[Kill]
     opened: int
@@ -85,7 +84,7 @@ class Trial(NamedTuple):
 
 
 class Victim:
-    """A run in a process of its own whose parts can be killed. A mark in their environment finds its processes."""
+    """A run in separate processes that can be killed; they are found by `MARK` in their environment."""
 
     def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...]) -> None:
         self.folder = folder
@@ -100,7 +99,7 @@ class Victim:
             self.driver = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
 
     def kill(self, kind: str) -> bool:
-        """kill -9 a process of `kind`, and resume a driver when nothing is left of it. False if there is none."""
+        """Kill a process of `kind`; resume a driver after all its processes have ended. False if there is none."""
         for process in self.family():
             with contextlib.suppress(psutil.Error):
                 if (KINDS | SHARDS)[kind] in " ".join(process.cmdline()):
@@ -115,11 +114,11 @@ class Victim:
         return True
 
     def resume(self, *options: str) -> None:
-        """Start a driver that goes on with the run."""
+        """Start a driver that resumes the run."""
         self._begin("resume", str(self.run), *options)
 
     def scale(self, rollouts: int) -> bool:
-        """Ask for so many rollout actors. False if the run has ended meanwhile."""
+        """Request `rollouts` rollout actors. False if the run has ended in the meantime."""
         command = [sys.executable, "-m", "streamppo", "scale", str(self.run), "--rollouts", str(rollouts)]
         with self.log.open("a") as log:
             return subprocess.run(command, check=False, env=environment(), stdout=log, stderr=log).returncode == 0
@@ -134,11 +133,11 @@ class Victim:
         return found
 
     def updates(self) -> int:
-        """The last update that is written down."""
+        """The last recorded update."""
         return max((line["update"] for line in lines.updates(self.run)), default=0)
 
     def wait_for(self, update: int) -> bool:
-        """Until `update` is made. False if the run ended; raises `RuntimeError` if it does neither."""
+        """Wait for `update`. False if the run has ended; raises `RuntimeError` after `STUCK_S`."""
         deadline = time.monotonic() + STUCK_S
         while self.updates() < update:
             if self.driver.poll() is not None:
@@ -149,13 +148,13 @@ class Victim:
         return True
 
     def finish(self, kills: list[Kill], replays: Replays | None = None) -> Trial:
-        """Wait for the end of the run, and make its account. Raises `RuntimeError` if it failed."""
+        """Wait for the end of the run, and return its account. Raises `RuntimeError` if it failed."""
         if self.driver.wait(STUCK_S * 3):
             raise RuntimeError(f"the run ended with {self.driver.returncode}:\n{self.log.read_text()[-3000:]}")
         return account(self.run, kills, replays)
 
     def end(self) -> None:
-        """Until no process is left; whoever will not go by himself is killed."""
+        """Wait until no process is left; kill those that are left after 10 s."""
         deadline = time.monotonic() + 10
         while left := self.family():
             if time.monotonic() > deadline:
@@ -175,10 +174,9 @@ def trial(
     watch: bool = False,
     replays: Replays | None = None,
 ) -> Trial:
-    """One run with one kill of each of `kinds`, in that order; at its end `replays` says if it is made again.
+    """Make one run with one kill of each of `kinds`, in that order; `replays` checks its replay at the end.
 
-    With `scale`, of a changing number of rollout actors; with `watch`, its page is asked from its first update to its
-    end.
+    With `scale` the number of rollout actors changes; with `watch` its page is polled from the first update to the end.
     """
     victim = Victim(config, folder, (*SHORT, *overrides))
     try:
@@ -195,7 +193,7 @@ def trial(
 
 
 def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool, replays: Replays | None = None) -> Trial:
-    """Kill one of each of `kinds` at random instants, and wait for the end of the run."""
+    """Kill a process of each of `kinds` at random times, and wait for the end of the run."""
     generator, kills = random.Random(seed), list[Kill]()
     for kind in kinds:
         time.sleep(generator.expovariate(1.0))
@@ -210,13 +208,13 @@ def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool, replays:
 
 
 def replay(run: Path) -> bool:
-    """Whether `streamppo replay` makes every version of a run again bit for bit."""
+    """True if `streamppo replay` reproduces every version of a run bit for bit."""
     command = [sys.executable, "-m", "streamppo", "replay", str(run)]
     return not subprocess.run(command, capture_output=True, text=True, check=False, env=environment()).returncode
 
 
 def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Trial:
-    """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
+    """Find every trajectory of an ended run, and check the replay of its weights."""
     journal = Journal.open_run(run)
     saved, ended = journal.read(), journal.ended_attempts()
     journal.close()
@@ -225,12 +223,12 @@ def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Tri
     found = archive.open(run)
     trained = [one for version in found.versions() for one in found.batch(version).trajectories]
     waiting = [one for one in (slot.stored for slot in saved.slots) if one is not None]
-    # A slot has one end, or is on its way to one; each segment, if there are any, is one thing too.
+    # A slot has one end, or is still open; each segment counts on its own.
     ends = Counter(_number(one.identity, samples) for one in trained if one.finish != "cut")
     ends += Counter(slot.number for slot in saved.slots if not slot.stored or slot.stored.finish != "cut")
     ends += Counter({one.number for one in ended if one.state in GIVEN_UP})
     segments = Counter(one.identity for one in (*trained, *waiting) if one.finish == "cut")
-    # Of segments that grew too old the rest is never sampled again.
+    # After a segment that was too old, the rest of its completion is not sampled again.
     old = {one.number for one in ended if one.state == "too_old" and any(segments)}
     return Trial(
         kills=kills,
@@ -250,7 +248,7 @@ def _number(identity: Identity, samples: int) -> int:
 
 
 def table(trials: list[Trial]) -> dict[str, Any]:
-    """The campaign in numbers."""
+    """The totals of the campaign."""
     kills = [kill for one in trials for kill in one.kills]
     rows: dict[str, Any] = {}
     for kind in KINDS | SHARDS:
@@ -275,7 +273,7 @@ def table(trials: list[Trial]) -> dict[str, Any]:
 
 
 class Job(NamedTuple):
-    """One trial to be made: the kinds of its kills, its seed, and its overrides."""
+    """One trial: the kinds of its kills, its seed, and its overrides."""
 
     number: int
     kinds: list[str]
@@ -284,12 +282,12 @@ class Job(NamedTuple):
 
 
 def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
-    """All trials of a campaign; the same options always make the same ones, and more `--trials` add to them."""
+    """All trials of a campaign, a function of the options; a larger `--trials` only adds trials."""
     generator, made = random.Random(options.seed), list[Job]()
     for number in range(options.trials):
         victims = list(KINDS | SHARDS if any(one.startswith("queue.shards=") for one in options.set) else KINDS)
         kinds, seed = [generator.choice(victims) for _ in range(options.kills)], generator.randrange(2**31)
-        # The drawn choices are those of the trial's own seed, however many the configuration offers.
+        # The draw uses the trial's seed, so that new choices in the configuration do not change later trials' kills.
         fixed = [*SHORT, *options.set]
         drawn = draw.draw(random.Random(seed), options.config, fixed, folder) if options.draw else []
         made.append(Job(number, kinds, seed, [*options.set, *drawn]))
@@ -297,7 +295,7 @@ def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
 
 
 def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """Make one trial; its line of the log, with a trial or a failure in it."""
+    """Make one trial; return its line of the log, with its account or its failure."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             how = {"scale": options.scale, "watch": options.watch}
@@ -308,7 +306,7 @@ def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
 
 
 def campaign(options: argparse.Namespace, folder: Path, log: Path | None) -> Iterator[list[dict[str, Any]]]:
-    """After every trial: the lines of all that were made, those of an earlier call included, which `log` keeps."""
+    """Yield the lines of all trials after each one, with those of earlier calls, which are stored in `log`."""
     wanted = jobs(options, folder)
     lines_made = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
     for line in lines_made:
@@ -336,7 +334,7 @@ def campaign(options: argparse.Namespace, folder: Path, log: Path | None) -> Ite
 
 
 def result(lines_made: list[dict[str, Any]]) -> dict[str, Any]:
-    """The campaign in numbers, and each of its trials."""
+    """The totals of the campaign, its failures, and the overrides of each trial."""
     made = [line["trial"] for line in lines_made if "trial" in line]
     trials = [Trial(**{**one, "kills": [Kill(**kill) for kill in one["kills"]]}) for one in made]
     failures = [line for line in lines_made if "failure" in line]
@@ -367,7 +365,7 @@ def main() -> None:
         "watch": options.watch,
         "runs_at_a_time": options.parallel,
     }
-    # Trials name their data and their teacher, so these have the same place in every call.
+    # Trials store the paths of their data and teacher, so these must be the same in every call.
     folder = Path(tempfile.gettempdir()) / "streamppo-chaos"
     if options.draw:
         draw.write(folder, options.config)

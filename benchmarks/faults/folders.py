@@ -1,13 +1,13 @@
-"""Models, templates and rows as people bring them, drawn at random: each trains, or is refused in a useful sentence.
+"""Train on random combinations of models, templates and data rows: each must train, or be refused with a remedy.
 
     python benchmarks/faults/folders.py --draws 200 --whole 20 --seed 1 --json folders.json
 
 A draw is a family, a kind of tokenizer, a chat template, tied embeddings or not, a type and a layout of the weights'
-files, a format of the rows, an environment of two turns or none; about a third have a fault. `check` refuses a draw in
-a sentence that names the remedy, or it trains for three updates, and transformers agrees: on the tokens of prompts and
-observations, on the log-probs of the engine at the first and at the last version, on those of the learner, and on the
-folder that is exported. What does neither is a failure. Most draws are played in this process; `--whole` of them are
-runs by `streamppo check` and `streamppo run`.
+files, a format of the rows, an environment of two turns or none; about a third have a fault. A draw is refused by
+`check` in a sentence that names the remedy, or trains for three updates and agrees with transformers: on the tokens of
+prompts and observations, on the engine's log-probs at the first and at the last version, on the learner's log-probs,
+and on the exported folder. Any other outcome is a failure. Most draws are played in this process; the first `--whole`
+draws run `streamppo check` and `streamppo run`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Play the draws, print those that failed and the counts, and write all of them down."""
+    """Play the draws, print the failed ones and the counts, and write all results to `--json`."""
     options = _options()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -54,25 +54,25 @@ def main() -> None:
 
 
 def play(seed: int, numbers: Sequence[int], whole: int) -> list[Row]:
-    """Play draws; the first `whole` of them as runs of processes of their own."""
+    """Play draws; the first `whole` of them with the commands, in separate processes."""
     draws, players, runs, case = map(import_module, ("folder_draw", "folder_play", "folder_run", "learner_case"))
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for count, number in enumerate(numbers):
             if count == whole:
-                # Ray and this process's group of one rank stay apart.
+                # The process group of one rank begins after the draws that start Ray.
                 stack.enter_context(case.group(0, 1, Path(folder) / "store"))
             made = draws.draw(seed, number, whole=count < whole)
             at = Path(folder) / str(number)
             row = (runs.run if made.whole else players.play)(made, at).row()
-            # Sentences without the place of this campaign.
+            # Messages without the campaign's temporary path.
             rows.append(json.loads(json.dumps(row).replace(f"{folder}/", "")))
             print(f"{len(rows)}: {rows[-1]['outcome']}, {rows[-1]['seconds']} s", file=sys.stderr)
     return rows
 
 
 def summary(rows: Sequence[Row]) -> dict[str, int]:
-    """Count the draws by what came of them."""
+    """Count the draws by outcome."""
     found = Counter(row["outcome"] for row in rows)
     two_turns = sum(row["two_turns"] for row in rows)
     named = {name: found[name] for name in ("passes", "refused", "failed")}

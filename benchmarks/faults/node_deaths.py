@@ -1,23 +1,23 @@
-"""kill -9 of whole nodes of a Ray cluster while a run trains; then an account of every trajectory, as in chaos.py.
+"""Kill whole nodes of a Ray cluster with SIGKILL during a run; then account for all trajectories, as chaos.py does.
 
     python benchmarks/faults/node_deaths.py --trials 3 --json out.json
     python benchmarks/faults/node_deaths.py --own-disks --kinds learner rollout head disk --set learner.ranks=2
         updates=300
 
-The nodes are on this machine and see one folder, or with `--own-disks` (needs bubblewrap) each of them has a disk of
-its own at the path of the runs, and copies are in a folder beside it that all see. The head has the driver
-and the queue; three others, with a CPU each, have the learner's ranks, the rollout actor, and what is left over
-nothing. A node that dies loses its raylet and all of its workers at the same instant; another one comes in its place
-two seconds later, with an empty disk. The head takes the whole cluster with it: a new one is started at its address,
-and the run is resumed. Of the kind `disk` (with `--own-disks`) the run's folder is gone too, and is made again of the
-copies. `learner/60` stops all processes of that node for 60 s in place of killing them: a node that Ray has given up
-by then ends itself when it comes back, and another one is added.
+All nodes are on this machine and share one folder. With `--own-disks` (needs bubblewrap) each node has its own disk at
+the path of the runs, and a shared folder holds copies. The head has the driver and the queue. Three other nodes with
+one CPU each have the learner's ranks, the rollout actor, or nothing. A dying node loses its raylet and all its workers
+at once; a new node with an empty disk replaces it two seconds later. If the head dies, the whole cluster is lost: a new
+one starts at the same address, and the run is resumed. The kind `disk` (with `--own-disks`) also deletes the run's
+folder, which is restored from the copies. `learner/60` stops all processes of that node for 60 s instead of killing
+them: if Ray has declared the node dead by then, it exits when it continues, and a new node is added.
 
     python benchmarks/faults/node_deaths.py --networks --kinds learner~6 rollout~6 head~6 rollout~60 learner~60 head~60
 
-With `--networks` (needs root; networks.py) every node has a network of its own. `learner~60` cuts that node off from
-all others for 60 s, while its processes go on, and `head~60` the head; `learner-rollout~60` cuts these two off from
-each other alone. Seconds are then the longest wait for a new update from the cut to the first one after its end.
+With `--networks` (needs root; benchmarks/lib/networks.py) every node has its own network. `learner~60` disconnects that
+node from all others for 60 s while its processes continue; `head~60` disconnects the head; `learner-rollout~60`
+disconnects only these two from each other. Seconds are then the longest wait for a new update, from the disconnection
+to the first update after its end.
 """
 
 import argparse
@@ -50,20 +50,20 @@ from streamppo.weights.store import ADDRESS
 
 BWRAP = shutil.which("bwrap")
 HOLDS = {"learner": "ray::Rank", "rollout": "ray::RolloutActor", "nothing": "", "head": ""}
-"""Kinds of nodes, and the name of a process that only they have."""
+"""Kinds of nodes, and the name of a process that only this kind has."""
 DISK = "disk"
 HEADS = ("head", DISK)
-"""Deaths of the head; of the second its disk dies too."""
+"""Deaths of the head; with `DISK` its disk is lost too."""
 CUT, STOPPED, PAIR = "~", "/", "-"
-"""Between a kind of node and the seconds for which it is cut off, or stopped; between two kinds that are cut apart."""
+"""Separators: kind~seconds disconnects a node, kind/seconds stops it, kind-kind~seconds disconnects two nodes."""
 NODES, REPLACED_S, STARTED_S, ENDS_S, PORT = 3, 2.0, 60.0, 30.0, 6397
 BORNE_S, UNHEARD_S = 10.0, 67.0
-"""Ray bears a cut of the first, and has given a node up after the second: five checks of 10 s, 3 s apart, have failed.
-"""
+"""Ray tolerates a disconnection of `BORNE_S`. After `UNHEARD_S` it has declared a node dead: five health checks with a
+timeout of 10 s, 3 s apart, have failed."""
 
 
 class Node(NamedTuple):
-    """A node that is no head: the process of its `ray start`, Ray's name for it, and its way to the others."""
+    """A node other than the head: the process of its `ray start`, its id in Ray, and its network link."""
 
     process: "subprocess.Popen[bytes]"
     name: str
@@ -71,9 +71,9 @@ class Node(NamedTuple):
 
 
 class Nodes:
-    """A head without CPUs, and `NODES` others with one each, which see an empty disk of their own at `hidden`.
+    """A head without CPUs, and `NODES` other nodes with one CPU each and a separate empty disk at `hidden`, if given.
 
-    With `connected` each has a network of its own, and otherwise that of this machine.
+    With `connected` each node has its own network, otherwise this machine's.
     """
 
     def __init__(self, hidden: Path | None = None, connected: Networks | None = None) -> None:
@@ -88,9 +88,9 @@ class Nodes:
             self.add()
 
     def add(self) -> None:
-        """Add a node, and wait for it: of two that start at one time one may take the other's sockets.
+        """Add a node, and wait for it: two nodes that start at the same time may take each other's sockets.
 
-        Raises `RuntimeError` if it does not come.
+        Raises `RuntimeError` if it does not start within `STARTED_S`.
         """
         before, link = self._alive(), self._networks.join() if self._networks else None
         ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--address", self.address]
@@ -110,9 +110,9 @@ class Nodes:
         return {node["NodeID"] for node in self._cluster.global_state.node_table() if node["Alive"]}
 
     def strike(self, kind: str) -> bool:
-        """Kill, stop or cut off a node of `kind`, and replace a dead one. False if there is none.
+        """Kill, stop or disconnect a node of `kind`, and replace it if it dies. False if there is no such node.
 
-        The head can only be cut off.
+        The head can only be disconnected here.
         """
         place, cut, cut_s = kind.partition(CUT)
         if cut:
@@ -132,7 +132,7 @@ class Nodes:
         return True
 
     def _holder(self, place: str) -> Node | None:
-        """A node that holds what a `place` names."""
+        """A node of the kind `place`; None if there is none."""
         for node in self._others:
             names = [" ".join(_words(one)) for one in _family([node.process.pid])]
             busy = any(wanted in name for name in names for wanted in HOLDS.values() if wanted)
@@ -141,7 +141,7 @@ class Nodes:
         return None
 
     def _link(self, place: str) -> Link | None:
-        """The link of a node that holds what a `place` names. Raises `RuntimeError` without networks."""
+        """The network link of a node of the kind `place`. Raises `RuntimeError` without networks."""
         if self._networks is None:
             raise RuntimeError("to cut nodes off from each other takes --networks")
         if place == "head":
@@ -149,16 +149,16 @@ class Nodes:
         return node.link if (node := self._holder(place)) else None
 
     def _cut(self, links: list[Link], seconds: float) -> bool:
-        """Cut a node off from all others, or two from each other; replace those that Ray has given up by then."""
+        """Disconnect a node from all others, or two from each other; then replace nodes that Ray has declared dead."""
         assert self._networks is not None, "links are of networks"
         self._networks.cut(*links)
         time.sleep(seconds)
         self._networks.mend(*links)
-        # Connections that were cut for long are slow to come back: Ray may give a node up after the end of it.
+        # Long-broken connections recover slowly: Ray may declare a node dead after the disconnection has ended.
         time.sleep(max(UNHEARD_S - seconds if seconds > BORNE_S else 0.0, REPLACED_S))
         alive = self._alive()
         for one in [one for one in self._others if one.name not in alive or one.process.poll() is not None]:
-            # It learns of it now, and ends itself.
+            # Ray notifies the node now that it was declared dead, and it exits.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 one.process.wait(ENDS_S)
             self._replace(one)
@@ -182,7 +182,7 @@ class Nodes:
 
 
 def _family(pids: Iterable[int]) -> list[psutil.Process]:
-    """These processes and all below them."""
+    """These processes and all their descendants."""
     found: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -204,13 +204,13 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def own(folder: Path) -> tuple[str, ...]:
-    """What a run needs on nodes that share no folder; checkpoints, journal and archive are copied to `folder`."""
+    """Overrides for nodes without a shared folder: checkpoints, journal and archive are copied to `folder`."""
     remote = f"checkpoint.remote=file://{folder}"
     return ("cluster.own_disks=true", remote, "checkpoint.every=5", "queue.standby=true")
 
 
 def _lost(run: Path) -> tuple[str, str]:
-    """Lose a run's folder; the options with which `resume` makes it again."""
+    """Delete a run's folder; return the options with which `resume` restores it."""
     address = (run / ADDRESS).read_text()
     shutil.rmtree(run)
     return "--from", address
@@ -226,7 +226,7 @@ def trial(
     *,
     connected: Networks | None = None,
 ) -> Trial:
-    """One run with one death of each of `kinds`, in that order. It is in `folder/runs`."""
+    """Make one run in `folder/runs` with one fault of each of `kinds`, in that order."""
     runs = folder / "runs"
     runs.mkdir()
     hidden, more = (runs, own(folder / "store")) if own_disks else (None, ())
@@ -259,7 +259,7 @@ def trial(
 
 
 class Job(NamedTuple):
-    """The kinds of the deaths of a trial, and its seed."""
+    """The kinds of a trial's faults, and its seed."""
 
     number: int
     kinds: list[str]
@@ -267,7 +267,7 @@ class Job(NamedTuple):
 
 
 def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """Make one trial; its line of the log, with a trial or a failure in it."""
+    """Make one trial; return its line of the log, with its account or its failure."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             with networks.made() if options.networks else contextlib.nullcontext() as connected:

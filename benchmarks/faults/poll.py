@@ -1,7 +1,7 @@
-"""`streamppo watch` beside a run, asked as its page asks, every 0.2 s: how many replies there were, and their errors.
+"""Polls `streamppo watch` of a run every 0.2 s, as its page does, and counts replies and errors.
 
-Errors are replies of another status than 200, sections that say why they cannot be made, notes about what cannot be
-read, and counts below zero.
+Errors are replies with a status other than 200, sections that could not be made, notes about unreadable files, and
+negative counts.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from urllib.request import urlopen
 
 EVERY_S, START_S = 0.2, 60.0
 NOTE = re.compile('<p class="none">([^<]*)')
-"""Why a section cannot be made, or what cannot be read."""
+"""The reason why a section could not be made, or what could not be read."""
 EMPTY = "No update was made yet."
 NEGATIVE = re.compile(r'<td class="number">-[0-9,]+</td>')
-"""A count below zero: counts of two versions beside each other."""
+"""A negative count: the difference of counts of two versions."""
 
 
 class Poll:
-    """Replies of the page so far, and each error that one of them had with its number."""
+    """The number of replies so far, and the number of each error."""
 
     def __init__(self, run: Path, environment: Mapping[str, str]) -> None:
         self.replies, self.errors = 0, Counter[str]()
         self._run, self._environment, self._over = run, environment, Event()
 
     def follow(self) -> None:
-        """Ask until the end."""
+        """Start the page and poll it until `end`."""
         command = [sys.executable, "-m", "streamppo", "watch", str(self._run)]
         with subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True) as page:
             try:
@@ -71,13 +71,13 @@ class Poll:
         return {}
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._over.set()
 
 
 @contextlib.contextmanager
 def polled(run: Path, environment: Mapping[str, str]) -> Iterator[Poll]:
-    """Ask the page of a run in the block, from a thread."""
+    """Poll the page of a run from a thread during the block."""
     poll = Poll(run, environment)
     thread = Thread(target=poll.follow)
     thread.start()

@@ -1,10 +1,10 @@
-"""Everything that only a GPU can show, in one command of at most ten minutes, for one H100 or H200.
+"""All measurements that need a GPU, in one command of at most ten minutes, for one H100 or H200.
 
     python -m benchmarks.gpu.gpu_day --json out.json
 
-It runs what it finds: torch 2.11 or newer is enough, without Ray, SGLang, flash-attn or pytest some parts say that they
-did not run, and why. Every part is a process of its own with a limit; one that fails, hangs or crashes stops no other.
-The JSON is written after every part. On a CPU the same parts run small, as a rehearsal.
+torch 2.11 or newer is required; without Ray, SGLang, flash-attn or pytest some parts are left out, with the reason in
+the result. Every part is a separate process with a time limit; a part that fails, hangs or crashes does not stop the
+others. The JSON is written after every part. On a CPU the same parts run with small sizes, as a rehearsal.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flash-attn-4", "ra
 
 
 class Part(NamedTuple):
-    """A function of benchmarks/gpu/gpu_parts.py, and the seconds that it may take."""
+    """A function of benchmarks/gpu/gpu_parts.py, and its time limit in seconds."""
 
     name: str
     limit_s: float
@@ -44,7 +44,7 @@ PARTS = (
     Part("sglang_run", 120),
     Part("compiled", 120),
 )
-"""In the order of their worth: what comes last is left out first where time is short."""
+"""The most important parts first: the last ones are left out if time is short."""
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def measured(name: str, limit_s: float) -> dict[str, object]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a part and all that it started."""
+    """Kill a part and all its child processes."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -113,7 +113,7 @@ def tail(log: Path) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """The packages that are there."""
+    """The versions of the installed packages."""
     found = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
@@ -124,7 +124,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that is measured; empty outside of a repository."""
+    """The measured commit; empty outside of a repository."""
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:

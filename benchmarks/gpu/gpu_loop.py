@@ -1,4 +1,4 @@
-"""The default task in one process and without Ray: sample, update, swap, one after another."""
+"""The default task in one process without Ray: sample, update and swap in turns."""
 
 import asyncio
 import statistics
@@ -31,7 +31,7 @@ Result = dict[str, object]
 
 
 class Stages(NamedTuple):
-    """Everything that a run has in several processes."""
+    """The stages of a run, in one process."""
 
     config: Config
     task: tasks.Task
@@ -41,7 +41,7 @@ class Stages(NamedTuple):
 
 
 async def train(folder: Path, device: str, seconds: float) -> Result:
-    """Train for so many seconds; accuracy on held-out problems before and after, and milliseconds of each phase."""
+    """Train for `seconds`; return held-out accuracy before and after, and the median milliseconds of each phase."""
     overrides = ["model.dtype=bfloat16", f"updates={UPDATES}", "learner.decay=constant", "checkpoint.every=0"]
     config = configfile.load(MATH, overrides if device == "cuda" else [*overrides, "model.tiny.max_steps=10"])
     tiny.make(config, folder / "model")
@@ -90,7 +90,7 @@ def _stages(config: Config, folder: Path, device: str) -> Stages:
 
 
 async def _update(stages: Stages, version: int) -> tuple[tuple[float, float, float], dict[str, float]]:
-    """Seconds of sampling, of the update and of the swap; the update's metrics."""
+    """Return ((seconds of sampling, of the update, of the swap), the update's metrics)."""
     config, count = stages.config, stages.config.queue.batch_size // stages.config.queue.samples_per_prompt
     begin = time.perf_counter()
     numbers = [version * count + n for n in range(count) for _ in range(config.queue.samples_per_prompt)]
@@ -136,7 +136,7 @@ def _is_right(stages: Stages, prompt: Prompt, made: Completion) -> float:
 
 
 async def _accuracy(stages: Stages) -> float:
-    """The share of greedy answers to held-out problems that are right."""
+    """The fraction of right greedy answers to held-out problems."""
     prompts = stages.task.held_out(HELD_OUT)
     done = await _sample(stages, prompts, 0.0)
     return statistics.mean(_is_right(stages, prompt, made) for prompt, made in zip(prompts, done, strict=True))

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu/gpu_day.py: each is a function that returns its result, and imports what it needs itself.
+"""The parts of benchmarks/gpu/gpu_day.py: each is a function that returns its result and does its own imports.
 
 python -m benchmarks.gpu.gpu_parts NAME OUT.json
 """
@@ -29,7 +29,7 @@ Result = dict[str, object]
 
 
 class LeftOut(Exception):
-    """The reason for which a part does not run here."""
+    """The reason why a part does not run here."""
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def need(*packages: str, gpu: bool = False) -> None:
-    """Leave a part out for lack of a package or a GPU."""
+    """Raise `LeftOut` if a package or a required GPU is missing."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise LeftOut(f"{', '.join(missing)} not installed")
     if gpu and not ON_GPU:
@@ -50,7 +50,7 @@ def need(*packages: str, gpu: bool = False) -> None:
 
 
 def timed(work: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds: the first call, which warms up, then the median and the spread of the others."""
+    """Milliseconds of the first call, a warm-up, and the median and the spread (max - min) of the others."""
     seconds = [_seconds(work) for _ in range(REPEATS + 1)]
     first, rest = 1e3 * seconds[0], [1e3 * one for one in seconds[1:]]
     return {
@@ -71,7 +71,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def peak_mib(work: Callable[[], object]) -> float | None:
-    """MiB that `work` takes above what is held before it; None on a CPU."""
+    """Peak MiB allocated by `work`, above the memory in use before it; None on a CPU."""
     if not ON_GPU:
         return None
     torch.cuda.synchronize()
@@ -86,7 +86,7 @@ def peak_mib(work: Callable[[], object]) -> float | None:
 
 
 def device() -> Result:
-    """The GPU, and what its products and its memory do: the roofline of the rest."""
+    """The device, with the speed of its matrix products and its memory: the roofline of the other parts."""
     size = 8192 if ON_GPU else 256
     left = torch.randn(size, size, device=DEVICE)
     half = left.bfloat16()
@@ -108,9 +108,10 @@ def device() -> Result:
 
 
 def head() -> Result:
-    """The head forward and backward by its kinds of products, and with its kernels: time, memory, and distance.
+    """Forward and backward of the head, by kind of matrix product and with kernels: time, memory and distance.
 
-    Distances are from float32's at full size, and from float64's (of 1,024 tokens at a temperature) under "float64".
+    Distances are from the float32 results at full size and, under "float64", from float64 results of 1,024 tokens at
+    temperature 0.7.
     """
     from streamppo.algorithms import chunked_head as ours
 
@@ -164,7 +165,7 @@ def head() -> Result:
 
 
 def _distances(made: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, float]:
-    """Relative distances of a head's results."""
+    """The relative distance of each of a head's results: |made - exact| / |exact|."""
     names = ("logprobs", "entropy", "grad_hidden", "grad_weight")
     return {name: _distance(one, other) for name, one, other in zip(names, made, exact, strict=True)}
 
@@ -175,7 +176,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def update() -> Result:
-    """Updates of half a billion parameters: tokens/s, memory beside `check`, and a sum of the weights' bits."""
+    """Updates of half a billion parameters: tokens/s, memory against the estimate of `check`, sum of weight bits."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "update.json"
         variants = ["base", "fsdp", "off", "off_fsdp", "fa4_off"]
@@ -187,12 +188,12 @@ def update() -> Result:
 
 
 def layers() -> Result:
-    """Forward and backward of a transformer by attention and checkpointing."""
+    """Forward and backward of a transformer, by attention implementation and gradient checkpointing."""
     return _transformers(["off", "full"], compiled=False)
 
 
 def compiled() -> Result:
-    """The same with compiled layers. On a CPU no kernels are made, which would take minutes."""
+    """As `layers`, with compiled layers. On a CPU no kernels are compiled, which would take minutes."""
     from streamppo.learner.attention import layers as of_model
 
     if not ON_GPU:
@@ -257,7 +258,7 @@ def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Res
 
 
 def push() -> Result:
-    """A version's way from the learner's GPU to an engine's, step by step: milliseconds for `bytes`."""
+    """The steps of a push from the learner's GPU to an engine's: milliseconds for `bytes`."""
     from streamppo.weights import buckets
     from streamppo.weights.content import hash_tensor
     from streamppo.weights.replica import Replica
@@ -281,7 +282,7 @@ def push() -> Result:
 
 
 def end_to_end() -> Result:
-    """The default task in bfloat16, learner and embedded engine in one process: does accuracy rise, and how fast."""
+    """The default task in bfloat16, learner and embedded engine in one process: accuracy and speed."""
     from benchmarks.gpu import gpu_loop
 
     with tempfile.TemporaryDirectory() as folder, _alone(Path(folder)):
@@ -290,7 +291,7 @@ def end_to_end() -> Result:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """A process group of this process, on the device that a rank would have."""
+    """A process group with only this process, on the device of a rank."""
     import torch.distributed as dist
 
     from streamppo.learner import device as of_rank
@@ -306,7 +307,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def tests() -> Result:
-    """`pytest -m gpu tests/numerics/test_cuda.py`: each test's outcome, and the reason of each that failed."""
+    """`pytest -m gpu tests/numerics/test_cuda.py`: counts of outcomes, and the reason of each failure."""
     need("pytest")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -330,13 +331,13 @@ def _message(case: ElementTree.Element) -> str:
 
 
 def ray_run() -> Result:
-    """`streamppo run configs/math.toml` with learner and embedded engine sharing the GPU."""
+    """`streamppo run configs/math.toml`; learner and embedded engine share the GPU."""
     need("ray", gpu=True)
     return _run("configs/math.toml", "updates=120", "evaluation.every=0", "model.dtype=bfloat16")
 
 
 def sglang_run() -> Result:
-    """The same with SGLang, which shares the GPU with the learner."""
+    """`streamppo run configs/math-sglang.toml`; learner and SGLang share the GPU."""
     need("ray", "sglang", gpu=True)
     share = "rollout.engine.mem_fraction_static=0.3"
     return _run("configs/math-sglang.toml", "updates=20", "evaluation.every=0", "model.dtype=bfloat16", share)

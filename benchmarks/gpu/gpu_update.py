@@ -1,15 +1,16 @@
-"""Updates of the real learner on a model of half a billion parameters, by variants: tokens/s, memory beside `check`.
+"""Updates of the real learner on a model of half a billion parameters, by variant: tokens/s, memory against `check`.
 
     python -m benchmarks.gpu.gpu_update --json update.json
     python -m benchmarks.gpu.gpu_update --json update.json --variants base fsdp off --times 3
 
-torch, transformers and this repository are enough. `bits` is a sum over all bits of the weights after the last update:
-variants that promise the same weights have the same. Every variant is written as it ends; on a CPU all is small.
+It needs torch, transformers and this repository. `bits` is a sum over all bits of the weights after the last update:
+it is equal for variants that guarantee equal weights. Results are written after every variant; on a CPU all sizes are
+small.
 """
 
 import os
 
-# torch reads it as it is imported; ranks have it too.
+# As in ranks; torch reads it at import.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
@@ -29,10 +30,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.commands.checks import memory_estimate
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner import device as of_rank
+from streamppo.learner import memory as rank_memory
 from streamppo.learner.attention import layers
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import load_policy, optimizer
@@ -62,7 +63,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "compiled": COMPILE,
     "fa4_off_compiled": (FA4, OFF, *COMPILE),
 }
-"""Overrides of configs/gsm8k-qwen2.5-0.5b.toml; those that are named `fsdp` let FSDP shard over this one rank."""
+"""Overrides of configs/gsm8k-qwen2.5-0.5b.toml; variants with `fsdp` in their name use FSDP with one rank."""
 Result = dict[str, Any]
 
 
@@ -83,7 +84,7 @@ def main() -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """A process group of this process, and a model with random weights in `folder`."""
+    """A process group with only this process, and a model with random weights in `folder`."""
     backend = "nccl" if ON_GPU else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
     torch.manual_seed(0)
@@ -104,12 +105,12 @@ def model_config() -> Qwen2Config:
 
 
 def tried(name: str, model: Path, times: int) -> Result:
-    """The numbers of a variant, or the error that it ended with."""
+    """The results of a variant, or its error."""
     before, compiled = load_policy.is_whole, torch.compile
     if "fsdp" in name:
         load_policy.is_whole = lambda *_, **__: False
     if not ON_GPU:
-        # No kernels are made, which would take minutes.
+        # No kernels are compiled, which would take minutes.
         layers.torch.compile = lambda *given, **words: compiled(*given, **words, backend="aot_eager")
     try:
         return measured(name, model, times)
@@ -166,8 +167,8 @@ def timed(updater: Updater, padded: PaddedBatch) -> float:
 
 
 def memory(config: Config, longest: int) -> Result:
-    """GiB at the peak, reserved by torch, and by `check`, which counts a full micro-batch."""
-    said = memory_estimate.rank(config, memory_estimate.sizes(model_config(), config.model), longest)
+    """GiB: the peak, torch's reserved memory, and the estimate of `check`, which assumes a full micro-batch."""
+    said = rank_memory.rank(config, rank_memory.sizes(model_config(), config.model), longest)
     parts = {name: round(size / 2**30, 2) for name, size in {**said._asdict(), "all": said.total}.items()}
     if not ON_GPU:
         return {"check_gib": parts}
@@ -176,7 +177,7 @@ def memory(config: Config, longest: int) -> Result:
 
 
 def batch() -> Batch:
-    """Rows of lognormal lengths, eight of a prompt."""
+    """Rows of lognormal lengths, eight for each prompt."""
     generator, vocabulary = np.random.default_rng(7), model_config().vocab_size
     rows: list[Trajectory] = []
     prompt = np.zeros(0, np.int32)
@@ -203,7 +204,7 @@ def batch() -> Batch:
 
 
 def flops(lengths: Sequence[int], sampled: int) -> float:
-    """Operations of an update, nothing computed twice, the head for sampled tokens alone."""
+    """Floating-point operations of an update, without recomputation, and with the head only for sampled tokens."""
     config: Any = model_config()
     width, depth = config.hidden_size, config.num_hidden_layers
     pair = width * config.num_key_value_heads // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""The real SGLang on a CPU beside the embedded engine. In SGLang's environment:
+"""Compare the real SGLang on a CPU with the embedded engine. Run it in SGLang's environment:
 
 $(python tests/sglang/environment.py) -W ignore -m benchmarks.gpu.real_sglang --output FILE.json
 """
@@ -52,7 +52,7 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 async def _measure(kind: str, dtype: str) -> dict[str, Any]:
-    """Log-probs against transformers, swaps in flight and tokens/s of one engine."""
+    """One engine's log-prob difference to transformers, time of in-flight swaps, and tokens/s."""
     model = _model(getattr(torch, dtype))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -78,7 +78,7 @@ async def _measure(kind: str, dtype: str) -> dict[str, Any]:
 
 
 async def _speed(engine: Any, prompts: np.ndarray) -> int:
-    """Median tokens/s of rounds in which all of `prompts` are completed side by side."""
+    """Median tokens/s over rounds in which all `prompts` are completed concurrently."""
     seen = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
@@ -88,7 +88,7 @@ async def _speed(engine: Any, prompts: np.ndarray) -> int:
 
 
 async def _difference(engine: Any, model: Any, prompts: np.ndarray) -> float:
-    """The largest difference between a log-prob of the engine and of transformers with a float32 head."""
+    """The largest difference between log-probs of the engine and of transformers with a float32 head."""
     worst = 0.0
     for prompt, done in zip(
         prompts, await asyncio.gather(*(engine.generate(prompt, Sampling(NEW)) for prompt in prompts)), strict=True
@@ -116,7 +116,7 @@ async def _swap_ms(engine: Any, prompts: np.ndarray, dtype: torch.dtype) -> floa
 
 
 def _mismatch(kind: str, dtype: str, kv: str, updates: int) -> dict[str, Any]:
-    """Contract 9 over a short run: mean and largest mismatch of its updates, in nats."""
+    """The mean and the largest mismatch of a short run's updates, in nats (contract 9)."""
     overrides = [f"rollout.engine.kind={kind}", f"rollout.engine.kv={kv}", f"model.dtype={dtype}"]
     done = runs.run(CONFIG, [*overrides, f"updates={updates}", "evaluation.prompts=64"])
     seen = [row["mismatch"] for row in done.updates]
@@ -134,7 +134,7 @@ def _mismatch(kind: str, dtype: str, kv: str, updates: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure everything; every row is printed and written as it is made."""
+    """Measure everything; print every row and write the file after it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--updates", type=int, default=10)

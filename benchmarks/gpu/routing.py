@@ -1,12 +1,12 @@
-"""A mixture of experts on the real SGLang: its log-probs beside the learner's, with routes of its own and the engine's.
+"""Compare log-probs of SGLang and of the learner on a mixture of experts, with the learner's and the engine's routes.
 
     $(python tests/sglang/environment.py) -W ignore -m benchmarks.gpu.routing [--seeds 5] [--prompts 32]
         [--json out.json]
 
-A random model of Qwen3's kind samples with SGLang, in bfloat16 and in float32; the learner has the same weights. Said
-before any run: in bfloat16, replayed routes take away at least half of the mean |learner - behavior|; in float32 they
-change nothing that matters (1e-4). Said before the runs with routers in float32, in the learner alone
-(`model.float32_router`), where the engine's are in bfloat16: they change the mean of either by less than a tenth.
+A random Qwen3 MoE model samples with SGLang, in bfloat16 and in float32; the learner has the same weights. Predicted
+before any run: in bfloat16, replayed routes reduce the mean |learner - behavior| by at least half; in float32 they
+change it by less than 1e-4. Predicted before the runs with float32 routers in the learner (`model.float32_router`) and
+bfloat16 routers in the engine: they change the mean, with either routes, by less than a tenth.
 """
 
 import argparse
@@ -77,12 +77,12 @@ KEYS = {"seed", "dtype", "router", "routes"}
 
 
 def _routers(dtype: str) -> tuple[str, ...]:
-    """The types of routers that the learner may have."""
+    """The dtypes of the learner's routers."""
     return tuple(dict.fromkeys((dtype, "float32")))
 
 
 def of_seed(seed: int, prompts: int) -> list[dict[str, Any]]:
-    """The measures of one model, in both types."""
+    """The measurements of one model, in both dtypes."""
     torch.manual_seed(seed)
     made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE))
     rows: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def of_seed(seed: int, prompts: int) -> list[dict[str, Any]]:
 
 
 async def sampled(config: Config, folder: str, weights: dict[str, torch.Tensor], prompts: int) -> Batch:
-    """A completion for each of random prompts."""
+    """One completion for each of `prompts` random prompts."""
     generator = np.random.default_rng(config.seed)
     texts = [generator.integers(0, SHAPE["vocab_size"], PROMPT).astype(np.int32) for _ in range(prompts)]
     engine = await build.engine(config, "rollout-0", folder, 0, weights)
@@ -130,7 +130,7 @@ def _trajectory(number: int, prompt: np.ndarray, done: Completion) -> Trajectory
 
 
 def measured(config: Config, folder: str, batch: Batch) -> list[dict[str, Any]]:
-    """How far the learner is from the engine, with its own routes and with the engine's."""
+    """The distance of the learner's log-probs from the engine's, with the learner's routes and with the engine's."""
     policy = load_policy.load(config.model, folder, config.rollout.temperature, init_device_mesh("cpu", (1,)))
     rows, found = pad(batch), list[dict[str, Any]]()
     for routes in ("own", "replayed"):

@@ -1,4 +1,4 @@
-"""False alarms: the signs that the diagnosis sees in runs that end better than they began.
+"""Count false alarms: signs of the diagnosis in runs whose accuracy has risen.
 
 python benchmarks/learning/alarms.py runs/letters-1 runs/letters-2 ... [--json out.json]
 python benchmarks/learning/alarms.py --play /tmp/alarms --seeds 1 2 [--only segments]
@@ -10,18 +10,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from streamppo.config import file as configfile
+from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry.record import read_summary
+from streamppo.telemetry.summary import Summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CODE = "import sys; from streamppo.cli import main; sys.exit(main(sys.argv[1:]))"
 INIT = "init"
-"""In place of a configuration: the project that `streamppo init` makes."""
+"""Stands for the project of `streamppo init`, in place of a configuration."""
 MATH = "configs/math.toml"
 OWN = "algorithm.{0}={{kind='function',function='examples/custom_{0}.py:{1}'}}"
 PROJECTS = {
@@ -31,12 +34,16 @@ PROJECTS = {
     "grpo": (INIT, "updates=200", "algorithm.advantage={kind='grpo'}"),
     "second_chance": ("examples/second_chance.toml", "updates=100"),
     "math": (MATH, "updates=300"),
-    "custom_loss": (MATH, "updates=150", OWN.format("policy_loss", "loss").replace("own_policy_loss", "custom_loss")),
+    "custom_loss": (
+        MATH,
+        "updates=150",
+        OWN.format("policy_loss", "loss").replace("custom_policy_loss", "custom_loss"),
+    ),
     "custom_advantage": (MATH, "updates=150", OWN.format("advantage", "advantage")),
     "custom_correction": (MATH, "updates=150", OWN.format("correction", "weights")),
     "long": (INIT, "updates=700"),
 }
-"""Shipped projects that learn on a CPU, each with what it changes, by the names of their runs."""
+"""Shipped projects that learn on a CPU, by run name: (configuration, overrides)."""
 
 
 def main() -> None:
@@ -61,7 +68,7 @@ def main() -> None:
 
 
 def _played(place: Path, projects: Iterable[str], seeds: Iterable[int]) -> Iterable[Path]:
-    """Make the runs one after the other; those that are there already are not made again."""
+    """Make the runs one after another, and yield their folders; existing runs are kept."""
     place = place.resolve()
     for seed in seeds:
         for name in projects:
@@ -90,8 +97,15 @@ def _signs(folder: Path) -> dict[str, Any]:
         "updates": config.updates,
         "verdict": progress.verdict(evaluations),
         "is_better": progress.is_better(evaluations),
-        "signs": [one.name for one in diagnosis.diagnose_lines(config, lines, read_summary(folder))],
+        "signs": [one.name for one in diagnosis.diagnose_lines(config, lines, _summary(folder))],
     }
+
+
+def _summary(folder: Path) -> Summary | None:
+    """Read the summary; None of an earlier version, which has other numbers."""
+    with suppress(RunError):
+        return read_summary(folder)
+    return None
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Every policy loss, correction, advantage estimator, critic and proximal policy on the default job, by lag bound.
+"""Compare all policy losses, corrections, advantages, critics and proximal policies on the default job, by lag bound.
 
     python benchmarks/learning/algorithms.py --seeds 1 2 3 --max-lag 0 2 8 --parallel 2 --json out.json --plot out.png
 
-One choice at a time is changed from `PLAIN` on the task of configs/math.toml (and four minibatches where the ratio
-matters). All runs of a seed begin with the same warm-started model.
-Reported, as mean and range over the seeds: mean reward of the last ten updates, held-out accuracy, the updates until
-that reward reached --reach, and the lag that came about.
-With `--json out.json` every run is a line of out.jsonl as soon as it has ended: the same command goes on after those
-that are there. Seeds come one after the other, so that what is there is a whole table of the first ones.
+Each run changes one choice of `PLAIN` on the task of configs/math.toml (with four minibatches if the ratio matters).
+All runs of a seed begin with the same warm-started model.
+Reported as mean and range over the seeds: mean reward of the last ten updates, held-out accuracy, the updates until
+that mean reward reached --reach, and the realised lag.
+With `--json out.json` every run is appended to out.jsonl when it ends: the same command continues after the stored
+runs. Seeds run one after another, so that the stored runs make a whole table of the first seeds.
 The plot needs matplotlib (`pip install streamppo[plots]`).
 """
 
@@ -32,7 +32,7 @@ from benchmarks.lib.runs import PLAIN, Run, machine, run
 CONFIG = Path("configs/math.toml")
 WINDOW = 10
 MINIBATCHES = "learner.minibatches=4"
-"""Where an update is a single step, current is proximal and most policy losses are one and the same."""
+"""With a single step in an update, current equals proximal, and most policy losses are equal."""
 LOSSES = (
     "clip",
     "cispo",
@@ -47,9 +47,9 @@ LOSSES = (
     "ipo",
     "sapo",
 )
-"""Policy losses that need no more than their name."""
+"""Policy losses without required fields."""
 FIRST = "MODEL"
-"""Becomes the folder of the model that all runs begin with."""
+"""Replaced by the folder of the initial model of the seed's runs."""
 EXPLORATIONS = ("off", "top_entropy", "clip_cov", "kl_cov")
 CHOICES: dict[str, list[str]] = {
     "default": [],
@@ -147,7 +147,7 @@ def _options() -> argparse.Namespace:
 
 
 def _measured(jobs: Sequence[Job], options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of `jobs`, in the order in which they end."""
+    """Yield the rows of `jobs` in the order in which they end."""
     models = {seed: _model(folder, seed) for seed in sorted({job.seed for job in jobs})}
 
     def measure(job: Job) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _measured(jobs: Sequence[Job], options: argparse.Namespace, folder: Path) ->
 
 
 def _model(folder: Path, seed: int) -> Path:
-    """The warm-started model of all runs of a seed."""
+    """Make the warm-started model of all runs of a seed."""
     from streamppo.config import file as configfile
     from streamppo.learner.model import tiny
 
@@ -198,9 +198,9 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean, least and greatest number over the seeds, by choice and lag bound, in the order of `CHOICES`.
+    """[mean, minimum, maximum] over the seeds, by choice and lag bound, in the order of `CHOICES`.
 
-    `updates_to_reach` is the mean where every seed reached it, else None.
+    `updates_to_reach` is the mean, or None if a seed did not reach the reward.
     """
     groups: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -218,7 +218,7 @@ def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def markdown(table: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The lines of a table for docs: rewards as mean and range, and the lag that came about, by lag bound."""
+    """Yield the lines of a Markdown table: mean and range of the reward, and the realised lag, by lag bound."""
     lags = sorted({row["max_lag"] for row in table})
     yield "| choice | " + " | ".join(f"max_lag {lag} | lag" for lag in lags) + " |"
     yield "|---" * (1 + 2 * len(lags)) + "|"

@@ -1,21 +1,22 @@
-"""The default task beside TRL's GRPOTrainer: seconds until held-out accuracy, and wall and CPU time of an update.
+"""Compare with TRL's GRPOTrainer on the default task: seconds to a held-out accuracy, wall and CPU time of an update.
 
     python benchmarks/learning/beside_trl.py --json beside.json --plot beside.png [--only equal]
         [--python OTHER/bin/python]
 
 Both sides have the model, problems, held-out problems, batch, learning rate, entropy bonus and reward of
-configs/math.toml, and GRPO with one step an update; `default` is our run with the rule of the file. Cases:
+configs/math.toml, and GRPO with one step per update; `default` is our run with the file's own advantages and loss.
+Cases:
 
-    equal                 answers as the task has them, of 2 to 4 tokens
-    lognormal, pareto     the drawn lengths of tails.py (benchmarks/lib/lengths.py), the same ones on both sides
-    reward                a reward that takes a second, awaited for all completions side by side
+    equal                 the task's answers, of 2 to 4 tokens
+    lognormal, pareto     random lengths as in tails.py (benchmarks/lib/lengths.py), equal on both sides
+    reward                a reward that takes a second, awaited for all completions concurrently
 
-TRL runs with one and with two threads, with drawn lengths also in micro-batches, for a few updates each; the fastest of
-these runs on, with each number of `--steps` an update. All seconds are counted from the start of the command. TRL's are
-without its evaluations, ours with them, because they run beside training. TRL ends when the seconds of our GRPO times
-the goal, and a tenth more, are over: a ratio is then a lower bound. Every run is a line of beside.jsonl as soon as it
-has ended: the same command goes on after those that are there. `--python` is an interpreter that has trl (extra
-`peers`) and streamppo.
+TRL first runs a few updates with one and with two threads, with random lengths also in micro-batches. The fastest
+setting then runs a whole training for each number of steps per update in `--steps`. All seconds are counted from the
+start of the command. TRL's exclude its evaluations; ours include them, because they run concurrently with training. TRL
+is stopped at 1.1 * goal * the seconds of our GRPO: the ratio is then a lower bound. Every run is appended to
+beside.jsonl when it ends: the same command continues after the stored runs. `--python` is an interpreter with trl
+(extra `peers`) and streamppo.
 """
 
 import argparse
@@ -49,27 +50,27 @@ CONFIG = Path(__file__).parents[2] / "configs" / "math.toml"
 EVERY = 20
 """Updates between two evaluations, on both sides."""
 EVALUATED = (f"evaluation={{every={EVERY}, prompts=512}}", "checkpoint.every=0")
-"""Evaluations as often as TRL's, also in the case of a slow reward, whose overrides leave them out."""
+"""As many evaluations as TRL makes, also with a slow reward, whose overrides turn them off."""
 WARM = 3
-"""Updates that no time of an update counts."""
+"""The first updates, which are left out of the times of an update."""
 REWARD_S = 1.0
 SPARE = 1.1
-"""TRL may take this many times our seconds times the goal."""
+"""TRL's time limit is this times the goal times our seconds."""
 
 
 class Case(NamedTuple):
-    """One comparison: the shape of drawn lengths, if any; what our run has for it; the least ratio of seconds."""
+    """One comparison. `least` is the goal: TRL's seconds over ours. `shape` is the distribution of lengths, if any."""
 
     least: float
     shape: str = ""
     reward_s: float = 0.0
     overrides: tuple[str, ...] = ()
     grpo: tuple[str, ...] = ()
-    """What GRPO has besides, where data are old."""
+    """Further overrides of our GRPO, for old data."""
 
 
 class Way(NamedTuple):
-    """One way of running TRL."""
+    """One setting of TRL: threads, micro-batches, and optimizer steps per update."""
 
     threads: int
     parts: int
@@ -85,7 +86,7 @@ def _drawn(shape: str) -> Case:
 
 
 OLD_DATA = ("algorithm.correction.kind=mask", "learner.lr_by_ess=on")
-"""For GRPO with data as old as a slow reward makes them."""
+"""For GRPO with the lag of a slow reward."""
 CASES = {
     "equal": Case(2.0),
     "lognormal": _drawn("lognormal"),
@@ -93,7 +94,7 @@ CASES = {
     "reward": Case(5.0, reward_s=REWARD_S, overrides=(*waiting(8192), "queue.max_lag=8"), grpo=OLD_DATA),
 }
 GRPO = "grpo"
-"""The rule of TRL."""
+"""TRL's algorithm."""
 RULES = {GRPO: (*PLAIN, "algorithm.advantage={kind='grpo'}"), "default": ()}
 LOWER = {
     "reached_s": "seconds to the target",
@@ -102,11 +103,11 @@ LOWER = {
     "wall_ms": "wall time of an update",
     "cpu_ms": "CPU time of an update",
 }
-"""Numbers of which less is better."""
+"""Numbers that are better if they are lower."""
 
 
 def main() -> None:
-    """Measure the chosen cases, print a table, the verdicts and where we lose, and write them down with the machine."""
+    """Measure the chosen cases; print and write the table, the verdicts and the numbers in which TRL is better."""
     options = parser().parse_args()
     about, campaign = {**machine(), "trl": _trl(options.python)}, Campaign(options.json)
     rows: list[Row] = []
@@ -125,7 +126,7 @@ def main() -> None:
 
 
 def compare(name: str, model: Path, options: argparse.Namespace, campaign: Campaign) -> Iterator[Row]:
-    """Run both sides of one case: a row for each of our advantages, and one for each way of TRL that was tried."""
+    """Run both sides of one case: yield a row for each of our rules, and for each setting of TRL."""
     case = CASES[name]
 
     def row(side: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
@@ -149,12 +150,12 @@ def compare(name: str, model: Path, options: argparse.Namespace, campaign: Campa
 
 
 def _whole(model: Path, case: Case, options: argparse.Namespace, way: Way, limit_s: float) -> dict[str, Any]:
-    """Run TRL until the target; `limit_s` in a row tells it from a run of a few updates."""
+    """Run TRL until the target; `limit_s` in its row marks a whole training."""
     return {**theirs(model, case, options, way=way, limit_s=limit_s), "limit_s": limit_s}
 
 
 def judge(rows: Sequence[Mapping[str, Any]], target: float) -> list[dict[str, Any]]:
-    """Return the verdict on every goal: TRL's seconds at its best, or those after which it was stopped, over ours."""
+    """Return the verdict on every goal: TRL's best seconds, or the seconds until it was stopped, over ours."""
     verdicts: list[dict[str, Any]] = []
     for (name, case), rule in product(CASES.items(), RULES):
         goal = Goal(f"{name}: TRL's seconds to held-out {target:g} over ours, {rule}", least=case.least)
@@ -163,7 +164,7 @@ def judge(rows: Sequence[Mapping[str, Any]], target: float) -> list[dict[str, An
         if mine and other and mine["reached_s"]:
             ratio = (other["reached_s"] or other["until_s"]) / mine["reached_s"]
         bound = bool(ratio and other and not other["reached_s"])
-        # A lower bound says nothing of a goal above it.
+        # A lower bound below the goal decides nothing.
         known = [] if ratio is None or (bound and ratio < case.least) else [ratio]
         verdicts.append({**goal.verdict(*known), "lower_bound": bound})
     return verdicts
@@ -184,7 +185,7 @@ def lost(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _pair(
     rows: Sequence[Mapping[str, Any]], name: str, rule: str
 ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-    """Our run of one case with a rule, and the whole run of TRL that was the first to reach the target."""
+    """(our run of a case with a rule, the whole TRL training that reached the target first)."""
     of_case = [row for row in rows if row["case"] == name]
     mine = next((row for row in of_case if row["side"] == f"streamppo, {rule}"), None)
     whole = [row for row in of_case if "limit_s" in row]
@@ -192,7 +193,7 @@ def _pair(
 
 
 def measured(events: Sequence[Mapping[str, Any]], target: float) -> dict[str, Any]:
-    """Return the numbers of a training from its updates and evaluations, in seconds from the start of its command."""
+    """Return the measurements of a training from its updates and evaluations; seconds from the start of the command."""
     walls = {event["update"]: event["wall_s"] for event in events if "update" in event}
     scores = [(event["evaluation"], event["accuracy"]) for event in events if "evaluation" in event]
     reached = next((version for version, accuracy in scores if accuracy is not None and accuracy >= target), None)
@@ -218,7 +219,7 @@ def theirs(
     stop_after: int = 0,
     limit_s: float = 1e9,
 ) -> dict[str, Any]:
-    """Run TRL in an interpreter that has it. Ends the benchmark if it fails."""
+    """Run TRL in the interpreter `--python`. Exits if it fails."""
     job = Job(
         config=str(CONFIG),
         model=str(model),
@@ -236,8 +237,8 @@ def theirs(
     )
     path = model.parent / "job.json"
     path.write_bytes(msgspec.json.encode(job))
-    command = [options.python, str(Path(__file__).parent / "trl_run.py"), str(path)]
-    # More than its threads would be used by libraries that are loaded before torch is told.
+    command = [options.python, str(Path(__file__).parents[1] / "lib" / "trl_run.py"), str(path)]
+    # Libraries that are loaded before torch's number of threads is set would use more.
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.threads), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -250,7 +251,7 @@ def theirs(
 
 
 def ours(model: Path, case: Case, rule: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run streamppo until the target, the last update or the time limit. Ends the benchmark if the run fails."""
+    """Run streamppo until the target, the last update or the time limit. Exits if the run fails."""
     with tempfile.TemporaryDirectory() as runs:
         log, folder = Path(runs) / "log", Path(runs) / "math"
         settings = [f"model.path={model}", *case.overrides, *EVALUATED]
@@ -298,7 +299,7 @@ def _wall_s(folder: Path, version: int) -> float:
 
 
 def _reached(folder: Path, target: float) -> bool:
-    """Tell if an evaluation reached the target; only their lines are parsed, to cost the run little."""
+    """Return True if an evaluation reached the target; parses only the evaluations' lines, which is cheap."""
     text = (folder / metrics_file.METRICS).read_bytes()
     found = [json.loads(line) for line in text.split(b"\n")[:-1] if line.startswith(b'{"evaluation"')]
     return any((line["accuracy"] or 0.0) >= target for line in found)
@@ -309,7 +310,7 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trl(python: str) -> str:
-    """The version of trl that an interpreter has. Ends the benchmark if it has none."""
+    """The version of trl in an interpreter. Exits if it has none."""
     code = "from importlib import metadata; print(metadata.version('trl'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,27 +1,28 @@
-"""The bias of a cut: the critic's value in the place of the rest of a completion, against 64 continuations of it.
+"""The bias of a cut between segments: the critic's value at the cut against the mean reward of 64 continuations.
 
     nice python benchmarks/learning/cut_bias.py --json cut-bias.json --plot cut-bias.png [--seeds 1 2 3 4 5]
 
-Completions of the task of ciphers.py (lengths lognormal, 1 to 64 letters, the reward with the last token) are cut at
-states s_l drawn from all states in which one was running, 200 for each of 5 seeds. Each cut is continued 64 times by
-the same policy; the mean of the rewards is the truth, and its sampling error is taken out of every root mean square.
+Completions of the task in benchmarks/lib/ciphers.py (lognormal lengths, 1 to 64 letters, reward at the last token) are
+cut at states s_l, drawn from all states with tokens before and after: 200 cuts for each of 5 seeds. The same policy
+continues each cut 64 times. The mean reward of the continuations is the truth; its sampling variance is subtracted from
+every mean square.
 
     ours        V(s_l), the critic's value of the state at the cut
     before      V(s_l-1), the assumption of T-PPO (https://arxiv.org/abs/2506.15050)
-    waiting     the reward that the completion itself got in the end: no bias, all of the variance
+    waiting     the final reward of the completion itself: no bias, full variance
 
-An advantage d tokens before the cut has (gamma lam)^(d - 1) gamma times the error of the number at the cut; lam is
-0.95, gamma 1. With that lam, waiting puts the lam-return of the rest there (`lam-return`): it leans on the critic too.
+The error of an advantage d tokens before the cut is (gamma lam)^(d - 1) gamma times the error at the cut; lam is 0.95,
+gamma 1. With this lam, waiting uses the lam-return of the rest (`lam-return`), which depends on the critic too.
 
     untrained   the initial policy and a value head of zeros
-    warmed      the same policy after 30 updates of `critic.warmup_updates`: of the value head alone
-    trained     policy and critic after a run of as many updates
+    warmed      the same policy after 30 updates of `critic.warmup_updates`, which train only the value head
+    trained     policy and critic after a run of 30 updates
 
-Expected, and written down before the first run: `waiting` has no bias (0.03 at most); the trained critic has next to
-none (0.05) and at most 0.7 of the error of waiting; its value at the cut is better than the value before (0.95 of the
-error); a warmed critic errs less than waiting; an untrained one has the bias of minus the mean reward.
+Predicted before the first run: `waiting` has a bias of at most 0.03; the trained critic has a bias of at most 0.05, and
+at most 0.7 of the error of waiting; its error at the cut is at most 0.95 of its error before it; a warmed critic has a
+smaller error than waiting; the bias of an untrained critic is minus the mean reward.
 
-Each of the two policies of a seed is a line of cut-bias.jsonl as soon as it is measured: the same command goes on.
+Each policy of a seed is appended to cut-bias.jsonl when it is measured: the same command continues after it.
 """
 
 import argparse
@@ -56,13 +57,13 @@ from streamppo.types import Batch, Trajectory
 CONFIG = Path(__file__).parent / "ciphers.toml"
 CUTS, CONTINUATIONS = 200, 64
 COMPLETIONS = 512
-"""Completions of which the cuts are drawn."""
+"""The number of completions from which the cuts are drawn."""
 UPDATES = 30
 LAM = 0.95
 DISTANCES = (1, 2, 4, 8, 16, 32)
 """Tokens from an advantage to the cut; the last token of the segment is at 1."""
 UNSEEN = 1_000_000
-"""The number of the first prompt that is cut: no update has seen it."""
+"""The number of the first measured prompt; training does not reach it."""
 ESTIMATES = ("ours", "before", "waiting", "lam-return")
 POLICIES = {"initial": ("untrained", "warmed"), "trained": ("trained",)}
 GOALS = {
@@ -83,7 +84,7 @@ class Cut(NamedTuple):
 
 
 def main() -> None:
-    """Measure both policies of the chosen seeds, print a table and the verdicts, and write them down."""
+    """Measure both policies of the chosen seeds; print and write a table and the verdicts."""
     options = _options()
     about, campaign = machine(), Campaign(options.json)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +123,7 @@ def _measured(folder: Path, seed: int, name: str, model: Path | None) -> Mapping
 
 
 async def _measure(folder: Path, seed: int, name: str, model: Path) -> Mapping[str, Any]:
-    """The columns of each critic of a policy: a number for every cut."""
+    """Return the columns of each critic of a policy: one number for every cut."""
     warm_up = UPDATES if name == "initial" else 0
     world = await _world(folder, seed, warm_up, model)
     if name == "trained":
@@ -152,7 +153,7 @@ async def _world(folder: Path, seed: int, warm_up: int, model: Path) -> World:
 
 
 async def _train(world: World, updates: int) -> None:
-    """Sample, update and swap so many times, one after another."""
+    """Sample, update and swap in turns, `updates` times."""
     for version in range(updates):
         rows = await next_batch(world, version, version)
         optimizer.follow_schedule(world.updater.optimizer, world.config, version)
@@ -161,7 +162,7 @@ async def _train(world: World, updates: int) -> None:
 
 
 async def _truth(world: World, rows: Sequence[Trajectory], cuts: Sequence[Cut]) -> dict[str, list[float]]:
-    """The mean reward of the continuations of each cut, and the variance of that mean."""
+    """Return the mean reward of each cut's continuations, and the variance of that mean."""
     rewards = await asyncio.gather(*(_continued(world, rows[cut.row], cut.place) for cut in cuts))
     return {
         "mean": [round(statistics.fmean(some), 5) for some in rewards],
@@ -170,7 +171,7 @@ async def _truth(world: World, rows: Sequence[Trajectory], cuts: Sequence[Cut]) 
 
 
 async def _continued(world: World, row: Trajectory, place: int) -> list[float]:
-    """Rewards of a completion whose first `place` tokens stay, and whose others are sampled again and again."""
+    """Return the rewards of `CONTINUATIONS` completions that continue the first `place` tokens of `row`."""
     prompt = world.task.prompt(row.identity.prompt)
     before = np.frombuffer(row.tokens, np.int32)[:place]
     whole = np.concatenate([np.frombuffer(row.prompt_tokens, np.int32), before])
@@ -184,7 +185,7 @@ async def _continued(world: World, row: Trajectory, place: int) -> list[float]:
 
 
 def pad_all(rows: Sequence[Trajectory]) -> PaddedBatch:
-    """Completions as one batch."""
+    """Pad completions into one batch."""
     return pad(Batch(version=0, min_version=0, trajectories=tuple(rows)))
 
 
@@ -197,14 +198,14 @@ def _scored(world: World, rows: Sequence[Trajectory]) -> PolicyOutput:
 
 
 def draw(lengths: Sequence[int], count: int, generator: np.random.Generator) -> list[Cut]:
-    """Draw different cuts from all states in which a completion had tokens and was to get others."""
+    """Draw distinct cuts from all states of completions with tokens before and after."""
     running = [Cut(row, place) for row, length in enumerate(lengths) for place in range(1, length)]
     chosen = generator.choice(len(running), size=min(count, len(running)), replace=False)
     return [running[number] for number in sorted(chosen)]
 
 
 def columns(batch: PaddedBatch, scored: PolicyOutput, cuts: Sequence[Cut]) -> dict[str, list[float]]:
-    """Every estimate of the reward behind each cut, of completions [B, T] with the values before their tokens."""
+    """All estimates of the reward after each cut, from completions [B, T] and the values before their tokens."""
     nothing_B = torch.zeros_like(scored.bootstrap_B)
     rest = gae(batch.rewards_BT, scored.values_BT, batch.mask_BT, nothing_B, gamma=1.0, lam=LAM).returns
     row, place = (torch.tensor(some) for some in zip(*cuts, strict=True))
@@ -219,12 +220,15 @@ def columns(batch: PaddedBatch, scored: PolicyOutput, cuts: Sequence[Cut]) -> di
 
 
 def bias(found: Columns, estimate: str) -> float:
-    """The mean of an estimate's errors."""
+    """The mean error of an estimate."""
     return statistics.fmean(a - b for a, b in zip(found[estimate], found["mean"], strict=True))
 
 
 def rmse(found: Columns, estimate: str, least: int = 1) -> float:
-    """The root of an estimate's mean squared error at cuts after `least` tokens or more, without that of the truth."""
+    """sqrt(mean((estimate - mean)^2 - error)) over cuts after at least `least` tokens, at least 0.
+
+    `error` is the variance of the truth's mean.
+    """
     squares = [
         (guess - mean) ** 2 - error
         for guess, mean, error, place in zip(
@@ -236,18 +240,18 @@ def rmse(found: Columns, estimate: str, least: int = 1) -> float:
 
 
 def advantage_error(found: Columns, estimate: str, distance: int) -> float:
-    """The root mean squared error of the advantages so many tokens before the cut, of segments that have as many."""
+    """The root mean squared error of advantages `distance` tokens before the cut, in segments that are long enough."""
     return LAM ** (distance - 1) * rmse(found, estimate, distance)
 
 
 def by_critic(rows: Sequence[Row]) -> dict[str, list[Columns]]:
-    """The columns of each critic, a seed after another."""
+    """The columns of each critic, one entry for each seed."""
     names = [name for some in POLICIES.values() for name in some]
     return {name: [row["critics"][name] for row in rows if name in row["critics"]] for name in names}
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Medians over seeds, with the least and the greatest of bias and error."""
+    """Medians over seeds, with minimum and maximum of bias and error."""
     lines: list[dict[str, Any]] = []
     for critic, seeds in by_critic(rows).items():
         for estimate in ESTIMATES if seeds else ():
@@ -263,7 +267,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The verdict on every goal, a number for each seed."""
+    """The verdict on every goal, with a number for each seed."""
     found = by_critic(rows)
 
     def ratios(critic: str, other: str) -> list[float]:

@@ -1,25 +1,27 @@
-"""How old may data be? Treatments of old data at an exact lag, and the lag that steers itself beside its rivals.
+"""Accuracy with old data: corrections at an exact lag, and ways to steer the lag.
 
     python benchmarks/learning/lags.py --part fixed --json lags.json --plot lags.png [--seeds 1 2 3] [--only mask]
         [--lags 0 16]
 
-Each run is one process (world.py), and the batch of update u is sampled by version u - lag, every token of it. A real
-run with that `max_lag` has younger tokens too: this is the hardest case of it, and no run's speed has a say. Sums of a
-number up to 19 and one of two digits, 128 completions an update; all runs of a seed begin with the same model.
+Each run is one process (benchmarks/lib/world.py), and all tokens of the batch of update u are sampled by version
+u - lag. A real run with that `max_lag` has younger tokens too: this is its hardest case, and it does not depend on the
+speed of a run. The task is sums of a number up to 19 and one of two digits, with 128 completions per update; all runs
+of a seed begin with the same model.
 
     fixed       corrections, V-trace and the ratio to the behavior policy, with gae and with grpo, at each lag
     steered     eight policy losses, four minibatches, at fixed lags, and with the lag steered up to 64 (`adaptive`
                 also up to 4 and 16):
-                `adaptive` is `max_lag = adaptive`, ESS steers the lag, and the learning rate with it
-                `alone` is that without the learning rate (`lr_by_ess = off`)
-                `rate` is the learning rate without the lag (VCPO, https://arxiv.org/abs/2602.17616, but its baseline)
+                `adaptive` is `max_lag = adaptive`: ESS steers the lag and the learning rate
+                `alone` steers the lag only (`lr_by_ess = off`)
+                `rate` steers the learning rate only (VCPO, https://arxiv.org/abs/2602.17616, without its baseline)
                 `cosine` steers the lag by the cosine of successive gradients (https://arxiv.org/abs/2603.01501)
-    default     the task of configs/math.toml over 1,100 updates, at lag 0 and 16; there with that rate, with it and
-                `mask`, and with both and a rate that falls to 0 like a cosine (`gentle`), at fixed and steered lags
+    default     the task of configs/math.toml over 1,100 updates, at lag 0 and 16; at 16 also with `rate`, with `rate`
+                and `mask`, and with both and a cosine decay of the learning rate to 0 (`gentle`), the last of them also
+                with a steered lag
 
-A run has collapsed if its held-out accuracy at the end is below that of the model that it began with.
-The goals were written down before the first run. Every run is a line of lags.jsonl as soon as it has ended: the same
-command goes on after those that are there, seed by seed.
+A run has collapsed if its final held-out accuracy is below that of its initial model.
+The goals were set before the first run. Every run is appended to lags.jsonl when it ends: the same command continues
+after the stored runs, seed by seed.
 """
 
 import argparse
@@ -55,9 +57,9 @@ from streamppo.types import Batch
 CONFIG = Path("configs/math.toml")
 LAGS = (0, 1, 2, 4, 8, 16, 32, 64)
 AT_MOST = 64
-"""The bound where the lag is steered."""
+"""The bound of a steered lag."""
 SMALL = ("task.first=[1,19]", "queue.batch_size=128", "updates=300", "evaluation.prompts=256")
-"""A task and batches that a run learns in half a minute."""
+"""A task and batch size for a run of half a minute."""
 LONG = ("updates=1100",)
 TREATMENTS = {
     "off": ("algorithm.correction.kind=off",),
@@ -68,14 +70,14 @@ TREATMENTS = {
     "behavior": ("algorithm.proximal=behavior", "algorithm.correction.kind=off"),
 }
 GENTLE = (*TREATMENTS["mask"], "learner.decay=cosine", "learner.final_lr_share=0")
-"""For old data: a rate that falls sooner, and to nothing."""
+"""For old data: a learning rate that decays earlier, and to 0."""
 CAREFUL = 0.8
-"""The effective sample size that the steered lag is to have on the default task."""
+"""The target ESS of the steered lag on the default task."""
 LOSSES = ("clip", "cispo", "gspo", "sapo", "dppo_tv", "ipo", "importance_weighted", "reinforce")
 STEERED_LAGS = (0, 4, 16, 64)
 PACES = ("fixed", "adaptive", "alone", "cosine", "rate")
 ALIGNED, UNALIGNED = 0.3, 0.1
-"""The cosine of successive gradients above which less lag is admitted, and below which more is."""
+"""Cosines of successive gradients: above the first the admitted lag is halved, below the second it grows."""
 GOALS = {
     "default": Goal("default task: final accuracy at lag 16 over lag 0", least=0.98),
     "masked": Goal("default task, masked, with lr_by_ess: final accuracy at lag 16 over lag 0", least=0.98),
@@ -87,7 +89,7 @@ GOALS = {
 
 
 class Case(NamedTuple):
-    """One run; `pace` says who chooses the lag."""
+    """One run; `pace` is the rule that chooses the lag."""
 
     part: str
     treatment: str
@@ -98,7 +100,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Measure the chosen cases, print a table and the verdicts, and write them down with the machine."""
+    """Measure the chosen cases; print a table and the verdicts, and write them with the machine's description."""
     options = _options()
     about, campaign = machine(), Campaign(options.json)
     rows: list[Row] = []
@@ -153,7 +155,7 @@ def _of_part(part: str) -> Iterator[Case]:
 
 
 def overrides(case: Case, updates: int = 0, ess: float = 0.0) -> list[str]:
-    """Return all that differs from configs/math.toml in one case, `PLAIN` first; 0 is what the part has."""
+    """Return the overrides of configs/math.toml for one case, `PLAIN` first; 0 stands for the part's default."""
     least = ess or (CAREFUL if case.part == "default" else 0.5)
     lag = f"{{kind='adaptive',at_most={case.lag},ess={least}}}" if case.pace in ("adaptive", "alone") else case.lag
     chosen = [*PLAIN, *LONG, f"seed={case.seed}", f"queue.max_lag={lag}", *(() if case.part == "default" else SMALL)]
@@ -179,7 +181,7 @@ def _measured(case: Case, chosen: Sequence[str], folder: Path) -> Mapping[str, A
 
 
 async def measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]:
-    """Sample, update and swap, one after another, with as many batches ahead as the lag asks for."""
+    """Sample, update and swap in turns, with as many batches ahead as the lag requires."""
     made = await world.build(config, model, slots=256, max_total_tokens=32)
     pace = _pace(case, config, made)
     ahead: deque[Batch] = deque()
@@ -223,7 +225,7 @@ def _pace(case: Case, config: Config, made: world.World) -> Pace:
 
 
 class Cosine(Fixed):
-    """One more lag while successive gradients have next to nothing in common, half of it once they are aligned."""
+    """Admit one more version of lag while successive gradients are nearly orthogonal; halve it if they are aligned."""
 
     def __init__(self, trained: policy.Policy) -> None:
         super().__init__(1)
@@ -231,7 +233,7 @@ class Cosine(Fixed):
         self._before: Tensor | None = None
 
     def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Compare the gradient of the last step with that of the update before."""
+        """Compare the gradients of the last steps of this and of the previous update."""
         gradients = [policy.local(one.grad).flatten() for one in self._policy.lm.parameters() if one.grad is not None]
         gradient, before = torch.cat(gradients), self._before
         self._before = gradient
@@ -248,12 +250,12 @@ class Cosine(Fixed):
 
 
 def collapsed(row: Row) -> bool:
-    """Return True if the policy is worse than it was at first."""
+    """Return True if the final accuracy is below the initial one."""
     return row["accuracy"] < row["first_accuracy"]
 
 
 def summed(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Medians over seeds with the least and the greatest final accuracy, and the number of collapses."""
+    """Medians over seeds, with minimum and maximum of the final accuracy, and the number of collapses."""
     groups: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         groups[tuple(row[name] for name in ("part", "treatment", "advantage", "pace", "lag"))].append(row)
@@ -270,7 +272,7 @@ def summed(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the verdict on every goal; accuracies are compared within a seed and a loss.
 
-    A synchronous run that has collapsed is nothing to compare with.
+    Comparisons with a collapsed synchronous run are left out.
     """
     fresh = [row for row in rows if row["pace"] == "fixed" and row["lag"] == 0]
     synchronous = {_world_of(row): row for row in fresh if not collapsed(row)}
@@ -296,7 +298,7 @@ def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _world_of(row: Row) -> tuple[Any, ...]:
-    # At lag 0 there is nothing to correct.
+    # At lag 0 all corrections are equal.
     treatment = "" if row["part"] == "default" else row["treatment"]
     return row["part"], treatment, row["advantage"], row["seed"]
 
@@ -308,7 +310,7 @@ def _line(row: Row) -> str:
 
 
 def _plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the final accuracy by lag, a line for each treatment; steered lags at the mean that came about."""
+    """Draw the final accuracy by lag, a line for each treatment; steered runs at their mean lag."""
     advantages = list(dict.fromkeys(line["advantage"] for line in lines))
     with plots.axes(path, len(advantages), sharey=True) as made:
         for axis, advantage in zip(made, advantages, strict=True):

@@ -1,29 +1,34 @@
-"""What does the weight of negative advantages cost, and old data, and what brings both back?
+"""The cost of old data and of negative advantages at full weight, and rules that avoid it, on five tasks.
 
     python benchmarks/learning/negatives.py --json negatives.json --plot negatives.png [--tasks add sort]
-        [--rules plain quarter]
-        [--lags 0 16] [--seeds 4 5 6 7 8]
+        [--rules plain quarter] [--lags 0 16] [--seeds 4 5 6 7 8]
 
-Each run is one process (world.py): the batch of update u is sampled by version u - lag, every token of it. All runs of
-a task and a seed begin with the same model. The learning rate falls linearly to a tenth over the run.
+Each run is one process (benchmarks/lib/world.py): all tokens of the batch of update u are sampled by version u - lag.
+All runs of a task and a seed begin with the same model. The learning rate falls linearly to a tenth over the run.
 
     add       the task of configs/math.toml: sums of two numbers of two digits          1 right answer a prompt
-    subtract  the larger of two numbers below 100, less the other                       1
-    sort      four digits in order: easy                                                1
-    split     any two numbers below 50 whose sum is the given one: "37=" asks for "12+25"    up to 50
-    graded    ciphers.py with answers of 1 to 16 letters, whose reward grows by letters in place    1, dense
+    subtract  the larger of two numbers below 100 minus the other                       1
+    sort      four digits in ascending order: easy                                      1
+    split     two numbers below 50 with a given sum: "12+25" for "37="                  up to 50
+    graded    ciphers.py with answers of 1 to 16 letters; the reward grows with each letter in place    1
+    turns     sums with a calculator at hand, over up to three turns                            1, and each by the tool
+    arith     reasoning-gym's basic_arithmetic: two numbers below 100 and + - * or /            1
+    spell     reasoning-gym's spell_backward, words of three to five letters                    1, dense
+    wide      `add` with a model of 5 million parameters, 256 completions an update, rate 2e-4  1
 
-    plain     gae, truncation at 2, one step a batch
-    steps     the same with four minibatches
-    topr      the taper of TOPR, negatives at full weight, four minibatches
-    quarter   the taper and negatives at a quarter, four minibatches
-    halves    the same with two minibatches
-    steady    `quarter` with advantages that are not whitened and a second moment of 0.999: configs/math.toml
-    grpo      group-relative advantages, one step a batch: what TRL does
-    grpo_quarter   those advantages with the rule `quarter`
+The last four came later; their thresholds are those of the first five, and were set before they ran (`GOALS`).
 
-A run tells its accuracy on held-out prompts every 20 updates, of its weights and of their average (0.9 an update), and
-pass@16 and the mean score of these samples every 40. Every run is a line of negatives.jsonl as soon as it has ended.
+    plain     gae, weights truncated at 2, one optimizer step per batch
+    steps     `plain` with four minibatches
+    topr      TOPR's correction, negatives at full weight, four minibatches
+    quarter   TOPR's correction, negatives at a quarter, four minibatches
+    halves    `quarter` with two minibatches
+    steady    `quarter` without whitening, and with Adam's beta2 = 0.999: configs/math.toml
+    grpo      group-relative advantages, one optimizer step per batch, as in TRL
+    grpo_quarter   group-relative advantages with the rule `quarter`
+
+Every 20 updates a run measures the held-out accuracy of its weights and of their moving average (decay 0.9 per update),
+every 40 updates pass@16 and the mean score of these samples. Every run is appended to negatives.jsonl when it ends.
 """
 
 import argparse
@@ -56,17 +61,31 @@ from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import policy, tiny
 from streamppo.rollout.engine import Sampling
+from streamppo.tasks.library import gym
 from streamppo.types import Batch, ScoredText
 
 CONFIG = Path("configs/math.toml")
 EVERY = 20
 """Updates between two evaluations."""
-PASSES_EVERY = 40
-"""Updates between two looks at pass@16."""
-SAMPLES = 16
-"""Answers to a prompt for pass@16."""
+PASSES_EVERY, SAMPLES = 40, 16
+"""Updates between two measurements of pass@16, and samples of a prompt for it."""
 AVERAGE = 0.9
-TASKS = ("add", "subtract", "sort", "split", "graded")
+GYM = ("reward.function=benchmarks.learning.negatives:score_gym", "reward.where=actor", "rollout.max_tokens=6")
+TERMS, WORDS = (f"kind='reasoning_gym',dataset='{name}'" for name in ("basic_arithmetic", "spell_backward"))
+TERMS += ",parameters={min_terms=2,max_terms=2,min_digits=1,max_digits=2,allow_parentheses=false,format_style='simple'"
+FURTHER = {
+    "turns": (
+        "task={kind='calculator'}",
+        "environment={name='streamppo.tasks.library.calculator:Calculator',max_turns=3,max_tokens=24}",
+        "reward={}",
+        "rollout.max_tokens=6",
+    ),
+    "arith": (f"task={{{TERMS}}}}}", *GYM),
+    "spell": (f"task={{{WORDS},parameters={{min_word_len=3,max_word_len=5}}}}", *GYM),
+    "wide": ("model.tiny.hidden_size=512", "learner.lr=2e-4", "queue.batch_size=256", "evaluation.prompts=256"),
+}
+"""What the tasks that need no rows of their own have in the place of configs/math.toml's."""
+TASKS = ("add", "subtract", "sort", "split", "graded", *FURTHER)
 QUARTER = ("algorithm.correction={kind='topr'}", "algorithm.negative_weight=0.25")
 GRPO = ("algorithm.advantage={kind='grpo'}",)
 FOUR = ("learner.minibatches=4",)
@@ -83,7 +102,8 @@ RULES = {
 
 
 TARGETS = {"add": 0.9, "subtract": 0.6, "sort": 0.9, "split": 0.9, "graded": 0.5}
-"""Held-out accuracy that is to be reached, set by runs of seed 1."""
+TARGETS |= {"turns": 0.9, "arith": 0.4, "spell": 0.4, "wide": 0.9}
+"""The target held-out accuracy of each task, chosen by runs with seed 1."""
 GOALS = {
     **{
         task: Goal(f"{task}: updates to {of} at lag 16 over those at lag 0, steady", most=1.02)
@@ -105,8 +125,13 @@ class Case(NamedTuple):
     seed: int
 
 
+async def score_gym(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
+    """Score by reasoning-gym, in this process."""
+    return gym.score(trajectory, dataset, parameters, entry)
+
+
 async def score_split(trajectory: ScoredText, answer: str) -> float:
-    """Score 1 for two numbers below 50 whose sum is that of the demonstration."""
+    """Score 1 for two numbers below 50 with the same sum as in `answer`, else 0."""
     first, plus, second = trajectory.completion.partition("+")
     wanted = sum(int(part) for part in answer.split("+"))
     is_number = bool(plus) and all(part.isascii() and part.isdigit() and len(part) <= 2 for part in (first, second))
@@ -115,9 +140,11 @@ async def score_split(trajectory: ScoredText, answer: str) -> float:
 
 
 def write(task: str, folder: Path, seed: int) -> list[str]:
-    """Write the rows of a task, and return what differs from configs/math.toml."""
+    """Write the rows of a task, and return its overrides of configs/math.toml."""
     if task == "add":
         return []
+    if task in FURTHER:
+        return [*FURTHER[task]]
     if task == "graded":
         ciphers.write(folder, "lognormal", seed, 3)
         about = [
@@ -153,12 +180,12 @@ def _rows(task: str) -> Iterator[tuple[str, str]]:
 
 
 def overrides(case: Case, updates: int, extra: Sequence[str]) -> list[str]:
-    """Return what a case has that configs/math.toml and its task have not."""
+    """Return the overrides of a case, besides those of its task."""
     return [f"seed={case.seed}", f"queue.max_lag={case.lag}", f"updates={updates}", *PLAIN, *RULES[case.rule], *extra]
 
 
 async def measure(case: Case, config: Config, model: Path, device: str) -> Mapping[str, Any]:
-    """Sample, update and swap, one after another, with as many batches ahead as the lag asks for."""
+    """Sample, update and swap in turns, with as many batches ahead as the lag requires."""
     began, longest = time.monotonic(), config.rollout.max_tokens + 80
     made = await world.build(config, model, slots=256, max_total_tokens=min(longest, 128), device=device)
     pace, ahead = Fixed(case.lag), deque[Batch]()
@@ -174,7 +201,7 @@ async def measure(case: Case, config: Config, model: Path, device: str) -> Mappi
             batches += 1
         batch = pad(replace(ahead.popleft(), version=version))
         metrics = step(made, pace, batch).metrics
-        for name in ("reward", "ess", "entropy", "grad_norm", "approx_kl", "response_length"):
+        for name in ("reward", "ess", "entropy", "grad_norm", "approx_kl", "length", "truncated", "reward_tool"):
             if name in metrics:
                 found[name].append(metrics[name])
         weights = _weights(made)
@@ -198,7 +225,7 @@ async def measure(case: Case, config: Config, model: Path, device: str) -> Mappi
 
 
 def _means(numbers: Sequence[float]) -> list[float]:
-    """The mean of each `EVERY` of the updates."""
+    """The mean over each `EVERY` updates."""
     return [round(statistics.fmean(numbers[at : at + EVERY]), 5) for at in range(0, len(numbers), EVERY)]
 
 
@@ -214,27 +241,22 @@ async def _accuracy_of(made: world.World, weights: Mapping[str, Tensor], version
 
 
 async def _passes(made: world.World) -> tuple[float, float]:
-    """The share of 64 held-out prompts with a right answer among 16, and the mean score of all of them."""
+    """(pass@16, mean score) of 16 samples for each of 64 held-out prompts."""
     prompts = made.task.held_out(64)
     sampling = Sampling(made.config.rollout.max_tokens, made.config.rollout.temperature)
-    asked = [prompt for prompt in prompts for _ in range(SAMPLES)]
-    done = await asyncio.gather(*(made.engine.generate(made.tokenizer.encode(one), sampling) for one in asked))
-    scores = [
-        await world.reward(made, prompt, one.tokens, finished=one.finish == "stop")
-        for prompt, one in zip(asked, done, strict=True)
-    ]
+    scores = await world.scores(made, [prompt for prompt in prompts for _ in range(SAMPLES)], sampling)
     best = [max(scores[at : at + SAMPLES]) == 1.0 for at in range(0, len(scores), SAMPLES)]
     return statistics.fmean(best), statistics.fmean(scores)
 
 
 def reached(curve: Sequence[float], target: float) -> int | None:
-    """The updates until two evaluations in a row have a mean of `target`; None if no two have."""
+    """The updates until two successive evaluations have a mean of at least `target`; None if no two have."""
     pairs = pairwise(curve[1:])
     return next((EVERY * (at + 2) for at, pair in enumerate(pairs) if statistics.fmean(pair) >= target), None)
 
 
 def at_level(level: float, levels: Sequence[float], values: Sequence[float]) -> float:
-    """What `values` are where `levels`, which rise from left to right but for noise, first come to `level`."""
+    """Interpolate `values` where `levels`, which rise apart from noise, first cross `level`."""
     for (low, before), (high, after) in pairwise(zip(levels, values, strict=True)):
         if low <= level <= high and high > low:
             return before + (after - before) * (level - low) / (high - low)
@@ -242,7 +264,7 @@ def at_level(level: float, levels: Sequence[float], values: Sequence[float]) -> 
 
 
 def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The verdicts on `GOALS`. A run that never reaches its target counts as one that does so after its last update."""
+    """The verdicts on `GOALS`. A run that misses its target counts as reaching it `EVERY` updates after its end."""
     found = {(row["task"], row["rule"], row["lag"], row["seed"]): row for row in rows if "set" not in row}
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for (task, rule, lag, seed), old in found.items():
@@ -272,7 +294,7 @@ def _updates_to(row: Row) -> int:
 
 
 def summed(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each task, rule and lag: medians over the seeds, and the worst."""
+    """One line for each task, rule and lag: medians over the seeds, and the worst seed."""
     groups: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row["task"], row["rule"], row["lag"], " ".join(row.get("set", ()))].append(row)
@@ -299,7 +321,7 @@ def summed(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw held-out accuracy over updates, a picture for each task: the median of the seeds, by rule and lag."""
+    """Draw held-out accuracy over updates, a plot for each task: the median of the seeds, by rule and lag."""
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     colors = {rule: f"C{at}" for at, rule in enumerate(dict.fromkeys(row["rule"] for row in rows))}
     with plots.axes(path, len(tasks), sharey=True) as made:
@@ -318,7 +340,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure the chosen cases, each in this process, and write them down."""
+    """Measure the chosen cases in this process; print and write the results."""
     options = _options()
     about, campaign = machine(), Campaign(options.json)
     rows: list[Row] = []
@@ -349,7 +371,7 @@ def _measured(case: Case, options: argparse.Namespace, folder: Path) -> Mapping[
 
 
 def line(row: Row) -> str:
-    """A run in a line."""
+    """One line about a run."""
     raw, averaged, target = row["accuracies"], row["averaged"], TARGETS[row["task"]]
     names = "  ".join(str(row[name]) for name in ("task", "rule", "lag", "seed"))
     to = "/".join(str(reached(curve, target)) for curve in (raw, averaged))

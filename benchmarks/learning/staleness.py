@@ -1,20 +1,20 @@
-"""Segments against rules for whole completions: how soon a policy is good, and what is lost, with heavy-tailed answers.
+"""Compare segments with rules for whole completions on heavy-tailed answers: time to accuracy, and lost tokens.
 
     python benchmarks/learning/staleness.py --json staleness.json --plot staleness.png [--only pareto] [--max-lag 2 4]
 
-Every case is a whole run with two rollout actors on the task of ciphers.py (answers of 1 to 32 letters), all of a seed
-from the same model. Time is simulated (simulated.py, whose `Costs` say how long everything takes), so that a run is the
-same each time: the learner is a little slower than the engines, and the longest answer takes as long as four updates.
+Every case is a whole run with two rollout actors on the task of ciphers.py (answers of 1 to 32 letters); all runs of a
+seed begin with the same model. Time is simulated (durations: `Costs` in simulated.py), so that runs are reproducible:
+the learner is slightly slower than the engines, and the longest answer takes as long as four updates.
 
     sync                                `max_lag = 0`
-    segments                            trains on what is not finished
-    segments-N                          the same, and cuts every N tokens
-    segments-detached                   the same, its contexts without gradient, which an update reads for a third
+    segments                            trains on segments of unfinished completions
+    segments-N                          `segments`, with a cut every N tokens
+    segments-detached                   `segments`, with contexts without gradient, at a third of their cost
     mask drop wait windowed             `queue.too_old` for whole completions
-    adaptive, adaptive-segments         the lag steers itself up to the bound, for whole completions and for segments
+    adaptive, adaptive-segments         an adaptive lag up to the bound, for whole completions and for segments
 
-A batch is a fixed number of trajectories in all of them. Goals were written down before the first run. Every run is a
-line of staleness.jsonl as soon as it has ended: the same command goes on after those that are there, seed by seed.
+A batch is a fixed number of trajectories in all cases. The goals were set before the first run. Every run is appended
+to staleness.jsonl when it ends: the same command continues after the stored runs, seed by seed.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CONFIG = Path(__file__).parent / "ciphers.toml"
 SHAPES = ("pareto", "lognormal")
 MAX_LAGS = (4, 2, 1, 16)
 MEDIAN = 2
-"""Letters of the median answer."""
+"""Median number of letters of an answer."""
 SMALL = (
     "queue.batch_size=128",
     "rollout.actors=2",
@@ -57,15 +57,15 @@ SMALL = (
     "learner.decay=linear",
     "evaluation.every=15",
 )
-"""What differs from ciphers.toml, so that a run takes a minute and a half."""
+"""Overrides of ciphers.toml, with which a run takes a minute and a half."""
 SYNC, SEGMENTS = "sync", "segments"
 WHOLE = ("mask", "drop", "wait", "windowed")
 STEERED = ("adaptive", "adaptive-segments")
 RULES = (SYNC, SEGMENTS, *WHOLE, *STEERED, "segments-4", "segments-8", "segments-16", "segments-detached")
 TARGET = 0.55
-"""The held-out accuracy whose time is compared. It is 0.2 to 0.35 at first."""
+"""The held-out accuracy for the time to accuracy. The initial one is 0.2 to 0.35."""
 LAST = 3
-"""The final accuracy is the mean of so many evaluations."""
+"""The final accuracy is the mean of the last `LAST` evaluations."""
 JUDGED = 4
 """The lag bound of the goals of speed."""
 GOALS = {
@@ -89,7 +89,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Measure the chosen cases, print a table and the verdicts, and write them down with the machine."""
+    """Measure the chosen cases; print a table and the verdicts, and write them with the machine's description."""
     options = _options()
     about, campaign = machine(), Campaign(options.json)
     rows: list[Row] = []
@@ -114,7 +114,7 @@ def _short(row: Row) -> Row:
 
 
 def cases(shapes: Sequence[str], rules: Sequence[str], max_lags: Sequence[int], seeds: Sequence[int]) -> Iterator[Case]:
-    """List the cases, seed by seed; with a lag bound of 0 there is one."""
+    """List the cases, seed by seed; a lag bound of 0 has only the case `sync`."""
     for seed, shape in product(seeds, shapes):
         if SYNC in rules:
             yield Case(shape, SYNC, 0, seed)
@@ -122,7 +122,7 @@ def cases(shapes: Sequence[str], rules: Sequence[str], max_lags: Sequence[int], 
 
 
 def overrides(case: Case, data: Path, model: Path, more: Sequence[str]) -> list[str]:
-    """Return all that differs from ciphers.toml in one case, `more` too."""
+    """Return the overrides of ciphers.toml for one case, `more` included."""
     too_old = case.rule if case.rule in WHOLE else "mask"
     steered = f"{{kind='adaptive',at_most={case.max_lag}}}"
     rule, _, most = case.rule.partition("-")
@@ -142,7 +142,7 @@ def overrides(case: Case, data: Path, model: Path, more: Sequence[str]) -> list[
 
 
 def measure(config: Config, found: Found) -> dict[str, Any]:
-    """Return the numbers of one run; its clock begins with the first update."""
+    """Return the measurements of one run; its time is counted from the end of the first update."""
     queue, seconds = found.queue, found.seconds
     assert queue is not None, "the run has ended"
     when = [0.0, *(at - seconds[0] for at in seconds)]
@@ -178,7 +178,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "sync": [*_times(of_shape, (SYNC,))],
             "whole": [*_times(of_shape, WHOLE)],
             "accuracy": [row["accuracy"] / sync["accuracy"] for row, sync in _with_sync(of_shape, cut)],
-            # Of bounds the worst run counts.
+            # For a bound, the worst run counts.
             "bias": [max(row["lost_share"] for row in cut)] if cut else [],
             "lag": [max(row["lag_max"] / row["max_lag"] for row in cut)] if cut else [],
             "idle": [row["learner_idle_share"] for row in cut if row["max_lag"] == JUDGED],
@@ -189,7 +189,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _times(rows: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> Iterator[float]:
-    """For each seed, the least time of `rules` over that of segments, where both came to the target."""
+    """For each seed, the shortest time to the target of `rules` over that of segments, if both reached it."""
     for seed in sorted({row["seed"] for row in rows}):
         of_seed = [row for row in rows if row["seed"] == seed and row["to_target_s"] is not None]
         ours = [row["to_target_s"] for row in of_seed if row["rule"] == SEGMENTS and row["max_lag"] == JUDGED]
@@ -199,7 +199,7 @@ def _times(rows: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> Iterator[
 
 
 def _speeds(rows: Sequence[Mapping[str, Any]]) -> Iterator[float]:
-    """For each seed and bound of a lag that steers itself, its trained tokens/s over the most with `mask`."""
+    """For each adaptive run, its trained tokens/s over the most of the seed's `mask` runs."""
     fixed = [row for row in rows if row["rule"] == WHOLE[0]]
     for steered in (row for row in rows if row["rule"] == STEERED[0]):
         if speeds := [row["trained_tokens_per_s"] for row in fixed if row["seed"] == steered["seed"]]:

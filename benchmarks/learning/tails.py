@@ -1,13 +1,13 @@
-"""Throughput with completions of equal and of heavy-tailed lengths, by lag bound and treatment of tokens too old.
+"""Throughput with completions of equal and of heavy-tailed lengths, by lag bound and `queue.too_old`.
 
     python benchmarks/learning/tails.py --json tails.json --plot tails.png [--only pareto] [--max-lag 0 4]
         [--too-old mask]
 
-Every case is a real run of configs/math.toml, of which the first `WARM` updates are left out. The model is the same in
-all of them; a completion ends at a length drawn from its identity (benchmarks/lib/lengths.py). With a lag bound of 0
-nothing is ever too old, so that its one run counts for every treatment. The cases of the goals come first, and again
-for each `--repeat`; then the other lag bounds, then the other treatments. Every run is a line of tails.jsonl as soon as
-it has ended: the same command goes on after those that are there.
+Every case is a real run of configs/math.toml; its first `WARM` updates are left out. All runs have the same model; a
+completion ends at a random length that depends on its identity (benchmarks/lib/lengths.py). With a lag bound of 0 no
+token is too old, so one run stands for all values of `too_old`. The cases with goals come first, `--repeat` times; then
+the other lag bounds, then the other values of `too_old`. Every run is appended to tails.jsonl when it ends: the same
+command continues after the stored runs.
 """
 
 import argparse
@@ -28,18 +28,18 @@ from benchmarks.lib.runs import Goal, Run, machine, run, table, told
 
 CONFIG = Path("configs/math.toml")
 WARM = 15
-"""Updates left out, in which all processes warm up and lags grow."""
+"""The first updates, which are left out: processes warm up and lags grow."""
 SAMPLES = 4
 """queue.samples_per_prompt of configs/math.toml."""
 MAX_LAGS = (0, 1, 2, 4, 8, 16)
 SEGMENTS = "segments"
 TOO_OLD = ("mask", "drop", "wait", "windowed", SEGMENTS)
-"""The first is that of configs/math.toml: goals are for it, and it stands for all at a lag bound of 0. The last trains
-on what is not finished, so that next to nothing grows too old; a batch then has as many segments as else completions.
+"""The first is the value in configs/math.toml: it has the goals, and stands for all at a lag bound of 0. The last
+trains on segments of unfinished completions, and few tokens grow too old; its batches count segments, not completions.
 """
 HEAVY = ("lognormal", "pareto")
 JUDGED = 4
-"""The lag bound that the goals speak of."""
+"""The lag bound of the goals."""
 FASTER = {
     "equal": Goal("equal: trained tokens/s at max_lag 4 over max_lag 0", least=1.8),
     **{shape: Goal(f"{shape}: trained tokens/s at max_lag 4 over max_lag 0", least=2.8) for shape in HEAVY},
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Measure the chosen cases, print a table and the verdicts, and write them down with the machine."""
+    """Measure the chosen cases; print a table and the verdicts, and write them with the machine's description."""
     options = _options()
     about, campaign = machine(), Campaign(options.json)
     rows: list[Row] = []
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def cases(shapes: Sequence[str], max_lags: Sequence[int], too_old: Sequence[str], repeat: int) -> list[Case]:
-    """List the cases, the most important first; with a lag bound of 0 there is one treatment."""
+    """List the cases, the most important first; with a lag bound of 0 there is one value of `too_old`."""
     judged = [
         Case(shape, max_lag, TOO_OLD[0], number)
         for number in range(1, repeat + 1)
@@ -93,7 +93,7 @@ def _run(model: Path, case: Case, options: argparse.Namespace) -> dict[str, Any]
 
 
 def overrides(model: Path, case: Case, updates: int) -> list[str]:
-    """Return all that differs from configs/math.toml in one case."""
+    """Return the overrides of configs/math.toml for one case."""
     return [
         f"model.path={model}",
         *lengths.overrides(case.lengths),
@@ -110,10 +110,10 @@ def overrides(model: Path, case: Case, updates: int) -> list[str]:
 
 
 def measure(done: Run, shape: str) -> dict[str, Any]:
-    """Return the numbers of one run, after its first updates; lags and drops are of all of it.
+    """Return the measurements of one run without its first updates; lags and drops are of the whole run.
 
-    `length_share` is the mean length of what was trained on over the mean of what the same prompts were to be; with
-    segments, the share of what grew old enough to be trained on or lost that was trained on.
+    `length_share` is the mean length of trained completions over the mean length drawn for the same prompts. With
+    segments it is trained tokens over all tokens of batches and of dropped trajectories.
     """
     steady, summary = done.updates[WARM:], done.summary
     seconds = steady[-1]["wall_s"] - done.updates[WARM - 1]["wall_s"]
@@ -142,12 +142,12 @@ def measure(done: Run, shape: str) -> dict[str, Any]:
 
 
 def mean_drawn(shape: str, trajectories: int) -> float:
-    """Return the mean length of the first trajectories that a run asks for, each at its first attempt."""
+    """Return the mean length drawn for the first `trajectories` trajectories of a run, each at its first attempt."""
     return statistics.fmean(lengths.draw(shape, *divmod(number, SAMPLES)) for number in range(trajectories))
 
 
 def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the verdict on every goal. Speeds are compared within a round, whose runs follow one another."""
+    """Return the verdict on every goal. Speeds are compared within a round, whose runs are close in time."""
     verdicts: list[dict[str, Any]] = []
     for shape in lengths.SHAPES:
         of_shape = [row for row in rows if row["lengths"] == shape and row["too_old"] == TOO_OLD[0]]

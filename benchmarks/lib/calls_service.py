@@ -1,4 +1,4 @@
-"""A service that answers every request after a second, any number of them at once: for reward_calls.py."""
+"""A service for reward_calls.py that answers every request after a second, any number of them concurrently."""
 
 import asyncio
 import re
@@ -22,7 +22,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def main() -> None:
-    """Print the address, and serve."""
+    """Print the address and serve forever."""
     server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", flush=True)
     await server.serve_forever()

@@ -1,6 +1,6 @@
-"""The rows of a campaign of many runs, each written as soon as it is measured.
+"""The results of a campaign of many runs, each written as soon as it is measured.
 
-The same command goes on after the rows that are there: a campaign may be stopped at any time, and be measured in parts.
+A repeated command continues after the existing rows: a campaign may be stopped at any time and measured in parts.
 """
 
 import json
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 class Campaign:
-    """The rows of `out.jsonl` beside `--json out.json`; without `--json`, those of this process alone."""
+    """The rows of `out.jsonl`, next to `--json out.json`; without `--json` they are kept only in this process."""
 
     def __init__(self, path: Path | None) -> None:
         self._log = path.with_suffix(".jsonl") if path else None
@@ -24,14 +24,14 @@ class Campaign:
         return next((row for row in self.rows if all(row.get(name) == key[name] for name in key)), None)
 
     def add(self, row: Row) -> None:
-        """Keep a row, and write it."""
+        """Add a row, and write it."""
         self.rows.append(row)
         if self._log:
             with self._log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
     def row(self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> Row:
-        """Return the row with all values of `key`: the one that is there, or else the one that is measured now."""
+        """Return the row with all values of `key`; if there is none, measure and add it."""
         found = self.find(key)
         if found is None:
             found = {**key, **measure()}

@@ -1,8 +1,8 @@
 """A task with answers of heavy-tailed lengths that a tiny model can learn on a CPU: every letter becomes the next one.
 
-    "cab>" -> "dbc"        the reward comes with the last token: 1 if all is right, else a little for letters in place
+    "cab>" -> "dbc"        a final reward: 1 for the right answer, else up to `PLACED` for letters in place
 
-The lengths are drawn once, when the files are written; of the problems some are held out. For staleness.py.
+The lengths are drawn once, when the files are written; some problems are held out. For staleness.py.
 """
 
 import json
@@ -15,24 +15,24 @@ from streamppo.types import ScoredText
 
 LETTERS = "abcdefgh"
 MEDIAN, SPREAD = 4, 16
-"""Letters; the longest answers have so many times the median of them."""
+"""The median length in letters, and the ratio of the longest to the median length."""
 LONGEST = MEDIAN * SPREAD
 SIGMA, TAIL = 1.0, 1.3
 """Standard deviation of the logarithm; index of the Pareto distribution."""
 PROBLEMS, HELD_OUT = 20_000, 256
 PLACED = 0.2
-"""The reward of an answer of which every letter is in place, and which does not end there."""
+"""The reward of a completion with every letter in place that does not end there."""
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """Score a completion: 1 for the answer, and a share of `PLACED` for letters in place."""
+    """Score a completion: 1 for the right answer, else `PLACED` times the share of letters in place."""
     if trajectory.finish == "stop" and trajectory.completion == answer:
         return 1.0
     return PLACED * sum(a == b for a, b in zip(trajectory.completion, answer, strict=False)) / len(answer)
 
 
 def quantile(shape: str, share: float, median: int = MEDIAN) -> int:
-    """The length below which `share` of the answers are."""
+    """The `share` quantile of the lengths of `shape`."""
     if shape == "pareto":
         length = median * (2 * (1 - share)) ** (-1 / TAIL)
     else:

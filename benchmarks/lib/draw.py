@@ -1,7 +1,7 @@
-"""Draws a configuration for a short run of the tiny model: every choice that the configuration's own types offer.
+"""Draws a random configuration for a short run of the tiny model, from all choices in the configuration's types.
 
-The kinds of the mathematics come from the unions and literals of `Algorithm`, and tasks and rewards from theirs; kinds
-that need more than their name are in the tables below. A combination that the configuration refuses is drawn again.
+The choices of `[algorithm]` come from the unions and literals of `Algorithm`, and those of tasks and rewards from their
+own types; kinds that need more than their name are in the tables below. Invalid combinations are drawn again.
 """
 
 import json
@@ -40,7 +40,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "rollout.top_p": (1.0, 1.0, 0.9),
     "rollout.top_k": (0, 0, 8),
 }
-"""Fields that are drawn from these values."""
+"""Fields and the values from which each is drawn."""
 REQUIRED = {
     "advantage.function": "function='examples/custom_advantage.py:advantage'",
     "advantage.gdpo": "weights={right=1.0, again=0.5}",
@@ -54,7 +54,7 @@ REQUIRED = {
     "reject.sequence": "band=[0.1, 10.0]",
     "reject.token": "band=[0.2, 5.0]",
 }
-"""Kinds of the mathematics that need more than their name, by field and kind."""
+"""The required fields of kinds that need more than their name, by field and kind."""
 ADDITION = "streamppo.tasks.library.arithmetic:score"
 TASKS = {
     "arithmetic": ("task.kind=arithmetic",),
@@ -66,7 +66,7 @@ TASKS = {
     ),
     "data": ("task={kind='data', sources={data={data='DATA', held_out=0.2}}}",),
 }
-"""Overrides of each task that needs no extra; `DATA` becomes a file of additions. All have the same characters."""
+"""Overrides of each task that needs no extra; `DATA` becomes a file of additions. All use the same characters."""
 TEACHERS = (
     "{}",
     "{}",
@@ -75,23 +75,23 @@ TEACHERS = (
 )
 """Values of algorithm.teacher; `TEACHER` becomes the folder of a builtin:tiny."""
 ADAPTERS = ([], [], ["model.lora={rank=4}"])
-"""Overrides for what is trained: all weights, or adapters beside them."""
+"""Overrides for the trained weights: all weights, or only adapters."""
 LEFT_OUT = {"reasoning_gym", "verifiers"}
-"""Tasks that need packages of their own."""
+"""Tasks that need extra packages."""
 SCORER = f"kind='function', function='{ADDITION}'"
 SEVERAL = f"reward={{scorers={{right={{{SCORER}}}, again={{{SCORER}, weight=0.5}}}}}}"
-"""A reward with the components that gdpo is drawn with."""
+"""A reward with the components of the drawn gdpo."""
 REWARDS = (
     *(f"reward={{function='{ADDITION}', where='{where}'}}" for where in ("auto", "actor", "process")),
     SEVERAL,
 )
 TRIES = 10_000
 DATA, TEACHER = "data.jsonl", "teacher"
-"""The file and the folder that `write` makes."""
+"""The names of the file and the folder that `write` makes."""
 
 
 def choices() -> dict[str, list[str]]:
-    """Every choice between kinds or words in `Algorithm`, as overrides, by the name of its field."""
+    """Every choice between kinds or literals in `Algorithm`, as overrides, by the name of its field."""
     found: dict[str, list[str]] = {}
     for field in inspect.type_info(Algorithm).fields:  # pyright: ignore[reportAttributeAccessIssue]
         values = list(_values(field.type, field.encode_name))
@@ -101,12 +101,12 @@ def choices() -> dict[str, list[str]]:
 
 
 def tasks() -> set[str]:
-    """The kinds of task that there are."""
+    """All kinds of task."""
     return {str(kind.__struct_config__.tag) for kind in get_args(Task)}
 
 
 def draw(generator: random.Random, config: Path, fixed: Sequence[str], folder: Path) -> list[str]:
-    """Overrides of `config` and of `fixed` that make a valid configuration; data and teacher are those of `folder`."""
+    """Random overrides that, with `config` and `fixed`, give a valid configuration; data and teacher from `folder`."""
     for _ in range(TRIES):
         kind = generator.choice(sorted(TASKS))
         drawn = [generator.choice(options) for options in choices().values()]
@@ -126,7 +126,7 @@ def draw(generator: random.Random, config: Path, fixed: Sequence[str], folder: P
 
 
 def write(folder: Path, config: Path) -> None:
-    """Write into `folder` the rows of a data task, additions that builtin:tiny was taught, and a teacher."""
+    """Write a data task into `folder`, with additions known to builtin:tiny from its warm-up, and a teacher."""
     from streamppo.learner.model import tiny
 
     problems = [(first, second) for first in range(10, 100, 3) for second in range(10, 100, 7)]
@@ -156,7 +156,7 @@ def _values(kind: inspect.Type, field: str) -> Iterator[str]:
 
 
 def _lists(kind: inspect.StructType) -> Iterator[str]:
-    """Every list of kinds that a kind may have beside its name, with all of them in it."""
+    """For each list field of a kind, an override with all items in the list."""
     for field in kind.fields:
         if isinstance(field.type, inspect.VarTupleType) and not field.required:
             *_, everything = _values(field.type, field.encode_name)

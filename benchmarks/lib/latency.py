@@ -1,4 +1,4 @@
-"""The arithmetic reward, as slow as a service: for throughput.py and reward_latency.py."""
+"""The arithmetic reward with the latency of a service, for throughput.py and reward_latency.py."""
 
 import asyncio
 import os
@@ -7,11 +7,11 @@ from streamppo.tasks.library import arithmetic
 from streamppo.types import ScoredText
 
 LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"
-"""The environment variable that says how long it takes."""
+"""The environment variable with the latency in seconds."""
 LATENCY_S = float(os.environ.get(LATENCY, "0"))
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """`arithmetic.score`, after a wait."""
+    """`arithmetic.score` after `LATENCY_S` seconds."""
     await asyncio.sleep(LATENCY_S)
     return await arithmetic.score(trajectory, answer)

@@ -1,8 +1,8 @@
-"""Completions of drawn lengths, for tails.py and beside_trl.py: the limits, a reward for them, and a model without end.
+"""Completions of random lengths, for tails.py and beside_trl.py: token limits, a reward, and a model without an end.
 
-The model answers as it always does, ends its answer with its end-of-sequence token, and goes on sampling until the
-drawn length: its folder names no token that ends a completion. All tokens are sampled and trained on; the reward reads
-the answer, up to the first end-of-sequence token.
+The model answers as usual, ends its answer with its end-of-sequence token, and is sampled on until the drawn length:
+its folder has no token that ends a completion. All tokens are sampled and trained on; the reward reads only the answer,
+up to the first end-of-sequence token.
 
     python benchmarks/lib/lengths.py --plot lengths.png      the drawn lengths
 """
@@ -24,33 +24,33 @@ from streamppo.tasks.tokenizer import END, SPECIALS
 from streamppo.types import Identity, Prompt, ScoredText
 
 MEDIAN = 8
-"""Tokens; half of the completions are longer."""
+"""The median length in tokens."""
 LONGEST = 64 * MEDIAN
-"""Longer ones are cut."""
+"""The largest length; longer draws are clamped."""
 SHORTEST = 4
-"""An answer of three digits and its end; evaluations have no more, and no drawn length is shorter."""
+"""The smallest length, that of a three-digit answer and its end; also the limit of evaluations."""
 CONTEXT = 640
-"""Tokens that the model without end reads at once: a prompt and the longest completion, and some."""
+"""The context length of the model without an end: more than a prompt and the longest completion."""
 SIGMA, TAIL = 1.0, 1.3
 """Standard deviation of the logarithm; index of the Pareto distribution."""
 SEED = 1
 NORMAL = NormalDist()
 DRAWN = 20_000
-"""Completions of the plot."""
+"""Completions in the plot."""
 
 
 def equal(prompt: Prompt, identity: Identity | None) -> int:
-    """Give every completion the median."""
+    """Return the median length for every completion."""
     return SHORTEST if identity is None else MEDIAN
 
 
 def lognormal(prompt: Prompt, identity: Identity | None) -> int:
-    """Draw from a lognormal distribution."""
+    """Draw a length from a lognormal distribution."""
     return _drawn(identity, lambda share: MEDIAN * math.exp(SIGMA * NORMAL.inv_cdf(share)))
 
 
 def pareto(prompt: Prompt, identity: Identity | None) -> int:
-    """Draw from a Pareto distribution."""
+    """Draw a length from a Pareto distribution."""
     return _drawn(identity, lambda share: MEDIAN * (2 * (1 - share)) ** (-1 / TAIL))
 
 
@@ -58,13 +58,13 @@ SHAPES = {"equal": equal, "lognormal": lognormal, "pareto": pareto}
 
 
 def draw(shape: str, prompt: int, sample: int, attempt: int = 0) -> int:
-    """Return the length of one trajectory, as `rollout.limit = "benchmarks.lib.lengths:SHAPE"` gives it."""
+    """Return the length of one trajectory under `rollout.limit = "benchmarks.lib.lengths:SHAPE"`."""
     identity = Identity(task="", prompt=prompt, sample=sample, attempt=attempt)
     return SHAPES[shape](Prompt(text="", columns={}), identity)
 
 
 def overrides(shape: str) -> list[str]:
-    """Return the overrides of a run with drawn lengths, whose model is one without an end."""
+    """Return the overrides of a run with drawn lengths; its model must be one without an end."""
     return [
         f"rollout.limit=benchmarks.lib.lengths:{shape}",
         f"rollout.max_tokens={LONGEST}",
@@ -74,7 +74,7 @@ def overrides(shape: str) -> list[str]:
 
 
 def _drawn(identity: Identity | None, quantile: Callable[[float], float]) -> int:
-    """Take the quantile at a share that is a function of the identity alone."""
+    """Return the quantile at a share that depends only on the identity."""
     if identity is None:
         return SHORTEST
     name = f"{SEED}/{identity.prompt}/{identity.sample}/{identity.attempt}"
@@ -83,18 +83,18 @@ def _drawn(identity: Identity | None, quantile: Callable[[float], float]) -> int
 
 
 def is_right(tokens: Sequence[int], text: str, answer: str) -> bool:
-    """Tell if a completion begins with the answer and its end. A token is a character, unless it is a special one."""
+    """True if a completion begins with the answer and an end token. Each token that is not special is one character."""
     end = tokens.index(END) if END in tokens else -1
     return end >= 0 and min(tokens[:end], default=0) >= SPECIALS and text[:end] == answer
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """Score 1.0 for a completion that begins with the answer and its end, else 0.0."""
+    """Score 1.0 for a completion that begins with the answer and an end token, else 0.0."""
     return float(is_right(trajectory.token_ids, trajectory.completion, answer))
 
 
 def make_models(config: Path, folder: Path) -> tuple[Path, Path]:
-    """Make the warm-started model of a configuration, and the same without an end; `folder` gets both."""
+    """Make the warm-started model of a configuration and a copy without an end, both in `folder`."""
     from streamppo.config import file as configfile
     from streamppo.learner.model import tiny
 
@@ -105,7 +105,7 @@ def make_models(config: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def without_end(model: Path, folder: Path) -> None:
-    """Copy a model, without the tokens that end a completion and with room for the longest."""
+    """Copy a model without its end-of-sequence tokens and with a context of `CONTEXT` tokens."""
     shutil.copytree(model, folder)
     none: dict[str, dict[str, object]] = {
         "generation_config.json": {"eos_token_id": None},
@@ -118,7 +118,7 @@ def without_end(model: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Draw the share of completions that are longer, by length."""
+    """Plot the share of completions that are at least as long, by length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", type=Path, required=True)
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Nodes whose network can fail: each has a link to one bridge, and one that is cut drops packets, and resets nothing.
+"""Nodes whose network can fail: each has a link to one bridge; a cut link drops packets without resetting connections.
 
     the machine's own network            a namespace for the bridge         a namespace for each other node
     head: driver, queue, Ray's GCS  ---- port    bridge    ports ---------- learner | rollout actor | nothing
     198.18.N.1                                                              198.18.N.2, .3, .4, ...
 
-A cut takes the port of a link off the bridge: both ends stay up, and no packet passes in either direction. Nodes that
-are not cut off reach each other all the while. It needs root, iproute2, and a kernel with namespaces, veth and bridges.
+A cut takes the port of a link off the bridge: both ends stay up, and no packet passes in either direction. All other
+nodes still reach each other. It needs root, iproute2, and a kernel with namespaces, veth and bridges.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ BRIDGE, INSIDE = "bridge", "eth0"
 
 
 class Link(NamedTuple):
-    """The way from one node to the bridge: the namespace that the node is in, its address, and the bridge's port."""
+    """The link from one node to the bridge: the node's namespace, its address, and the bridge's port."""
 
     namespace: str
     address: str
@@ -31,12 +31,12 @@ class Link(NamedTuple):
 
     @property
     def prefix(self) -> list[str]:
-        """The words before a command that runs in the node's namespace."""
+        """The prefix of a command that runs in the node's namespace."""
         return [str(IP), "netns", "exec", self.namespace]
 
 
 class Networks:
-    """A bridge, the head's link to it, and one for each node that joins. `port` is free for the GCS on the head."""
+    """A bridge, the head's link, and a link for each joined node. `port` is a free port on the head for Ray's GCS."""
 
     def __init__(self) -> None:
         self._joined, self._linked, self.port = 1, False, 0
@@ -45,7 +45,7 @@ class Networks:
         self.head = Link("", f"198.18.{number}.1", "port1")
 
     def begin(self) -> None:
-        """Make the bridge, and the head's link. Raises `RuntimeError` if the kernel does not."""
+        """Make the bridge and the head's link. Raises `RuntimeError` if the kernel refuses."""
         _ip("-n", self._name, "link", "add", BRIDGE, "type", "bridge")
         _ip("-n", self._name, "link", "set", BRIDGE, "up")
         _ip("link", "add", self._name, "type", "veth", "peer", "name", self.head.port, "netns", self._name)
@@ -57,7 +57,7 @@ class Networks:
             self.port = int(free.getsockname()[1])
 
     def join(self) -> Link:
-        """Make a namespace with an address of its own, and a link from it to the bridge."""
+        """Make a namespace with its own address, and a link from it to the bridge."""
         self._joined += 1
         name = f"{self._name}-{self._joined}"
         link = Link(name, f"198.18.{self._number}.{self._joined}", f"port{self._joined}")
@@ -70,21 +70,21 @@ class Networks:
         return link
 
     def cut(self, link: Link, other: Link | None = None) -> None:
-        """Drop every packet of a link, or only those between two, in both directions, until `mend` is told the same."""
+        """Drop all packets of a link, or only those between two links, in both directions, until the same `mend`."""
         if other is None:
             _ip("-n", self._name, "link", "set", link.port, "nomaster")
         else:
             self._isolate("on", link, other)
 
     def mend(self, link: Link, other: Link | None = None) -> None:
-        """Let packets pass again."""
+        """Undo the `cut` with the same arguments."""
         if other is None:
             _ip("-n", self._name, "link", "set", link.port, "master", BRIDGE)
         else:
             self._isolate("off", link, other)
 
     def _isolate(self, state: str, *links: Link) -> None:
-        """Ports that are isolated reach all but each other."""
+        """Set the isolation of ports: isolated ports reach all ports but each other."""
         for link in links:
             _ip("-n", self._name, "link", "set", link.port, "type", "bridge_slave", "isolated", state)
 
@@ -94,11 +94,11 @@ class Networks:
 
     @property
     def _name(self) -> str:
-        """The bridge's namespace, and the head's interface."""
+        """The name of the bridge's namespace and of the head's interface."""
         return f"nodes{self._number}"
 
     def _claim(self) -> int:
-        """Take a number that nobody else on this machine has, with its namespace."""
+        """Claim a number that is free on this machine by creating its namespace."""
         for number in range(1, SUBNETS):
             try:
                 self._namespace(f"nodes{number}")
@@ -115,9 +115,9 @@ class Networks:
         _ip("-n", name, "link", "set", "lo", "up")
 
     def end(self) -> None:
-        """Remove everything. Processes in it have to be gone."""
+        """Remove everything; all processes in the namespaces must have ended."""
         if self._linked:
-            # A namespace that is deleted keeps its links for a while.
+            # A deleted namespace keeps its links for a while.
             _ip("link", "delete", self._name)
             self._linked = False
         for name in self._namespaces:
@@ -137,7 +137,7 @@ def made() -> Generator[Networks]:
 
 
 def refusal() -> str:
-    """Say why no networks can be made here; "" if they can."""
+    """The reason why networks cannot be made here; "" if they can."""
     try:
         with made() as networks:
             networks.join()
@@ -147,13 +147,13 @@ def refusal() -> str:
 
 
 def longest_wait(lines: Sequence[Mapping[str, Any]], first: int, last: int) -> float | None:
-    """The longest time between two new updates, from that after update `first` up to `last`; None without any."""
+    """The longest time in seconds between two updates among `first` to `last`; None for fewer than two."""
     times = [line["wall_s"] for line in lines if first <= line["update"] <= last]
     return max((after - before for before, after in pairwise(times)), default=None)
 
 
 def _ip(*words: str) -> None:
-    """Raises `RuntimeError` with what `ip` says."""
+    """Run `ip`. Raises `RuntimeError` with its error output."""
     if IP is None:
         raise RuntimeError("networks need ip (iproute2)")
     done = subprocess.run([IP, *words], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""One update of a world as a rank makes it, and who chooses how old its data may be. For lags.py and simulated.py."""
+"""One update of a world, as a rank makes it, and the policy for the age of its data. For lags.py and simulated.py."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -14,11 +14,11 @@ from streamppo.learner.update import UpdateResult
 
 
 class Pace(Protocol):
-    """Who chooses the lag, and the policy's learning rate."""
+    """Chooses the lag and the share of the policy's learning rate."""
 
     @property
     def admitted(self) -> int:
-        """How many versions old a batch may be."""
+        """The largest age of a batch, in versions."""
         ...
 
     def before(self, batch: PaddedBatch) -> float:
@@ -26,26 +26,26 @@ class Pace(Protocol):
         ...
 
     def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Learn from the update on a batch, which has been described in `metrics`."""
+        """Adapt to the `metrics` of the update on a batch."""
         ...
 
 
 class Fixed:
-    """A lag that stays as it is."""
+    """A constant lag and learning rate."""
 
     def __init__(self, lag: int) -> None:
         self.admitted = lag
 
     def before(self, batch: PaddedBatch) -> float:
-        """Leave the learning rate."""
+        """Return 1: the whole learning rate."""
         return 1.0
 
     def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
 
 class Adaptive:
-    """The rule of `queue.max_lag = adaptive`, as the learner has it."""
+    """The learner's rule for an adaptive `queue.max_lag`."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -53,20 +53,20 @@ class Adaptive:
 
     @property
     def admitted(self) -> int:
-        """The lag that the last decision admits."""
+        """The lag admitted by the last decision."""
         return self._lag.admitted
 
     def before(self, batch: PaddedBatch) -> float:
-        """Leave what the rule leaves."""
+        """Return the rule's share of the learning rate."""
         return lr_share(self._lag, lag_histogram(batch))
 
     def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Decide."""
+        """Decide the next lag by the rule."""
         self._lag = adaptive_lag.lag_after_update(self._config, self._lag, batch.version, metrics, lag_histogram(batch))
 
 
 class Step(NamedTuple):
-    """What came of one update; `scheduled` is the policy's learning rate before anything lowered it."""
+    """The result of one update; `scheduled` is the policy's learning rate before `Pace.before` lowered it."""
 
     updated: UpdateResult
     metrics: dict[str, float]
@@ -74,7 +74,7 @@ class Step(NamedTuple):
 
 
 def step(world: World, pace: Pace, batch: PaddedBatch) -> Step:
-    """Train on a batch."""
+    """Make one update on a batch."""
     adamw = world.updater.optimizer
     optimizer.follow_schedule(adamw, world.config, batch.version)
     scheduled = adamw.param_groups[0]["lr"]

@@ -1,4 +1,4 @@
-"""How benchmarks draw: axes side by side in one file. Needs matplotlib (`pip install streamppo[plots]`)."""
+"""Plots of benchmarks: axes in a row in one file. Needs matplotlib (`pip install streamppo[plots]`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def by_lengths(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str, list[Mapping[str, Any]]]]:
-    """Give axes for each shape of lengths, with its name and its rows, and write `path` after the last of them."""
+    """Yield (axes, name, rows) for each shape of lengths, and write `path` after the last one."""
     shapes = list(dict.fromkeys(row["lengths"] for row in rows))
     with axes(path, len(shapes)) as made:
         for axis, shape in zip(made, shapes, strict=True):
@@ -16,7 +16,7 @@ def by_lengths(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
 
 @contextmanager
 def axes(path: Path, count: int, *, width: float = 5, height: float = 4, **shared: Any) -> Iterator[Any]:
-    """Give `count` axes in a row, each of `width` times `height` inches, and write `path` after the block."""
+    """Yield `count` axes in a row, each of `width` times `height` inches, and write `path` after the block."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")

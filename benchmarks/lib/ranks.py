@@ -1,4 +1,4 @@
-"""A function in several processes of one group, each with one thread, and the most memory that each of them had."""
+"""Runs a function in several processes of one group, each with one thread, and measures peak memory."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def of_ranks(function: Callable[..., dict[str, float]], ranks: int, *arguments: object) -> list[dict[str, float]]:
-    """What `function(*arguments)`, of a module, returns on each of `ranks` processes, in their order."""
+    """The results of `function(*arguments)`, a function at the top of a module, on `ranks` processes, by rank."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -30,9 +30,9 @@ def of_ranks(function: Callable[..., dict[str, float]], ranks: int, *arguments: 
 
 @contextmanager
 def most_memory() -> Iterator[Callable[[], float]]:
-    """Watch this process; the function says how many MiB it had at most, less those at the begin.
+    """Watch this process; the yielded function returns its peak memory in MiB, less the memory at the start.
 
-    Pages of files, which the system can take back, do not count.
+    File pages, which the system can reclaim, do not count.
     """
     before, most, ended = _own_mib(), [0.0], Event()
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a real run in a process of its own, the machine that it ran on, goals, and a table."""
+"""Shared by benchmarks: a real run in a separate process, the machine's description, goals, and a table."""
 
 import contextlib
 import json
@@ -19,9 +19,9 @@ from streamppo.telemetry.record import SUMMARY
 
 
 class Run(NamedTuple):
-    """What a run left behind: summary.json, the lines of metrics.jsonl by their kind, and what was seen of it.
+    """The results of a run: summary.json, the lines of metrics.jsonl by kind, and measurements from outside.
 
-    `peak_memory_mib` is of all its processes together, shared pages counted once.
+    `peak_memory_mib` is over all its processes together; shared pages count once.
     """
 
     summary: dict[str, Any]
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 def run(config: Path, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
-    """`streamppo run CONFIG OVERRIDES` in a folder of its own. Ends the benchmark if the run fails."""
+    """Run `streamppo run CONFIG OVERRIDES` in a temporary folder. Exits if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         log, runs = Path(folder) / "log", Path(folder) / "runs"
         command = [sys.executable, "-m", "streamppo", "run", str(config), "--runs", str(runs), *overrides]
@@ -53,7 +53,7 @@ def run(config: Path, overrides: Sequence[str], environment: Mapping[str, str] |
 
 @contextlib.contextmanager
 def ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """End the run with the block, also where a time limit ends the benchmark."""
+    """End the run with the block, also if a time limit ends the benchmark."""
     try:
         yield run
     finally:
@@ -62,12 +62,12 @@ def ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]
 
 
 def _watched(process: "subprocess.Popen[bytes]", log: Path, begin: float) -> tuple[float, float]:
-    """Wait until a run ends; return the seconds until it wrote something, and its peak of memory in MiB."""
+    """Wait until a run ends; return the seconds until its first output, and its peak memory in MiB."""
     first_output_s, peak = 0.0, 0.0
     while process.poll() is None:
         if not first_output_s and log.stat().st_size:
             first_output_s = time.perf_counter() - begin
-        # Reading the memory maps of every process costs milliseconds; it must not slow down what it measures.
+        # Reading the memory maps of all processes takes milliseconds; it must not slow down the measured run.
         if first_output_s:
             peak = max(peak, _memory_mib(process.pid))
             time.sleep(2.0)
@@ -76,9 +76,10 @@ def _watched(process: "subprocess.Popen[bytes]", log: Path, begin: float) -> tup
 
 
 def waiting(in_flight: int, where: str = "process") -> list[str]:
-    """Overrides for a reward that waits as many seconds as `benchmarks.lib.latency.LATENCY` says, also if that is none.
+    """Overrides for a reward with the latency of `benchmarks.lib.latency.LATENCY` seconds, which may be 0.
 
-    `in_flight` bounds what is sampled and what waits; where the queue admits no more, nothing but `max_lag` bounds it.
+    `in_flight` bounds the trajectories that are sampled or wait for rewards; if it is above the queue's admission, only
+    `max_lag` bounds them.
     """
     return [
         f"rollout.in_flight={in_flight}",
@@ -92,7 +93,7 @@ def waiting(in_flight: int, where: str = "process") -> list[str]:
 
 
 def _memory_mib(root: int) -> float:
-    """Proportional set size of `root` and everything that it started, in MiB."""
+    """The proportional set size of `root` and all its descendants, in MiB."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -110,7 +111,7 @@ def _memory_mib(root: int) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Cores, processor, the load of the last minute, the versions of what matters, and the commit."""
+    """Cores, processor, the load of the last minute, the versions of the main packages, and the commit."""
     packages = ("streamppo", "torch", "ray", "transformers")
     versions = {name: metadata.version(name) for name in packages}
     return {
@@ -124,7 +125,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of this folder, with "-dirty" where files differ from it; "" where git does not know it."""
+    """The commit of this folder, with "-dirty" if files differ from it; "" outside of a git repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(
@@ -141,18 +142,18 @@ PLAIN = (
     "learner.betas=[0.9,0.95]",
     "learner.minibatches=1",
 )
-"""One step an update, weights truncated at 2, negative advantages in full: what studies of one choice begin with."""
+"""One step per update, weights truncated at 2, negative advantages in full: the baseline of studies of one choice."""
 
 
 class Goal(NamedTuple):
-    """A number that was set before anything was measured: `measured` must be at least `least`, or at most `most`."""
+    """A goal set before any measurement: the measured number must be at least `least`, or at most `most`."""
 
     name: str
     least: float | None = None
     most: float | None = None
 
     def verdict(self, *repeats: float) -> dict[str, Any]:
-        """Say if the median of the repeated measurements meets it: None without any."""
+        """The verdict on the median of the repeated measurements; `met` is None without any."""
         measured, met = statistics.median(repeats) if repeats else None, None
         if measured is not None:
             met = (self.least is None or measured >= self.least) and (self.most is None or measured <= self.most)
@@ -162,7 +163,7 @@ class Goal(NamedTuple):
 
 
 def told(verdict: Mapping[str, Any]) -> str:
-    """A verdict in a line."""
+    """A verdict as one line of text."""
     word = {True: "met", False: "NOT met", None: "not measured"}[verdict["met"]]
     bound = f"at least {verdict['least']:g}" if verdict["least"] is not None else f"at most {verdict['most']:g}"
     if verdict["measured"] is None:
@@ -172,7 +173,7 @@ def told(verdict: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows with the same names, under these names; numbers have four digits, and nothing is a dash."""
+    """A text table of rows with the same names, which are its header; floats have four digits, None is a dash."""
     texts = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in texts)

@@ -1,10 +1,10 @@
-"""A run in one process whose time is simulated: what the code does is real, how long it takes is `Costs`.
+"""A run in one process with simulated time: the computation is real, its duration is taken from `Costs`.
 
 Queue, journal, archive, rollout actors, engines, rewards and updates are those of a real run, in one event loop. Its
-clock stands still while anything is computed, and moves when everybody waits; a decoding step or an update then ends
-after as many seconds as it is to cost. So a run is the same bit for bit every time, however busy the machine is, and
-says what a rule does to learning per second on hardware that is not there. What it leaves out: Ray, several learner
-ranks, deaths, and everything that `Costs` does not name.
+clock stands still during computation and advances when all tasks wait; a decoding step or an update then ends after its
+simulated cost. So a run is the same bit for bit every time, however busy the machine is, and shows the effect of a rule
+on learning per second on other hardware. It leaves out Ray, several learner ranks, deaths, and every cost that is not
+in `Costs`.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ Arguments = TypeVarTuple("Arguments")
 
 
 CONTEXT = 192
-"""Tokens of the longest held-out prompt with its answer, at most."""
+"""Most tokens of a held-out prompt with its answer."""
 
 
 class Costs(NamedTuple):
-    """Simulated seconds. All else takes no time.
+    """Simulated seconds. Everything else takes no time.
 
-    A step costs the same for any number of rows, as it does on a GPU that is bound by its memory. An update costs
-    `update_s` and `token_s` for each token in its rows, prompts and context too. A token of a context without gradient
-    costs `context_s`, a third: a forward pass in the place of a forward and a backward pass (context_cost.py).
+    A decoding step costs the same for any number of rows, as on a memory-bound GPU. An update costs `update_s` plus
+    `token_s` for each token in its rows, including prompts and context. A token of a context without gradient costs
+    `context_s`, a third of it: a forward pass instead of a forward and a backward pass (context_cost.py).
     """
 
     step_s: float = 0.1
@@ -68,7 +68,7 @@ class Costs(NamedTuple):
 
 
 class Clock(selectors.DefaultSelector):
-    """Simulated seconds since the beginning, `now`; it moves on where an event loop would wait for time to pass."""
+    """A clock of simulated seconds since the start; it advances where an event loop would wait for time to pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,20 +76,20 @@ class Clock(selectors.DefaultSelector):
 
     @property
     def now(self) -> float:
-        """What every clock of the process shows: within a call in a thread, with what it has cost so far."""
+        """The time of every clock of the process; during a call, it includes the call's cost so far."""
         return self._waited + self._owed
 
     def cost(self, seconds: float) -> None:
-        """Let the call that is being made take so much longer."""
+        """Add `seconds` to the cost of the present call."""
         self._owed += seconds
 
     def settle(self) -> float:
-        """End a call; returns the seconds that it took."""
+        """End the present call; returns its cost in seconds."""
         took, self._owed = self._owed, 0.0
         return took
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Let `timeout` pass at once. Raises `RuntimeError` if nothing will ever happen."""
+        """Advance the clock by `timeout` at once. Raises `RuntimeError` on a deadlock: no timer is pending."""
         if timeout is None:
             raise RuntimeError("everybody waits for somebody else")
         self._waited += max(0.0, timeout)
@@ -97,7 +97,7 @@ class Clock(selectors.DefaultSelector):
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop by a `Clock`. What goes to a thread is computed at once, and ends when its cost has passed."""
+    """An event loop with a `Clock`. A call in a thread is computed at once and ends when its cost has passed."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -110,7 +110,7 @@ class Loop(asyncio.SelectorEventLoop):
     def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, executor: Executor | None, func: Callable[[*Arguments], R], *args: *Arguments
     ) -> asyncio.Future[R]:
-        """Call `func` now; its result or error is there later."""
+        """Call `func` now; the future gets its result or error after its simulated cost."""
         done: asyncio.Future[R] = self.create_future()
         try:
             ending = _ended(done, done.set_result, func(*args))
@@ -126,7 +126,7 @@ def _ended(done: asyncio.Future[Any], end: Callable[[R], None], value: R) -> Cal
 
 @contextmanager
 def simulated(costs: Costs) -> Generator[asyncio.Runner]:
-    """In the block, let every clock of the process be the runner's, and the engines' steps cost what they are to."""
+    """In the block, all clocks of the process show the runner's time, and engine steps have their costs."""
     clock = Clock()
 
     def priced(call: Callable[..., R], seconds: float) -> Callable[..., R]:
@@ -145,11 +145,11 @@ def simulated(costs: Costs) -> Generator[asyncio.Runner]:
         yield runner
 
 
-# --- in the place of Ray ---------------------------------------------------------------------------------------
+# --- fakes of Ray ----------------------------------------------------------------------------------------------
 
 
 class Ref:
-    """A thing in an object store, as code awaits it."""
+    """An awaitable reference of an array, as of one in Ray's object store."""
 
     def __init__(self, array: NDArray[np.uint8]) -> None:
         self._array = array
@@ -159,7 +159,7 @@ class Ref:
 
 
 class Handle:
-    """`handle.method.remote(...)` calls `actor.method(...)`, as soon as a call takes."""
+    """A fake actor handle: `handle.method.remote(...)` calls `actor.method(...)` after `Costs.call_s`."""
 
     def __init__(self, actor: object, costs: Costs) -> None:
         self._actor, self._costs = actor, costs
@@ -182,7 +182,7 @@ class _Method(NamedTuple):
 
 @dataclass
 class Found:
-    """What a run leaves: when each version was made, its metrics and lags, evaluations, and the last counters."""
+    """The results of a run: the time of each version, its metrics and lags, evaluations, and the last counters."""
 
     seconds: list[float] = field(default_factory=list[float])
     waits: list[float] = field(default_factory=list[float])
@@ -194,7 +194,7 @@ class Found:
 
 
 def run(config: Config, model: Path, folder: Path, costs: Costs) -> Found:
-    """Make all updates of `config`, whose journal and archive come to `folder`."""
+    """Make all updates of `config`; journal and archive are written to `folder`."""
     folder.mkdir(parents=True)
     with simulated(costs) as runner:
         return runner.run(_run(config, model, folder, costs))
@@ -211,7 +211,7 @@ async def _run(config: Config, model: Path, folder: Path, costs: Costs) -> Found
     workers = [await worker.start(config, name, queue, {}, str(model)) for name in names]
     sampling = [asyncio.create_task(one.run()) for one in workers]
     learning = asyncio.create_task(learner.learn())
-    # Actors end by an error alone; then nothing is left to learn.
+    # Actors end only by an error, which `result` raises.
     await asyncio.wait([learning, *sampling], return_when=asyncio.FIRST_COMPLETED)
     for task in sampling:
         if task.done():
@@ -230,7 +230,7 @@ async def _end(sampling: Sequence[asyncio.Task[None]], workers: Sequence[Worker]
 
 
 class _Learner:
-    """Like a rank and its driver, but for their processes. `queue` is a `Handle`."""
+    """The work of a rank and its driver, without their processes. `queue` is a `Handle`."""
 
     def __init__(self, made: World, queue: Any, costs: Costs) -> None:
         self._world, self._queue, self._costs = made, queue, costs
@@ -239,7 +239,7 @@ class _Learner:
         self._evaluation: asyncio.Task[None] | None = None
 
     async def learn(self) -> Found:
-        """Make all updates. Pushes and evaluations go on beside the updates after them."""
+        """Make all updates. Pushes and evaluations run concurrently with later updates."""
         config, found, loop = self._world.config, self._found, asyncio.get_running_loop()
         pushed: asyncio.Task[None] | None = None
         for version in range(config.updates):
@@ -261,18 +261,18 @@ class _Learner:
         return found
 
     def _update(self, batch: PaddedBatch) -> bytes:
-        """Train; returns the encoded `TokenRecord` of the batch."""
+        """Make one update; returns the encoded `TokenRecord` of the batch."""
         updated, metrics, _ = step(self._world, self._pace, batch)
         self._found.lags.append(lag_histogram(batch))
         self._found.metrics.append(metrics)
         return encode(self._world.updater.token_record(updated))
 
     def weights(self) -> dict[str, Tensor]:
-        """Copy the policy's weights as they are now."""
+        """A copy of the policy's present weights."""
         return policy.gather_weights(self._world.updater.policy, self._world.config.model.dtype)
 
     async def push(self, version: int, weights: dict[str, Tensor], learned: bytes = b"") -> None:
-        """Let the engines pull a version."""
+        """Publish a version for the engines to pull."""
         packed = buckets.pack_whole(version, weights, self._world.config.learner.bucket_bytes)
         admitted = self._pace.admitted if isinstance(self._pace, Adaptive) else None
         push = structs.replace(packed.push, admitted_lag=admitted)
@@ -281,7 +281,7 @@ class _Learner:
         await self._queue.publish.remote(encode(push), refs, learned, 1)
 
     def evaluate(self, version: int) -> None:
-        """Begin to answer the held-out prompts, with an engine that does nothing else."""
+        """Start to answer the held-out prompts, with a separate engine."""
         weights, before = self.weights(), self._evaluation
 
         async def answer() -> None:
@@ -294,7 +294,7 @@ class _Learner:
 
 
 def update_s(costs: Costs, batch: PaddedBatch, prefix: Literal["attached", "detached"]) -> float:
-    """Return the seconds of an update: the tokens in the rows of a batch, without padding, and what each costs."""
+    """Return the simulated seconds of an update, by the number of tokens in a batch's rows, without padding."""
     whole_B = batch.start_B + batch.length_B
     if prefix == "attached":
         return costs.update_s + costs.token_s * int(whole_B.sum())

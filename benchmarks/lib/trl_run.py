@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer on the task and with the settings of a configuration: the other side of beside_trl.py.
+"""TRL's GRPOTrainer on the task and with the settings of a configuration: the TRL side of beside_trl.py.
 
     python benchmarks/lib/trl_run.py JOB.json      one JSON line on stdout for each update and each evaluation
 
-TRL gets its best settings for this task: float32, one optimizer step on the whole batch with no pass for old log-probs
-(or several `steps` on parts of it, which have one), no reference model, no gradient checkpointing, no checkpoint, no
-progress bar; its log is never written. The seconds of an evaluation are in none of the others. With drawn lengths its
+TRL gets its fastest settings for this task: float32, one optimizer step on the whole batch without a pass for old
+log-probs (with several `steps` on parts of the batch there is one), no reference model, no gradient checkpointing, no
+checkpoint, no progress bar, no log. Evaluations do not count in the measured times. With drawn lengths its
 `rollout_func` calls the model's `generate`, as the trainer itself does, with a criterion that stops each row at its
 length.
 """
@@ -33,11 +33,11 @@ NEVER = 10**9
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One training. `begin` is the time at which the command was started, `shape` that of drawn lengths, if any.
+    """One training. `begin` is the start time of the command, `shape` the shape of drawn lengths, if any.
 
-    An update makes so many optimizer `steps`, each computed in so many `parts`, micro-batches. The training ends at
-    `updates`, at the evaluation that reaches `target`, or after `limit_s` seconds, evaluations not counted. The
-    learning rate falls over `updates`, also where the training ends before, at `stop_after`.
+    An update makes `steps` optimizer steps, each in `parts` micro-batches. The training ends at `updates` or
+    `stop_after`, at the evaluation that reaches `target`, or after `limit_s` seconds without evaluations. The learning
+    rate decays over `updates`, also if the training ends earlier.
     """
 
     config: str
@@ -56,7 +56,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Clock:
-    """Wall seconds since the command began, and CPU seconds of this process, without those of evaluations."""
+    """Wall seconds since the command started, and CPU seconds of this process; evaluations do not count."""
 
     def __init__(self, begin: float) -> None:
         self._offset = begin - time.time()
@@ -69,7 +69,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Any:
-        """Stop both for a while."""
+        """Stop both times in the block."""
         (wall_s, cpu_s), (paused_wall_s, paused_cpu_s) = self.read(), self._paused
         yield
         until_wall_s, until_cpu_s = self.read()
@@ -115,7 +115,7 @@ def _row(prompt: Prompt) -> dict[str, str]:
 
 
 def _settings(job: Job, config: Config) -> Any:
-    """Map the configuration to TRL's, name by name. "dapo" is the mean over all tokens of the batch."""
+    """Map the configuration to TRL's. The loss type "dapo" is the mean over all tokens of the batch."""
     from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
 
     learner, algorithm, queue = config.learner, config.algorithm, config.queue
@@ -157,7 +157,7 @@ def _settings(job: Job, config: Config) -> Any:
 
 
 def _reward(seconds: float) -> Callable[..., Any]:
-    """Make the reward of the task; every call of it waits so many seconds, all of them side by side."""
+    """Make the reward of the task; the completions wait `seconds` each, concurrently."""
 
     async def right(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: object) -> Any:
         async def one(ids: list[int], text: str, wanted: str) -> float:
@@ -172,7 +172,7 @@ def _reward(seconds: float) -> Callable[..., Any]:
 
 
 def _rollout(shape: str, samples: int) -> Callable[..., Any]:
-    """Make the rollout function that samples the lengths of the same prompts and samples as streamppo's run."""
+    """Make the rollout function; completions have the lengths of the same prompts and samples in streamppo's run."""
     import torch
     from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -189,7 +189,7 @@ def _rollout(shape: str, samples: int) -> Callable[..., Any]:
         nonlocal done
         limits = [lengths.draw(shape, *divmod(done + n, samples)) for n in range(len(prompts))]
         done += len(prompts)
-        # The trainer has given the model the tokenizer's end-of-sequence token.
+        # The trainer has set the tokenizer's end-of-sequence token in the model.
         trainer.model.generation_config.eos_token_id = None
         encoded = trainer.processing_class(prompts, return_tensors="pt", padding=True)
         settings = GenerationConfig(
@@ -210,7 +210,7 @@ def _rollout(shape: str, samples: int) -> Callable[..., Any]:
 
 
 def _accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]]) -> float:
-    """Answer held-out problems greedily; the share of right ones."""
+    """The share of held-out problems that the model answers right, greedily."""
     import torch
     from transformers import GenerationConfig
 

@@ -1,6 +1,6 @@
 """A whole run in one process, without Ray: the task, the embedded engine and the updater of a configuration.
 
-For studies of what data do to learning, where the age of the data is chosen and time has no say.
+For studies of the effect of data on learning: the age of the data is chosen and does not depend on time.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import EndTokens
-from streamppo.rollout.engine import Completion, Sampling
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ from streamppo.types import Identity, Ints, Prompt, ScoredText, Trajectory
 
 
 class World(NamedTuple):
-    """Everything that a run has in several processes."""
+    """The parts of a run, which a real run has in several processes."""
 
     config: Config
     task: tasks.Task
@@ -35,21 +36,22 @@ class World(NamedTuple):
     engine: EmbeddedEngine
     updater: Updater
     rewards: Rewards
+    player: Player
 
     async def swap(self, version: int) -> None:
-        """Let the engine sample with the updater's weights."""
+        """Load the updater's weights into the engine."""
         await self.engine.update_weights(version, policy.gather_weights(self.updater.policy, self.config.model.dtype))
 
 
 def alone(folder: Path, device: str = "cpu") -> None:
-    """Begin the group of this process, which all worlds in it need; on one thread."""
+    """Initialise a process group of this process alone, which all its worlds need, and use one thread."""
     torch.set_num_threads(1)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 
 async def build(config: Config, model: Path, *, slots: int, max_total_tokens: int, device: str = "cpu") -> World:
-    """Make the world of `config` around the model in a folder, on "cpu" or "cuda"."""
+    """Make the world of `config` with the model in the folder `model`, on "cpu" or "cuda"."""
     torch.manual_seed(config.seed)
     mesh = init_device_mesh(device, (1,))
     trained = load_policy.load(config.model, model, config.rollout.temperature, mesh)
@@ -69,36 +71,27 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
     )
     task, rewards = tasks.build(config.task, config.seed, tokenizer), Rewards(config.reward)
     await rewards.start(task.sources())
-    return World(config, task, tokenizer, engine, updater, rewards)
+    player = Player(engine, tokenizer, config.environment, scored=bool(config.reward.scorers))
+    return World(config, task, tokenizer, engine, updater, rewards, player)
 
 
 async def sampled(world: World, numbers: Sequence[int], version: int) -> list[Trajectory]:
-    """Sample and score every prompt of `numbers` as often as it is there, with the engine's weights, of `version`."""
-    prompts = {number: world.task.prompt(number) for number in numbers}
-    tokens = {number: world.tokenizer.encode(prompt) for number, prompt in prompts.items()}
+    """Play and score one trajectory for each entry of `numbers`, with the engine's weights, which are `version`."""
+    prompts = [world.task.prompt(number) for number in numbers]
     sampling = Sampling(world.config.rollout.max_tokens, world.config.rollout.temperature)
-    done = await asyncio.gather(*(world.engine.generate(tokens[number], sampling) for number in numbers))
+    episodes = await asyncio.gather(*(world.player.play(prompt, sampling) for prompt in prompts))
     made: list[Trajectory] = []
-    for place, (number, one) in enumerate(zip(numbers, done, strict=True)):
+    for place, (number, prompt, episode) in enumerate(zip(numbers, prompts, episodes, strict=True)):
         sample = place % world.config.queue.samples_per_prompt
-        made.append(
-            Trajectory(
-                identity=Identity(task=world.config.name, prompt=number, sample=sample),
-                actor="world",
-                prompt_tokens=tokens[number].tobytes(),
-                tokens=one.tokens.tobytes(),
-                logprobs=one.logprobs.tobytes(),
-                versions=np.full(len(one.tokens), version, np.int32).tobytes(),
-                mask=bytes([1]) * len(one.tokens),
-                finish=one.finish,
-                reward=await reward(world, prompts[number], one.tokens, finished=one.finish == "stop"),
-            )
-        )
+        identity = Identity(task=world.config.name, prompt=number, sample=sample)
+        scored = await world.rewards.score(prompt, episode.text(prompt, world.tokenizer))
+        of_version = episode._replace(versions=np.full(len(episode.tokens), version, np.int32))
+        made.append(of_version.trajectory(identity, "world", episode.reward(scored)))
     return made
 
 
 async def next_batch(world: World, number: int, version: int) -> list[Trajectory]:
-    """Sample the trajectories of batch `number`, whose prompts no other batch has."""
+    """Sample the trajectories of batch `number`; each batch has its own prompts."""
     queue = world.config.queue
     count = queue.batch_size // queue.samples_per_prompt
     prompts = range(number * count, (number + 1) * count)
@@ -106,20 +99,24 @@ async def next_batch(world: World, number: int, version: int) -> list[Trajectory
 
 
 async def accuracy(world: World) -> float:
-    """Return the share of the held-out prompts, `evaluation.prompts` of them, whose greedy answer has reward 1."""
+    """Return the share of `evaluation.prompts` held-out prompts whose greedy answer has reward 1."""
     prompts = world.task.held_out(world.config.evaluation.prompts)
-    sampling = Sampling(world.config.rollout.max_tokens, 0.0)
-    answers = (world.engine.generate(world.tokenizer.encode(prompt), sampling) for prompt in prompts)
-    done: list[Completion] = await asyncio.gather(*answers)
-    rewards = [
-        await reward(world, prompt, one.tokens, finished=one.finish == "stop")
-        for prompt, one in zip(prompts, done, strict=True)
-    ]
-    return sum(one == 1.0 for one in rewards) / len(rewards)
+    found = await scores(world, prompts, Sampling(world.config.rollout.max_tokens, 0.0))
+    return sum(one == 1.0 for one in found) / len(found)
+
+
+async def scores(world: World, prompts: Sequence[Prompt], sampling: Sampling) -> list[float]:
+    """Play every prompt, and return the rewards."""
+    episodes = await asyncio.gather(*(world.player.play(prompt, sampling) for prompt in prompts))
+    found: list[float] = []
+    for prompt, episode in zip(prompts, episodes, strict=True):
+        scored = await world.rewards.score(prompt, episode.text(prompt, world.tokenizer))
+        found.append(episode.reward(scored).total)
+    return found
 
 
 async def reward(world: World, prompt: Prompt, tokens: Ints, *, finished: bool) -> float:
-    """Return the score of one completion; one that has not finished was cut off."""
+    """Return the score of one completion; without `finished` it counts as truncated."""
     said, finish = world.tokenizer.decode(tokens), "stop" if finished else "length"
     text = ScoredText(prompt=prompt.text, completion=said, finish=finish, num_tokens=len(tokens))
     return (await world.rewards.score(prompt, text)).score

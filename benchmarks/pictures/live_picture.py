@@ -1,9 +1,9 @@
-"""docs/images/live.svg: the live view of a run that has ended, as it was after one of its updates.
+"""Draw docs/images/live.svg: the live view of an ended run, as it was after one of its updates.
 
     python benchmarks/pictures/live_picture.py runs/math --update 640 --to docs/images/live.svg [--columns 120]
         [--rows 30]
 
-The run's metrics.jsonl is all that the view is made of, but for the memory of the machine, which is this one's.
+The view is made from the run's metrics.jsonl; only the memory is this machine's.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.live.view import view
 
 WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-"""Rich's picture without fonts of the network."""
+"""Rich's SVG format without web fonts."""
 
 
 def state_at(folder: Path, version: int) -> RunState:

@@ -1,4 +1,4 @@
-"""docs/images/debugging-report.png: the page of one or several runs, as a headless Chromium draws it.
+"""Draw docs/images/debugging-report.png: the report of one or several runs, rendered by a headless Chromium.
 
 python benchmarks/pictures/report_picture.py runs/math [runs/math-2 runs/math/replays/1.json] --to
         docs/images/report.png

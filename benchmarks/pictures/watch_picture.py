@@ -1,4 +1,4 @@
-"""docs/images/watch.png: the live page about a run, as a headless Chromium draws it.
+"""Draw docs/images/watch.png: the live page of a run, rendered by a headless Chromium.
 
 python benchmarks/pictures/watch_picture.py runs/math --update 150 --row 5 --to docs/images/watch.png [--dark]
         [--width 1400]
@@ -25,14 +25,14 @@ from streamppo.commands.look import watch
 from streamppo.commands.look.watching import server
 
 SCALE = 0.75
-"""Pixels of the picture for each of the page's."""
+"""Pixels of the picture per pixel of the page."""
 SECONDS = 8
-"""Time of the page's own clock until the picture is taken."""
+"""Virtual time of the page until the picture is taken."""
 
 
 @contextmanager
 def served(run: Path, others: list[Path]) -> Generator[str]:
-    """The address of the page, served during the block."""
+    """Serve the page during the block; yields its address."""
     found = watch.listening("127.0.0.1", 0)
     application = server.application(run.resolve(), [path.resolve() for path in others], None)
     serving = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="off"))
@@ -48,7 +48,7 @@ def served(run: Path, others: list[Path]) -> Generator[str]:
 
 
 def draw(address: str, to: Path, width: int, height: int, *, dark: bool, top: int = 0) -> None:
-    """Write a part of a page as a picture: all sizes are the page's pixels, and `top` of them are cut off above."""
+    """Write a page as a picture, without its first `top` rows of pixels; all sizes are in the page's pixels."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("no Chromium is installed (Debian: apt-get install chromium)")

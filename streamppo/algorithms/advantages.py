@@ -1,8 +1,8 @@
 """Advantages and returns from a critic: GAE and its special cases, and the sequence-level form.
 
 B sequences, T response tokens (padded). `values_BT[:, t]` is the critic's estimate before token t is taken;
-`bootstrap_B` is its estimate after the last token: 0 where the response is finished. A reward must stand on an unmasked
-token (`masked.on_last_token`).
+`bootstrap_B` is its estimate after the last token: 0 if the response is finished. A reward must be on an unmasked token
+(`masked.on_last_token`).
 """
 
 from typing import NamedTuple
@@ -20,13 +20,16 @@ from streamppo.algorithms.masked import (
     spread,
 )
 from streamppo.algorithms.scan import group_sums, next_unmasked, reverse_scan
+from streamppo.algorithms.value_losses import explained_variance
 
+EXPLAINED = 0.1
+"""The share of the outcomes' variance from which on a critic's values stand for outcomes."""
 VARIANCE_FLOOR = 1e-8
 """Added to the variance before whitening divides by its root, so that a batch of equal values becomes zero, not NaN."""
 
 
 class AdvantageEstimate(NamedTuple):
-    """[B, T] each, zero where masked: the policy learns from advantages, the critic learns returns."""
+    """[B, T] each, zero where masked: the policy is trained on advantages, the critic on returns."""
 
     advantages: Tensor
     returns: Tensor
@@ -87,7 +90,7 @@ def gae_actor_critic(
     lam_actor: float | Tensor,
     lam_critic: float | Tensor,
 ) -> AdvantageEstimate:
-    """Actor and critic want different lambdas: advantages from lam_actor, returns from lam_critic.
+    """Different lambdas for actor and critic: advantages from lam_actor, returns from lam_critic.
 
     VC-PPO (https://arxiv.org/abs/2503.01491) and VAPO (https://arxiv.org/abs/2504.05118) use lam_critic = 1,
     so that a final reward reaches the first token of a long response undiscounted. Equal lambdas give `gae`.
@@ -110,6 +113,23 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
         raise ValueError(f"alpha must be positive, got {alpha}")
     lengths_B = at_least_float32(lengths_B).clamp(min=1)
     return (1 - 1 / (alpha * lengths_B)).clamp(0.0, 1.0)
+
+
+def outcomes_explained(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, known_B: Tensor, *, gamma: float
+) -> float:
+    """The share of the variance of known outcomes that the critic accounts for; 0 where none is known.
+
+        explained  = 1 - Var(outcomes - values) / Var(outcomes)
+        outcomes_t = rewards_t + gamma * outcomes_{t+1}
+
+    Variances are over the tokens of the sequences known_B [B], whose rewards are all there. An advantage before a cut
+    is the difference of two values: below `EXPLAINED` it is noise.
+    """
+    check_sequences(mask_BT, known_B=known_B)
+    known_BT, nothing_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
+    outcomes_BT = gae(rewards_BT, values_BT, known_BT, nothing_B, gamma=gamma, lam=1.0).returns
+    return explained_variance(values_BT, outcomes_BT, known_BT)
 
 
 def sequence_level(scores_B: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> AdvantageEstimate:
@@ -137,7 +157,7 @@ class Moments(NamedTuple):
 
 
 def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moments:
-    """Sum what `whiten` needs over the batch, or with group_ids_B over each sequence's group."""
+    """The sums that `whiten` needs, over the batch or, with group_ids_B, over each sequence's group."""
     check_tokens(mask_BT, x_BT=x_BT)
     values_BT = fill(x_BT, mask_BT).double()
     sums_3B = torch.stack(

@@ -1,8 +1,8 @@
-"""From one loss per token to one number, so that any split of the batch adds up to exactly that number.
+"""From one loss per token to one number; the numbers of any split of the batch add up to that of the whole batch.
 
 B sequences, T response tokens (padded). The denominators are counted once, from the full minibatch over all ranks and
-before any filtering; then every micro-batch on every rank divides by them and the results are ADDED. Averaging
-micro-batch means instead would give a token more weight for standing in a smaller micro-batch.
+before any filtering; then every micro-batch on every rank divides by them and the results are ADDED. An average of
+micro-batch means instead would give tokens of smaller micro-batches more weight.
 """
 
 from typing import Literal, NamedTuple
@@ -24,7 +24,7 @@ Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-t
 
 
 class Prompts(NamedTuple):
-    """The prompts of a minibatch that have tokens, and for each sequence its prompt's number, rising, and tokens."""
+    """The number of a minibatch's prompts with tokens; sorted by prompt, each sequence's prompt and prompt's tokens."""
 
     prompts: float
     number_B: Tensor
@@ -32,7 +32,7 @@ class Prompts(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """The counts that a minibatch's losses are divided by; `constant` is a fixed length, not a count.
+    """The counts by which a minibatch's losses are divided; `constant` is a fixed length, not a count.
 
     `right` are the tokens of right answers, for `distillation.positive_nll`.
     """
@@ -45,10 +45,10 @@ class Denominators(NamedTuple):
 
 
 def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | None = None) -> Denominators:
-    """Count the unmasked tokens, and the sequences and prompts that have at least one, of a full minibatch.
+    """Count the unmasked tokens of a full minibatch, and its sequences and prompts with at least one.
 
-    `constant` is the length that the "constant" aggregation divides by: any fixed one, such as the longest allowed.
-    `prompt_B` is each sequence's prompt, for "prompt-mean". Raises ValueError where `constant` is not positive.
+    `constant` is the divisor of the "constant" aggregation: any fixed length, such as the longest allowed one.
+    `prompt_B` is each sequence's prompt, for "prompt-mean". Raises ValueError if `constant` is not positive.
     """
     check_tokens(mask_BT)
     if constant <= 0:
@@ -81,13 +81,13 @@ def aggregate(
         constant                    sum_bt(loss_bt) / (sequences * constant)
 
     In this order: DAPO, https://arxiv.org/abs/2503.14476; GRPO, https://arxiv.org/abs/2402.03300; the sequence's
-    log-likelihood; prime-rl's `loss_aggregation`, in which every prompt weighs the same, and its long responses more;
+    log-likelihood; prime-rl's `loss_aggregation`, which weights all prompts equally and a prompt's long responses more;
     Dr. GRPO, https://arxiv.org/abs/2503.20783.
     `mask_BT` selects the tokens that contribute. `lengths_B` is each sequence's own unmasked count BEFORE
-    filtering; `prompt_B` its prompt, for "prompt-mean" alone. With equal lengths, and as many sequences of every
+    filtering; `prompt_B` its prompt, only for "prompt-mean". With equal lengths and equally many sequences of every
     prompt, the five differ only by a factor; with one sequence of each prompt, "prompt-mean" is
     "sequence-mean-token-mean".
-    Raises ValueError where the minibatch has no token: an all-masked update must not be taken.
+    Raises ValueError if the minibatch has no token: an all-masked update must not be taken.
     """
     check_tokens(mask_BT, loss_BT=loss_BT)
     check_sequences(mask_BT, lengths_B=lengths_B)

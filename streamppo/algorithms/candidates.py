@@ -1,4 +1,4 @@
-"""The tokens that top-p and top-k had left to sample from: log-probs are of the distribution over them alone.
+"""The candidates left by top-p and top-k; log-probs are those of the distribution over the candidates.
 
 N tokens, V vocabulary, M candidates of all tokens together.
 """
@@ -14,9 +14,9 @@ class Candidates(NamedTuple):
 
         candidates of token n = tokens_M[starts[n] : starts[n] + counts[n]]
 
-    A count of 0 stands for the whole vocabulary. They are the ones that the engine sampled from, recorded and never
-    computed again: of the learner's own logits, top-p would leave another set ("Keep Sampling Mask", DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556). A selection shares `tokens_M` with the whole.
+    A count of 0 means the whole vocabulary. The candidates are recorded by the engine, not recomputed: on the learner's
+    logits top-p would give another set ("Keep Sampling Mask", DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). A
+    selection shares `tokens_M` with the whole.
     """
 
     tokens_M: Tensor

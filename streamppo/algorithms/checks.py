@@ -1,18 +1,18 @@
-"""Refuses numbers that are not numbers, and probabilities above one, before they reach a loss.
+"""Refuses NaN, infinity and probabilities above one before they reach a loss.
 
-Every mask has the shape of the tensors beside it, any shape. Each check reads its result back from the device once;
-call it once a batch, not once a micro-batch.
+Every mask has the shape of its tensors, which may be any shape. Each check reads its result back from the device once;
+call it once per batch, not once per micro-batch.
 """
 
 import torch
 from torch import Tensor
 
 ABOVE_ZERO = 1e-3
-"""A log-probability may be above 0 by this much: rounding."""
+"""The largest log-probability above 0 that counts as rounding."""
 
 
 def check_finite(mask: Tensor, **tensors: Tensor) -> None:
-    """Refuse NaN and infinity at unmasked places: ValueError with the name, the count, the first place."""
+    """Refuse NaN and infinity at unmasked places: ValueError with the name, the count and the first place."""
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}")
@@ -27,13 +27,13 @@ def check_logprobs(mask: Tensor, **logprobs: Tensor) -> None:
 
 
 def check_any(mask: Tensor) -> None:
-    """Refuse a batch in which every token is masked (ValueError): there is nothing to learn from."""
+    """Refuse a batch in which every token is masked (ValueError): it has no training signal."""
     if not bool(mask.any()):
         raise ValueError(f"every token of the batch is masked (mask has shape {tuple(mask.shape)})")
 
 
 def refuse(name: str, tensor: Tensor, bad: Tensor, why: str) -> None:
-    """Raise where any entry is bad, pointing at the first."""
+    """Raise ValueError if any entry is bad; the message has the first one."""
     if not bool(bad.any()):
         return
     place = tuple(int(i) for i in torch.nonzero(bad)[0])

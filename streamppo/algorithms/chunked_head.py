@@ -1,4 +1,4 @@
-"""Log-probs and entropy from hidden states: the [N, V] logits are never held whole, forward or backward.
+"""Log-probs and entropy from hidden states; the whole [N, V] logits never exist, forward or backward.
 
 N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass keeps two numbers per token
 (the log-normaliser and the entropy); the backward pass recomputes each chunk's logits. Peak extra memory is a
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Products(NamedTuple):
-    """The head's matrix products, of factors in the weight's type.
+    """The head's matrix products; their factors have the weight's dtype.
 
-    A gradient of logits is a factor in them as a sum of `parts` numbers of that type: two of bfloat16 keep 16 of its 24
+    A gradient of logits enters them as a sum of `parts` numbers of that dtype: two bfloat16 numbers keep 16 of its 24
     bits, one keeps 8.
     """
 
@@ -31,15 +31,15 @@ class Products(NamedTuple):
 
 
 PLAIN = Products(torch.matmul, parts=1)
-"""Products in the type of their factors."""
+"""Products in the dtype of their factors."""
 WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
-"""Products of 16-bit factors, summed and returned in float32: a GPU's tensor cores have them, a CPU has not."""
+"""Products of 16-bit factors, summed and returned in float32, as by a GPU's tensor cores; not available on a CPU."""
 
 
 class LogitShape(NamedTuple):
-    """The way from a head's products, with its bias, to logits: soft_cap * tanh(scale * product / soft_cap).
+    """The map from a head's products (with bias) to logits: soft_cap * tanh(scale * product / soft_cap).
 
-    Gemma has a cap, Granite and Cohere have a scale. A cap of 0 is none.
+    Gemma has a cap, Granite and Cohere have a scale. A cap of 0 means no cap.
     """
 
     scale: float = 1.0
@@ -47,13 +47,13 @@ class LogitShape(NamedTuple):
 
 
 AS_IT_IS = LogitShape()
-"""Products are logits."""
+"""The identity: products are logits."""
 PIECE = 3 * 2**26
-"""Logits that a GPU's head has at one time, with their gradients: 1.5 GiB of both."""
+"""Logits that exist at one time in a GPU's head; with their gradients they take 1.5 GiB."""
 
 
 class Extent(NamedTuple):
-    """Tokens whose logits exist at one time, the candidates that these are cut to, and how they are made."""
+    """The number of tokens whose logits exist at one time, their candidates, and how logits are computed."""
 
     chunk: int
     candidates: Candidates | None
@@ -70,7 +70,7 @@ class HeadContext(FunctionCtx):
 
 
 class ChunkedHead(torch.autograd.Function):
-    """(logprobs_N, entropy_N) of a token's logits z, one chunk of tokens at a time.
+    """(logprobs_N, entropy_N) of the tokens' logits z, one chunk of tokens at a time.
 
         y        = scale * (hidden @ weight.T + bias)
         z        = soft_cap * tanh(y / soft_cap) * inverse_temperature
@@ -82,8 +82,8 @@ class ChunkedHead(torch.autograd.Function):
         d entropy / d z_k = -p_k * (log_p_k + entropy)
         d z_k / d y_k     = (1 - tanh(y_k / soft_cap)^2) * inverse_temperature
 
-    With candidates, z_k is -inf for every other token, so that p_k is 0 there, and so is its gradient. A token that had
-    no alternative has log-prob 0 and no gradient. Autocast stays outside: it would round the logits to bfloat16.
+    With candidates, z_k is -inf for all other tokens, so that p_k and its gradient are 0 there. A token that is its
+    only candidate has log-prob 0 and no gradient. Autocast is disabled inside: it would round the logits to bfloat16.
     """
 
     @staticmethod
@@ -160,15 +160,15 @@ class ChunkedHead(torch.autograd.Function):
 
 
 class FusedHead(torch.autograd.Function):
-    """`ChunkedHead` on a GPU, with one pass over logits where that makes one for each operation (head_kernels.py).
+    """`ChunkedHead` on a GPU, with one pass over logits instead of one per operation (head_kernels.py).
 
-    P tokens of the vocabulary in one piece, of all N tokens; Q = parts * N.
+    P vocabulary tokens in one piece, for all N tokens; Q = parts * N.
 
         forward    logits_NP = hidden_ND @ weight_PD.T  -> read    maximum, sums and target's logit so far
         backward   logits_NP = hidden_ND @ weight_PD.T  -> write   gradient_QP -> its products, and the next piece
 
-    Pieces have all tokens, so that each adds its rows to the weight's gradient once. A softmax goes on from piece to
-    piece: https://arxiv.org/abs/1805.02867.
+    A piece has all tokens, so that each row of the weight's gradient is written once. The softmax is computed online,
+    piece by piece: https://arxiv.org/abs/1805.02867.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ class FusedHead(torch.autograd.Function):
         extent, (multiply, parts) = ctx.extent, ctx.extent.products
         tokens = head_kernels.tokens(extent.shape, bias_V, targets_N, inverse_temperature_N, extent.candidates)
         scores = (normaliser_N, entropy_N, grad_logprobs_N.contiguous(), grad_entropy_N.contiguous())
-        # Sums over pieces, and over tokens, are in float32.
+        # Sums over pieces and over tokens are in float32.
         add = WIDE.multiply if weight_VD.dtype.itemsize == 2 else multiply
         rows = pieces(len(hidden_ND), len(weight_VD))
         gradient_QP = weight_VD.new_empty((parts * len(hidden_ND), -(-rows[0].stop // 128) * 128))
@@ -235,7 +235,7 @@ class FusedHead(torch.autograd.Function):
 
 
 def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -> Tensor | None:
-    """Set the logits of the tokens `part` to -inf outside of their candidates, in place. Returns the places, [C, V]."""
+    """Set the logits of the tokens `part` to -inf outside of their candidates, in place. Returns the mask, [C, V]."""
     if candidates is None:
         return None
     outside_CV = candidates.at(part).outside(logits_CV.shape[1])
@@ -244,11 +244,11 @@ def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -
 
 
 def split(gradient_CV: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
-    """Write `gradient_CV`, which is used up, as a sum of so many tensors of `dtype`: each rounds what the last left."""
-    made = [gradient_CV.to(dtype)]
+    """Split `gradient_CV` into a sum of `parts` tensors of `dtype`, each the rounded rest; overwrites the input."""
+    terms = [gradient_CV.to(dtype)]
     for _ in range(1, parts):
-        made.append(gradient_CV.sub_(made[-1]).to(dtype))
-    return made
+        terms.append(gradient_CV.sub_(terms[-1]).to(dtype))
+    return terms
 
 
 def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) ->
 
 
 def add_products(total_VD: Tensor, factors: list[Tensor], right_CD: Tensor, products: Products) -> None:
-    """total += (sum of `factors`, each [C, V]).T @ right, summed in total's type: in place where the types agree."""
+    """total += (sum of `factors`, each [C, V]).T @ right, summed in total's dtype; in place if the dtypes agree."""
     for factor_CV in factors:
         if total_VD.dtype == factor_CV.dtype:
             total_VD.addmm_(factor_CV.T, right_CD)
@@ -269,26 +269,26 @@ def add_products(total_VD: Tensor, factors: list[Tensor], right_CD: Tensor, prod
 
 
 def slices(total: int, chunk: int) -> list[slice]:
-    """Cut range(total) into runs of at most `chunk`; one empty run where there is nothing."""
+    """Split range(total) into runs of at most `chunk`; one empty run if total is 0."""
     return [slice(start, min(start + chunk, total)) for start in range(0, max(total, 1), chunk)]
 
 
 def pieces(tokens: int, vocabulary: int) -> list[slice]:
-    """Cut the vocabulary into runs of which all `tokens` have about `PIECE` logits.
+    """Split the vocabulary into runs for which all `tokens` together have about `PIECE` logits.
 
-    All but the last are of one width, a multiple of 128, that products are fast at.
+    All runs but the last have one width, a multiple of 128, for which matrix products are fast.
     """
     count = -(-tokens * vocabulary // PIECE)
     return slices(vocabulary, -(-vocabulary // (max(count, 1) * 128)) * 128)
 
 
 def at(inverse_temperature_N: Tensor | None, part: slice) -> Tensor | None:
-    """The inverse temperatures of the tokens `part`; None where all are 1."""
+    """The inverse temperatures of the tokens `part`; None if all are 1."""
     return None if inverse_temperature_N is None else inverse_temperature_N[part]
 
 
 def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, extent: Extent) -> Tensor:
-    """[C, V] float32 (float64 stays) at temperature 1: the products as `extent` has them, the rest in float32."""
+    """[C, V] logits at temperature 1, in float32 (float64 stays); the products are those of `extent`."""
     logits_CV = extent.products.multiply(hidden_CD.to(weight_VD.dtype), weight_VD.T)
     logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     if bias_V is not None:
@@ -301,13 +301,13 @@ def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ex
 
 
 def tempered(logits_CV: Tensor, inverse_temperature_C: Tensor | None) -> Tensor:
-    """The logits at the temperatures of their tokens."""
+    """The logits divided by the temperatures of their tokens."""
     return logits_CV if inverse_temperature_C is None else logits_CV * inverse_temperature_C[:, None]
 
 
 @cache
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if Triton's kernels run on `device` for a head of `dtype`. Of a GPU without them, the log says why, once."""
+    """True if the Triton kernels run on `device` for a head of `dtype`. If not on a GPU, logs the reason once."""
     if device.type != "cuda":
         return False
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -325,7 +325,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_wide_products(hidden: Tensor, weight: Tensor) -> bool:
-    """True if both are of one 16-bit type and on a GPU, whose tensor cores sum their products in float32."""
+    """True if both have one 16-bit dtype and are on a GPU, whose tensor cores sum their products in float32."""
     return hidden.is_cuda and hidden.dtype == weight.dtype and weight.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -346,17 +346,17 @@ def chunked_logprobs_entropy(
         logprobs = log_softmax(shape(hidden @ weight.T + bias) / temperature)[target]
 
     Entropy is that of the full distribution. With `candidates` [N], log-probs and entropy are of the distribution
-    over these alone, and every target must be one of its own. `temperature` is the one the tokens were sampled at, a
-    number or [N]. Autocast does not reach inside. Every target, masked or not, must be a token id in [0, V). Raises
+    over the candidates, and every target must be one of its candidates. `temperature` is the sampling temperature, a
+    number or [N]. Autocast has no effect inside. Every target, masked or not, must be a token id in [0, V). Raises
     ValueError on shapes that do not fit. Memory as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With
     chunk >= N this is the plain formula.
 
-    Without float32_matmul products are in the weight's type. With it they are those of float32, the closest agreement
-    with an engine: hidden and weight are cast first (one copy of the weight), or, where they are of 16 bits on a GPU,
-    multiplied as they are, and summed in float32. Products of two bfloat16 numbers fit into float32, so that this
-    differs by the order of sums alone. Backward, a gradient of logits is of float32: it is multiplied as the sum of two
-    numbers of 16 bits (relative error 2^-17). One would not do: rounding errors of 2^-9 do not cancel where the rows of
-    the weight have a mean in common and the gradients do.
+    Without float32_matmul, products are in the weight's dtype. With it, they have float32 precision, which agrees best
+    with an engine: hidden and weight are cast first (one copy of the weight) or, if they are 16-bit on a GPU,
+    multiplied as they are and summed in float32. A product of two bfloat16 numbers fits into float32, so that only the
+    order of sums differs. Backward, the float32 gradient of logits is multiplied as the sum of two 16-bit numbers
+    (relative error 2^-17). One would not do: the gradients of a token cancel on the common mean of the weight's rows,
+    and rounding errors of 2^-9 do not.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):
@@ -374,7 +374,7 @@ def chunked_logprobs_entropy(
         raise ValueError("temperature must be positive (greedy sampling has no log-probs to learn from)")
     inverse_temperature_N = None
     if isinstance(temperature, Tensor) or temperature != 1:
-        # A tensor of a number would be copied from the host, which waits for a GPU.
+        # `torch.full` on the device: torch.tensor(number) would copy from the host and synchronise with the GPU.
         temperature_ = (
             temperature
             if isinstance(temperature, Tensor)

@@ -1,6 +1,6 @@
-"""The data is older than the proximal policy: weights = proximal / behavior, truncated, masked or off.
+"""Correction for data older than the proximal policy: weights = proximal / behavior, truncated, masked or off.
 
-Rules that reject tokens or responses beside a weight are in `rejections`.
+Rules that reject tokens or responses in addition to a weight are in `rejections`.
 
 B sequences, T response tokens (padded), M unmasked tokens. Every function returns a `Correction` whose detached
 `weights` multiply the per-token loss. A dropped token has weight 0 and still counts in the denominators
@@ -22,13 +22,13 @@ from streamppo.algorithms.scan import running_sum
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask", "off"]
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-"""No rule has dropped a token."""
+"""The value of `Correction.dropped` without rules."""
 
 
 class Correction(NamedTuple):
     """[B, T] each: `weights` multiply the loss; `keep` is True where an unmasked token is kept.
 
-    `dropped` has the unmasked tokens that each rule by itself does not keep, by the rule's name.
+    `dropped` has, by the name of each rule, the unmasked tokens that the rule drops, whatever the other rules do.
     """
 
     weights: Tensor
@@ -43,7 +43,7 @@ def log_weights(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask
         log_W_b  = sum_t(log_w_bt)                                    sequence
         log_W_b  = mean_t(log_w_bt)                                   geometric
 
-    Masked tokens are 0 and enter no sum. Not clamped: the diagnostics look at it too. On responses of one token the
+    Masked tokens are 0 and enter no sum. Not clamped, because diagnostics also use it. On responses of one token the
     three levels are the same. Raises ValueError on shapes that do not fit and unknown levels.
     """
     check_tokens(mask_BT, proximal_logprobs_BT=proximal_logprobs_BT, behavior_logprobs_BT=behavior_logprobs_BT)
@@ -69,7 +69,7 @@ def importance_weights(
     lo: float = 0.5,
     hi: float = 5.0,
 ) -> Correction:
-    """Reweighting old data by w = proximal / behavior makes its gradient that of the proximal policy.
+    """Weight old data by w = proximal / behavior, so that its gradient is that of the proximal policy.
 
         truncate   weights = max(floor, min(w, cap))           bounded variance, some bias
         mask       weights = w if lo <= w <= hi else 0         outliers are noise: drop them
@@ -99,7 +99,7 @@ def importance_weights(
 def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
     """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space so that nothing overflows.
 
-    NaN is in every band: a log-prob that is no number makes a bad step, and is not dropped in silence.
+    NaN is in every band: it must lead to a bad step, not to a token dropped in silence.
     """
     if not 0 <= lo < hi:
         raise ValueError(f"the band needs 0 <= lo < hi, got lo={lo}, hi={hi}")
@@ -110,20 +110,20 @@ def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
 def topr(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
 ) -> Correction:
-    """TOPR: what went wrong is tapered by how unlikely it has become; what went right counts in full, however old.
+    """TOPR: negative responses are weighted down as they become unlikely; positive ones count in full at any age.
 
         W_b     = exp(sum_t(proximal_logprobs_bt - behavior_logprobs_bt))
         weights = min(W_b, 1) if A < 0 else 1
 
-    https://arxiv.org/abs/2503.14286, whose policy of the numerator is the current one and whose A is a reward of 1 or
-    -1. W is of the whole response, so that all of its tokens of negative advantage weigh the same; where advantages
-    differ by token, the sign is each token's own. With proximal == behavior all weights are 1.
+    https://arxiv.org/abs/2503.14286; there the numerator is the current policy, and A is a reward of 1 or -1. W is that
+    of the whole response, so that all its tokens with a negative advantage have the same weight; if advantages differ
+    by token, each token's own sign decides. With proximal == behavior all weights are 1.
 
-    Example: two tokens whose ratios are 0.5 and 0.8, with advantages of 2 and -1, have weights of 1 and 0.4.
+    Example: a response of two tokens with ratios 0.5 and 0.8 and advantages 2 and -1 has the weights 1 and 0.4.
     """
     check_tokens(mask_BT, advantages_BT=advantages_BT)
     log_W_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="sequence")
-    # NaN is no log-prob: it goes on, and makes a bad step.
+    # `clamp` keeps NaN, so that it leads to a bad step.
     tapered_BT = bounded_exp(log_W_BT.clamp(max=0.0))
     is_negative_BT = fill(advantages_BT, mask_BT) < 0
     weights_BT = torch.where(is_negative_BT, tapered_BT, torch.ones_like(tapered_BT))
@@ -135,8 +135,8 @@ def by_sign(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) -> Tenso
 
         loss = negative * loss if A < 0 else loss
 
-    With 0 the positives teach alone, which narrows the policy: https://arxiv.org/abs/2506.01347, whose W-REINFORCE
-    scales the positives instead. With 1 the losses are as they were. Raises ValueError for a number outside.
+    With 0 only positive advantages contribute, which narrows the policy: https://arxiv.org/abs/2506.01347, whose
+    W-REINFORCE scales the positive ones instead. With 1 the losses are unchanged. Raises ValueError outside [0, 1].
     """
     if not 0 <= negative <= 1:
         raise ValueError(f"the weight of negative advantages must lie between 0 and 1, got {negative}")

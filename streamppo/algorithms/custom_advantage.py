@@ -1,6 +1,6 @@
-"""An advantage that users bring: its inputs, how it is called, and how it is tried before the first update.
+"""A user's advantage function: its inputs, its call, and a trial call before the first update.
 
-B trajectories of a whole batch, on every rank the same; T completion tokens (padded).
+B trajectories of a whole batch, the same on every rank; T completion tokens (padded).
 """
 
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from streamppo.algorithms.checks import check_finite
 from streamppo.algorithms.masked import fill, on_last_token, sequence_sum, spread
 
 TRIED_SCORES = ((1.0, 0.0, 0.5), (0.0, 0.0, 0.0))
-"""Scores of the made-up batch on which an advantage is tried, group by group; those of the second are all equal."""
+"""Scores of the trial batch, group by group; in the second group all scores are equal."""
 TRIED_TOKENS = 5
-"""Tokens of its responses, padding included."""
+"""Tokens of each response in the trial batch, padding included."""
 
 
 class AdvantageInputs(NamedTuple):
-    """A batch, in tensors [B] and [B, T]. An update's own batch has whole groups if the advantage compares samples.
+    """A batch, in tensors [B] and [B, T]. An update's batch has whole groups if the advantage compares samples.
 
-    `mask_BT` is True for tokens that the policy sampled. `rewards_BT` is 0 at all others, and less the KL where that is
-    in the reward; `scores_B` are its sums. `group_ids_B` are equal within the trajectories of a prompt. `lag_BT` is the
-    age of a token in versions, and `truncated_B` says that a completion was cut off. There is no critic.
+    `mask_BT` is True for tokens that the policy sampled. `rewards_BT` is 0 at all other tokens; a KL penalty in the
+    reward is already subtracted. `scores_B` are its sums. `group_ids_B` are equal for the trajectories of one prompt.
+    `lag_BT` is the age of a token in versions, `truncated_B` is True for truncated completions. There is no critic.
     """
 
     rewards_BT: Tensor
@@ -35,8 +35,8 @@ class AdvantageInputs(NamedTuple):
 
 
 CustomAdvantage: TypeAlias = Callable[[AdvantageInputs], object]
-"""inputs -> [B], an advantage for each trajectory, or [B, T], one for each token: other people's code, so it is
-looked at."""
+"""inputs -> [B], an advantage for each trajectory, or [B, T], one for each token. It is a user's code, so its result is
+checked."""
 
 
 def custom_advantage(
@@ -48,28 +48,29 @@ def custom_advantage(
     *,
     function: CustomAdvantage,
 ) -> Tensor:
-    """[B, T], constants: call `function`; masked tokens get 0 whatever it says of them.
+    """[B, T], the advantages returned by `function`, detached; masked tokens get 0 whatever it returns for them.
 
-    With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for an answer that is not a
+    With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for a result that is not a
     tensor of [B] or [B, T], and for advantages of unmasked tokens that are not finite.
     """
     rewards_BT = fill(rewards_BT, mask_BT)
     scores_B = sequence_sum(rewards_BT, mask_BT)
-    found = function(AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B))
-    if not isinstance(found, Tensor):
-        raise ValueError(f"the advantage returned a {type(found).__name__}, not a tensor")
-    if found.shape not in (mask_BT.shape, scores_B.shape):
+    advantage = function(AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B))
+    if not isinstance(advantage, Tensor):
+        raise ValueError(f"the advantage returned a {type(advantage).__name__}, not a tensor")
+    if advantage.shape not in (mask_BT.shape, scores_B.shape):
         shapes = f"[B] = {tuple(scores_B.shape)} or [B, T] = {tuple(mask_BT.shape)}"
-        raise ValueError(f"the advantage has shape {tuple(found.shape)}; it must be {shapes}")
-    found_BT = spread(found, mask_BT) if found.dim() == 1 else found
-    check_finite(mask_BT, advantage=found_BT)
-    return fill(found_BT, mask_BT).detach()
+        raise ValueError(f"the advantage has shape {tuple(advantage.shape)}; it must be {shapes}")
+    advantage_BT = spread(advantage, mask_BT) if advantage.dim() == 1 else advantage
+    check_finite(mask_BT, advantage=advantage_BT)
+    return fill(advantage_BT, mask_BT).detach()
 
 
 def try_custom_advantage(function: CustomAdvantage) -> None:
-    """Call an advantage on a small made-up batch, one group of which scored the same throughout.
+    """Call an advantage function on a small trial batch, in which one group has equal scores.
 
-    Raises `ValueError` like `custom_advantage`: such a run would fail at its first update, or at the first equal group.
+    Raises `ValueError` as `custom_advantage` does: such a run would fail at its first update, or at the first group
+    with equal scores.
     """
     scores_B = torch.tensor(TRIED_SCORES).flatten()
     group_ids_B = torch.arange(len(TRIED_SCORES)).repeat_interleave(len(TRIED_SCORES[0]))

@@ -1,4 +1,4 @@
-"""A correction that users bring: its inputs, how it is called, and how it is tried before the first update.
+"""A user's correction function: its inputs, its call, and a trial call before the first update.
 
 B trajectories of a batch, T completion tokens (padded).
 """
@@ -15,14 +15,14 @@ from streamppo.algorithms.masked import check_tokens, fill
 from streamppo.algorithms.ratios import bounded_exp
 
 TRIED_BT = (4, 6)
-"""Trajectories and tokens of the made-up batch on which a correction is tried."""
+"""Trajectories and tokens of the trial batch."""
 
 
 class CorrectionInputs(NamedTuple):
     """The columns of a whole batch, [B, T] each, all constants.
 
-    `mask_BT` is True for tokens that the policy sampled, `trained_BT` for those of them that are for the loss. `lag_BT`
-    is the age of a token in versions. At tokens that the mask leaves out, all other columns are 0.
+    `mask_BT` is True for tokens that the policy sampled, `trained_BT` for those of them that enter the loss. `lag_BT`
+    is the age of a token in versions. At masked tokens all other columns are 0.
 
         ratio = exp(log_ratio) = exp(proximal_logprobs - behavior_logprobs)
     """
@@ -37,7 +37,7 @@ class CorrectionInputs(NamedTuple):
 
 
 CustomCorrection: TypeAlias = Callable[[CorrectionInputs], object]
-"""inputs -> one weight for each token, a [B, T] tensor: other people's code, so it is looked at."""
+"""inputs -> one weight for each token, a [B, T] tensor. It is a user's code, so its result is checked."""
 
 
 def custom_correction(
@@ -49,11 +49,10 @@ def custom_correction(
     *,
     function: CustomCorrection,
 ) -> Correction:
-    """Call `function`; weights are constants, and those of masked tokens 0 whatever it says of them.
+    """The weights returned by `function`, detached; masked tokens get 0 whatever it returns for them.
 
     With `function = ratio_BT.clamp(max=cap)` this is truncation (`corrections.importance_weights`). A sampled token of
-    weight 0 counts as dropped. Raises `ValueError` for an answer that is not a [B, T] tensor of finite weights of at
-    least 0.
+    weight 0 counts as dropped. Raises `ValueError` for a result that is not a [B, T] tensor of finite weights >= 0.
     """
     check_tokens(mask_BT, lag_BT=lag_BT, trained_BT=trained_BT)
     log_ratio_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
@@ -81,10 +80,10 @@ def custom_correction(
 
 
 def try_custom_correction(function: CustomCorrection) -> None:
-    """Call a correction on a small made-up batch, twice: the second time wider by padding, with its inputs watched.
+    """Call a correction function on a small trial batch, and again with more padding.
 
-    Raises `ValueError` for weights that are no weights, that are 0 for every token, that differ between the two calls,
-    and for a function that changes its inputs: they are the learner's own.
+    Raises `ValueError` as `custom_correction` does, for weights that are all 0, for weights that differ between the two
+    calls, and for a function that changes its inputs, which belong to the learner.
     """
     generator = torch.Generator().manual_seed(0)
     behavior_BT = -torch.rand(TRIED_BT, generator=generator) - 0.1
@@ -106,10 +105,10 @@ def try_custom_correction(function: CustomCorrection) -> None:
 def _leaving_inputs(function: CustomCorrection) -> CustomCorrection:
     def watched(inputs: CorrectionInputs) -> object:
         before = [column.clone() for column in inputs]
-        found = function(inputs)
+        correction = function(inputs)
         for name, old, new in zip(inputs._fields, before, inputs, strict=True):
             if not torch.equal(old, new):
                 raise ValueError(f"the correction changes its input {name}: work on a copy")
-        return found
+        return correction
 
     return watched

@@ -1,4 +1,4 @@
-"""A policy loss that users bring: its inputs, how it is called, and how it is tried before the first update.
+"""A user's policy loss: its inputs, its call, and a trial call before the first update.
 
 B rows of a micro-batch, T completion tokens (padded).
 """
@@ -14,19 +14,19 @@ from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
 from streamppo.algorithms.ratios import bounded_exp
 
 TRIED_BT = (3, 5)
-"""Rows and tokens of the made-up micro-batch on which a loss is tried."""
+"""Rows and tokens of the trial micro-batch."""
 
 
 class LossInputs(NamedTuple):
     """The columns of a micro-batch, [B, T] each. Only `logprobs_BT` and `ratio_BT` are differentiable.
 
-    `mask_BT` is True for tokens that are trained; at all others, `log_ratio_BT` and `advantages_BT` are 0.
-    `behavior_logprobs_BT` are the engine's own, of the policy that sampled the token.
+    `mask_BT` is True for tokens that are trained on; at all others `log_ratio_BT` and `advantages_BT` are 0.
+    `behavior_logprobs_BT` are the engine's, of the policy that sampled the token.
 
         ratio = exp(log_ratio) = exp(logprobs - proximal_logprobs)
 
-    The weight proximal / behavior of `algorithm.correction` multiplies the loss afterwards: a loss that makes up for
-    the age of the data by itself goes with a correction that is "off".
+    The weight proximal / behavior of `algorithm.correction` multiplies the loss afterwards: a loss that itself corrects
+    for the age of the data needs a correction that is "off".
     """
 
     logprobs_BT: Tensor
@@ -39,7 +39,7 @@ class LossInputs(NamedTuple):
 
 
 CustomLoss: TypeAlias = Callable[[LossInputs], object]
-"""inputs -> one loss for each token, a [B, T] tensor: other people's code, so it is looked at."""
+"""inputs -> one loss for each token, a [B, T] tensor. It is a user's code, so its result is checked."""
 
 
 def custom_loss(
@@ -51,10 +51,10 @@ def custom_loss(
     *,
     function: CustomLoss,
 ) -> TokenLoss:
-    """Call `function`; masked tokens are left out whatever it says of them.
+    """The loss returned by `function`; masked tokens get 0 whatever it returns for them.
 
-    With `function = -advantages_BT * ratio_BT` this is `policy_losses.importance_weighted`. Raises `ValueError` for an
-    answer that is not a [B, T] tensor.
+    With `function = -advantages_BT * ratio_BT` this is `policy_losses.importance_weighted`. Raises `ValueError` for a
+    result that is not a [B, T] tensor.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT)
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
@@ -70,10 +70,10 @@ def custom_loss(
 
 
 def try_custom_loss(function: CustomLoss) -> None:
-    """Call a loss on a small made-up micro-batch, forward and backward.
+    """Call a loss function on a small trial micro-batch, forward and backward.
 
-    Raises `ValueError` if its shape is another one, if a loss or a gradient is not finite, or if no gradient reaches
-    the log-probs: such a run would teach nothing, or fail at its first update.
+    Raises `ValueError` for another shape, for a loss or gradient that is not finite, and if no gradient reaches the
+    log-probs: such a run would not train, or fail at its first update.
     """
     generator = torch.Generator().manual_seed(0)
     proximal_BT = -torch.rand(TRIED_BT, generator=generator) - 0.1

@@ -1,9 +1,8 @@
-"""How far apart the three policies are, before anything is truncated.
+"""Distances between the three policies, before any truncation.
 
 B sequences, T response tokens (padded), K lag buckets, S sums.
-Everything is made of sums, so a number over all ranks is: `off_policy_sums` on each, SUM all-reduce,
-`off_policy_of`. Truncated weights would hide the collapse that these are there to show: after min(w, cap) its
-effective sample size looks healthy.
+All are computed from sums. For numbers over all ranks: `off_policy_sums` on each rank, SUM all-reduce, then
+`off_policy_of`. Truncated weights would hide a collapse: after min(w, cap) the effective sample size looks healthy.
 """
 
 from typing import NamedTuple
@@ -18,11 +17,11 @@ from streamppo.algorithms.ratios import bounded_exp
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65+")
 LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16, 32, 64)
 HIGH, LOW = 2.0, 0.5
-"""A weight above the one or below the other counts as high or low."""
+"""A weight above HIGH counts as high, below LOW as low."""
 BLOCK_TOKENS = 2**18
-"""Tokens that diagnostics are computed for at one time, in rows; a longer row is a block of its own."""
+"""Most tokens in one block of rows; a longer row is a block by itself."""
 QUANTILES = (0.01, 0.5, 0.99)
-"""Of an update's ratios: both tails and the median."""
+"""Quantiles of an update's ratios: both tails and the median."""
 
 
 class Divergence(NamedTuple):
@@ -35,8 +34,8 @@ class Divergence(NamedTuple):
         log_ppl   = -mean(logprobs)
         fraction  = mean(w > HIGH), mean(w < LOW)
 
-    ess is the fraction of the tokens that the weighted gradient really rests on, chi2 the variance that the weights
-    add. k1 and k3 estimate KL(behavior || proximal). The log-probs are the engine's and the learner's.
+    ess is the effective share of tokens in the weighted gradient, chi2 the variance that the weights add. k1 and k3
+    estimate KL(behavior || proximal). log_ppl is computed from the engine's and from the learner's log-probs.
     """
 
     tokens: float
@@ -56,7 +55,7 @@ class Divergence(NamedTuple):
 
 
 class OffPolicy(NamedTuple):
-    """`numerics` is over tokens of lag 0, where engine and learner hold equal weights; None without any."""
+    """`numerics` is over tokens of lag 0, for which engine and learner have equal weights; None without any."""
 
     overall: Divergence
     by_lag: dict[str, Divergence]
@@ -76,9 +75,9 @@ def off_policy_sums(
 ) -> Tensor:
     """[K, S] float64 sums by lag bucket; add over micro-batches and ranks, then `off_policy_of`.
 
-    `lag_BT` is that of each token (int). A response counts in the bucket of its oldest unmasked token.
-    Log-ratios are clamped to +-20 only where they are exponentiated. Rows are taken in blocks of
-    `BLOCK_TOKENS`: a token takes 270 bytes while its block is summed up.
+    `lag_BT` is the lag of each token (int). A response counts in the bucket of its oldest unmasked token.
+    Log-ratios are clamped to +-20 only where they are exponentiated. Rows are processed in blocks of
+    `BLOCK_TOKENS`: a token takes 270 bytes while its block is summed.
     """
     check_tokens(mask_BT, proximal=proximal_logprobs_BT, behavior=behavior_logprobs_BT, lag=lag_BT)
     rows = max(1, BLOCK_TOKENS // max(1, mask_BT.shape[1]))
@@ -112,7 +111,7 @@ def numbers(sums_S: Tensor) -> list[float]:
 
 
 def divergence_of(sums_S: list[float]) -> Divergence:
-    """One row of `off_policy_sums`, or a sum of rows -> its means; zeros where nothing is counted."""
+    """The means from one row of `off_policy_sums`, or from a sum of rows; zeros if nothing was counted."""
     n, w, ww, log_w, k3, absolute, square, engine, learner, high, low, m, W, WW = sums_S
     per_token, per_sequence = 1 / max(n, 1.0), 1 / max(m, 1.0)
     return Divergence(
@@ -134,7 +133,7 @@ def divergence_of(sums_S: list[float]) -> Divergence:
 
 
 def off_policy_of(sums_KS: Tensor) -> OffPolicy:
-    """The table of `off_policy_sums` as numbers; a lag bucket without tokens does not appear."""
+    """The table of `off_policy_sums` as numbers; lag buckets without tokens are left out."""
     rows = {name: numbers(row_S) for name, row_S in zip(LAG_BUCKETS, sums_KS.cpu(), strict=True)}
     by_lag = {name: divergence_of(row) for name, row in rows.items() if row[0] > 0}
     return OffPolicy(divergence_of(numbers(sums_KS.sum(0))), by_lag, by_lag.get("0"))
@@ -143,9 +142,9 @@ def off_policy_of(sums_KS: Tensor) -> OffPolicy:
 def off_policy(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, lag_BT: Tensor
 ) -> OffPolicy:
-    """Show the correction's task: ESS, chi-squared, KL and perplexities of proximal against behavior.
+    """ESS, chi-squared, KL and perplexities of proximal against behavior: how much the correction has to correct.
 
-    Overall, by lag, and for lag 0 alone (engine numerics); the equations are at `Divergence`. ESS: Kong's measure,
+    Overall, by lag, and for lag 0 only (engine numerics); the equations are at `Divergence`. ESS: Kong's measure,
     https://arxiv.org/abs/1602.03572; k1 and k3: http://joschu.net/blog/kl-approx.html.
     With proximal == behavior ess is 1 and chi2, k1 and k3 are 0.
     """
@@ -176,13 +175,13 @@ def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tens
 
 
 def update_statistics_of(sums_S: Tensor) -> UpdateStatistics:
-    """Means from `update_sums`; k3 is the approximate KL that `kl.stop_early` looks at."""
+    """Means from `update_sums`; k3 is the approximate KL for `kl.stop_early`."""
     tokens, *totals = numbers(sums_S)
     return UpdateStatistics(tokens, *(total / max(tokens, 1.0) for total in totals))
 
 
 def ratio_quantiles(ratio_BT: Tensor, mask_BT: Tensor) -> tuple[float, ...]:
-    """The QUANTILES of the unmasked ratios (nearest rank); zeros where all is masked."""
+    """The QUANTILES of the unmasked ratios (nearest rank); zeros if all tokens are masked."""
     ordered = ratio_BT.detach()[mask_BT].sort().values
     if ordered.numel() == 0:
         return tuple(0.0 for _ in QUANTILES)

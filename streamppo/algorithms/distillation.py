@@ -1,4 +1,4 @@
-"""Learning from a teacher's log-probs of the tokens that the policy sampled, and from right answers as they are.
+"""On-policy distillation from a teacher's log-probs of sampled tokens, and a likelihood term on right answers.
 
 B sequences, T response tokens (padded).
 """
@@ -18,14 +18,14 @@ def with_teacher(
     weight: float,
     others: float = 1.0,
 ) -> Tensor:
-    """[B, T] advantages with the teacher's beside the others: the reverse KL of each token, with discount 0.
+    """[B, T] advantages, minus the weighted reverse KL to the teacher of each token, with discount 0.
 
         others * advantages_t - weight * (logprobs_t - teacher_logprobs_t)
 
     On-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation/: in expectation over the policy's
     own tokens this is minus the gradient of KL(policy || teacher) for each of them. Detached; the difference is clamped
-    to +-20. With teacher == policy, or weight 0, nothing but the other advantages is left. Raises ValueError on shapes
-    that do not fit.
+    to +-20. With teacher == policy, or weight 0, only the other advantages are left. Raises ValueError on shapes that
+    do not fit.
     """
     check_tokens(mask_BT, advantages_BT=advantages_BT)
     distance_BT = kl(logprobs_BT.detach(), teacher_logprobs_BT, mask_BT, kind="k1")
@@ -33,7 +33,7 @@ def with_teacher(
 
 
 def positive_nll(logprobs_BT: Tensor, right_BT: Tensor, count: float) -> Tensor:
-    """The share of a micro-batch in the mean negative log-likelihood of the tokens of right answers; differentiable.
+    """A micro-batch's share of the mean negative log-likelihood of the tokens of right answers; differentiable.
 
         -sum(logprobs_t over right) / count
 

@@ -1,7 +1,7 @@
-"""Entropy is kept up by a few tokens: which of a batch they are, and what becomes of their loss; a steered bonus.
+"""Entropy control: choose the few tokens of a batch that decide its entropy, change their loss; an adaptive bonus.
 
-B trajectories of a whole batch, T response tokens (padded). Tokens are singled out once a batch, before its first step,
-so that micro-batches and ranks do not change them. `mask_BT` are the tokens that are trained.
+B trajectories of a whole batch, T response tokens (padded). Tokens are chosen once per batch, before its first step, so
+that the choice does not depend on micro-batches and ranks. `mask_BT` are the tokens that are trained on.
 """
 
 import math
@@ -22,8 +22,8 @@ def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> T
         threshold = the ceil(share * n)-th largest entropy of the n unmasked tokens
         True where entropy >= threshold
 
-    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): forks of a chain of thought teach, and the
-    rest follows from them. With share = 1 these are all tokens.
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): training on the forking tokens of a chain of
+    thought is enough. With share = 1 these are all tokens.
     """
     check_tokens(mask_BT, entropy_BT=entropy_BT)
     entropy_N = entropy_BT[mask_BT]
@@ -61,7 +61,7 @@ def clip_cov(
     """[B, T] bool, Clip-Cov: max(1, floor(share * n)) tokens, drawn from those with band[0] < covariance < band[1].
 
     https://arxiv.org/abs/2505.22617 (share = 2e-4, band = [1, 5]), where their gradient is stopped. `order(k)` is a
-    permutation of k: the first of it are drawn. An empty band singles out nothing.
+    permutation of k, whose first entries are drawn. An empty band chooses no token.
     """
     inside_BT = mask_BT & (covariance_BT > band[0]) & (covariance_BT < band[1])
     places_K2 = inside_BT.nonzero()
@@ -72,7 +72,7 @@ def clip_cov(
 def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
     """[B, T] bool, KL-Cov: the max(1, floor(share * n)) tokens of the highest covariance.
 
-    https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B). Of equal ones the first are taken.
+    https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B). Among equal covariances the first are taken.
     """
     places_N2 = mask_BT.nonzero()
     highest = covariance_BT[mask_BT].sort(descending=True, stable=True).indices[: _number(mask_BT, share)]
@@ -80,19 +80,19 @@ def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
 
 
 def drop_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """[B, T]: the chosen tokens have no loss; they still count in the denominator. Without any, the loss as it was."""
+    """[B, T], the loss with 0 at the chosen tokens, which still count in the denominator."""
     return loss_BT.masked_fill(chosen_BT, 0.0)
 
 
 def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *, coefficient: float) -> Tensor:
-    """[B, T]: the chosen tokens pay for the distance to the proximal policy, each at most K3_BOUND * coefficient.
+    """[B, T], the loss plus a penalty on the chosen tokens' KL to the proximal policy, at most K3_BOUND * coefficient.
 
         d    = logprobs - proximal_logprobs
         loss + coefficient * (exp(d) - 1 - d)
 
     k3 of KL(proximal || current), unbiased in value and gradient. The authors' code
-    (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) has abs(d), whose gradient where d is 0 but for rounding is
-    the sign of that rounding; here it is 0, so that this acts from an update's second step on.
+    (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) has abs(d): in an update's first step d is only a rounding
+    error, and the gradient is its sign. Here it is 0 there, so that the penalty acts from the second step on.
     """
     distance_BT = fill(log_ratio_BT, chosen_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return loss_BT + coefficient * (distance_BT.expm1() - distance_BT).clamp(max=K3_BOUND)
@@ -109,20 +109,20 @@ def _at(places_K2: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 class Bonus(NamedTuple):
-    """The entropy bonus: the weight that is steered, and the one that the next update uses, which may be 0."""
+    """The entropy bonus: the adaptive coefficient, and the weight in the next update, which may be 0."""
 
     coefficient: float
     weight: float
 
 
 def next_bonus(coefficient: float, entropy: float, *, target: float, step: float, within: tuple[float, float]) -> Bonus:
-    """Steer the entropy bonus: it grows while the entropy is too low, and is given only then.
+    """Adapt the entropy bonus: its coefficient grows while the entropy is too low, and only then it is applied.
 
         coefficient <- clamp(coefficient + step if entropy <= target else coefficient - step, *within)
         weight       = coefficient if entropy <= target else 0
 
-    Adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312. `entropy` is that of the update before,
-    in nats per token. With a target that is never reached from above the weight goes to within[1] and stays.
+    Adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312. `entropy` is that of the previous update,
+    in nats per token. If the entropy never exceeds the target, the weight rises to within[1] and stays there.
     """
     low = entropy <= target
     moved = min(max(coefficient + (step if low else -step), within[0]), within[1])

@@ -1,4 +1,4 @@
-"""Responses that leave the loss. Their rewards stay in their group's mean, and their tokens in the denominators.
+"""Filters that remove responses from the loss; their rewards stay in the group's mean, their tokens in denominators.
 
 B sequences, T response tokens (padded).
 """
@@ -10,11 +10,12 @@ from streamppo.algorithms.masked import check_sequences, check_tokens, sequence_
 
 
 def truncated(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T] bool, True at the unmasked tokens of completions that were cut off: their reward is noise.
+    """[B, T] bool, True at the unmasked tokens of truncated completions: their reward is noise.
 
         left_out_bt = truncated_b
 
-    Overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without cut-off completions it is empty.
+    Overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without truncated completions it is all
+    False.
     """
     check_tokens(mask_BT)
     check_sequences(mask_BT, truncated_B=truncated_B)
@@ -24,14 +25,14 @@ def truncated(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
 def off_policy_negative(
     logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, delta: float
 ) -> Tensor:
-    """[B, T] bool, True at responses that failed and that the current policy would hardly sample any more.
+    """[B, T] bool, True at responses with a negative advantage that have become unlikely under the current policy.
 
         left_out_bt = mean_t(advantages_bt) < 0 and mean_t(behavior_logprobs_bt - logprobs_bt) > delta
 
-    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: the engine's own log-probs against
-    the current policy's, so that age, numerics and the steps of this update all count. There the advantage is the
-    response's; the mean is the same for it, and one decision for a response whose tokens differ. Both means are over
-    its unmasked tokens. An infinite delta leaves nothing out. Raises ValueError where delta is not positive.
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: the engine's log-probs against the
+    current policy's, so that lag, numerics and the steps of this update all count. In the paper a response has one
+    advantage; the mean equals it, and gives one decision if a response's tokens have different ones. Both means are
+    over unmasked tokens. An infinite delta filters nothing. Raises ValueError if delta is not positive.
     """
     if not delta > 0:
         raise ValueError(f"delta must be positive, got {delta}")

@@ -1,11 +1,11 @@
-"""Advantages without a critic: a trajectory against the others of its prompt.
+"""Advantages without a critic: a trajectory is compared with the others of its prompt.
 
 B sequences, T response tokens (padded). `scores_B` is one score per trajectory, `group_ids_B` any integers that are
 equal within a group. All but the REINFORCE++ forms return one advantage per trajectory [B]; `masked.spread` puts it on
-the tokens. A trajectory alone in its group has nothing to be compared with and gets 0, before any whitening. A group
-must not be cut: compute these before the batch is divided over ranks.
+the tokens. A trajectory alone in its group gets 0, before any whitening. A group must not be split: compute these
+before the batch is divided over ranks.
 
-In the formulas, of each trajectory's group: mean and std are those of its scores, n is its size.
+In the formulas, mean and std are those of the scores in the trajectory's group, n is the group's size.
 """
 
 from collections.abc import Mapping
@@ -48,9 +48,9 @@ def compare(scores_B: Tensor, group_ids_B: Tensor) -> GroupStats:
 
 
 def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """[B] bool: True where the whole group scored the same, so that it teaches nothing.
+    """[B] bool: True if all scores of the trajectory's group are equal, so that the group has no learning signal.
 
-    DAPO samples such prompts again (https://arxiv.org/abs/2503.14476).
+    DAPO replaces such prompts by others (https://arxiv.org/abs/2503.14476).
     """
     check_scores(scores_B, group_ids_B)
     differs_B = scores_B != scores_B[leaders(group_ids_B)]
@@ -74,14 +74,14 @@ def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True) -> Ten
 def gdpo(
     components_B: Mapping[str, Tensor], group_ids_B: Tensor, *, weights: Mapping[str, float], unbiased: bool = True
 ) -> Tensor:
-    """[B], GDPO: every component of the reward is normalised within its group before they are added.
+    """[B], GDPO: each component of the reward is normalised within its group before the components are added.
 
         sum        = sum_k(weights_k * grpo(components_k))
         advantages = (sum - mean(sum)) / (std(sum) + STD_FLOOR)        mean and std over the batch
 
-    https://arxiv.org/abs/2601.05242: normalised together, answers whose components differ can have one and the same
-    sum, and the component of the largest spread rules. With one component this is GRPO, normalised over the batch.
-    `unbiased` as in `grpo`. Raises ValueError for a component that a trajectory, or the whole batch, does not have.
+    https://arxiv.org/abs/2601.05242: normalised after adding, answers with different components can have the same sum,
+    and the component with the largest spread dominates. With one component this is GRPO, normalised over the batch.
+    `unbiased` as in `grpo`. Raises ValueError if a trajectory or the whole batch lacks a component.
     """
     total_B = torch.zeros(group_ids_B.shape, dtype=torch.float64, device=group_ids_B.device)
     for name, weight in weights.items():
@@ -103,8 +103,8 @@ def dr_grpo(scores_B: Tensor, group_ids_B: Tensor, *, baseline_shift: float = 0.
         advantages = score - (mean + baseline_shift)
 
     https://arxiv.org/abs/2503.20783; its loss is aggregated with "constant". n / (n - 1) times this is `rloo`.
-    With a shift below 0 it is asymmetric REINFORCE, https://arxiv.org/abs/2506.20520: old data that went right weigh
-    more than those that went wrong, and equal scores of a group teach too.
+    With a shift below 0 it is asymmetric REINFORCE, https://arxiv.org/abs/2506.20520: old data with high scores weigh
+    more than those with low scores, and groups with equal scores have a signal too.
     """
     centred_B = compare(scores_B, group_ids_B).centred
     shifted_B = centred_B - baseline_shift if baseline_shift else centred_B
@@ -124,7 +124,7 @@ def rloo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """[B], MaxRL: towards the likelihood of success instead of its mean.
+    """[B], MaxRL: maximise the log-likelihood of success instead of the mean score.
 
         advantages = (score - mean) / mean        0 where mean = 0
 
@@ -155,7 +155,7 @@ def reinforce_plus_plus(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) ->
         advantages = whiten(returns_to_go(rewards))
 
     Hu et al. 2025, https://arxiv.org/abs/2501.03262; put the KL penalty in the rewards (`kl.kl_reward`).
-    With gamma = 1 and a final reward every token carries its trajectory's whitened score.
+    With gamma = 1 and a final reward every token has its trajectory's whitened score.
     """
     return whiten(returns_to_go(rewards_BT, mask_BT, gamma=gamma), mask_BT)
 
@@ -165,7 +165,7 @@ def reinforce_plus_plus_baseline(scores_B: Tensor, group_ids_B: Tensor, mask_BT:
 
         advantages = whiten(score - mean)
 
-    https://arxiv.org/abs/2501.03262. A group of two answers has a noisy std, a batch of hundreds has not.
+    https://arxiv.org/abs/2501.03262. The std of a group of two answers is noisy, that of a batch of hundreds is not.
     Without the whitening this is `dr_grpo`.
     """
     return whiten(spread(dr_grpo(scores_B, group_ids_B), mask_BT), mask_BT)

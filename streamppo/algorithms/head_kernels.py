@@ -1,11 +1,11 @@
-"""Two kernels of the head on a GPU: one reads logits once, one writes their gradient in the type that products take.
+"""Two kernels of the head on a GPU: one reads logits once, one writes their gradient in the dtype of the products.
 
 N tokens, P tokens of the vocabulary in one piece, M candidates of all tokens together, parts * N rows of a gradient
-that is a sum of `parts` numbers. A program has one token; it sums in one order, so that the same tensors give the same
-bits.
+that is a sum of `parts` numbers. Each program handles one token and sums in a fixed order, so that the same tensors
+give the same bits.
 """
 
-# The language of kernels has no types that a checker could be strict about.
+# Triton's kernel language has no types for strict checks.
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from subprocess import SubprocessError
@@ -20,13 +20,13 @@ from triton.errors import TritonError
 from streamppo.algorithms.candidates import Candidates
 
 BLOCK, WARPS = 1024, 4
-"""Logits that a program has in its registers, one for each of its lanes, and its warps of 32 threads."""
+"""Logits in a program's registers, one per lane; and the number of its warps of 32 threads."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""The maximum of no logits: its distances are finite."""
+"""The maximum before any logit: finite, so that differences to it are finite."""
 
 
 class TokenInputs(NamedTuple):
-    """All that the way from a token's products to its log-prob depends on; see `chunked_head` and `Candidates`."""
+    """All inputs that determine a token's log-prob, besides its products; see `chunked_head` and `Candidates`."""
 
     scale: float
     soft_cap: float
@@ -45,7 +45,7 @@ def tokens(
     inverse_temperature_N: Tensor | None,
     candidates: Candidates | None,
 ) -> TokenInputs:
-    """`TokenInputs` as the kernels read them: one number after another."""
+    """`TokenInputs` with contiguous tensors, for the kernels."""
     bias_V, inverse_temperature_N, *sets = (
         None if column is None else column.contiguous()
         for column in (bias_V, inverse_temperature_N, *(candidates or (None, None, None)))
@@ -54,8 +54,10 @@ def tokens(
 
 
 def fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason for which the kernels do not run here, found with a few tokens; None if they do."""
-    logits_NP, gradient_QP = (torch.zeros(16, 128, device=device, dtype=one) for one in (torch.float32, dtype))
+    """Why the kernels do not run on `device`, found by a trial with a few tokens; None if they run."""
+    logits_NP, gradient_QP = (
+        torch.zeros(16, 128, device=device, dtype=precision) for precision in (torch.float32, dtype)
+    )
     softmax_4N = softmax(logits_NP)
     few = tokens((1.0, 0.0), None, torch.zeros(16, device=device, dtype=torch.int64), None, None)
     try:
@@ -67,14 +69,14 @@ def fault(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def softmax(rows: Tensor) -> Tensor:
-    """The softmax of each of N rows before its first logit, [4, N]: see `read`."""
+    """The initial state of the online softmax of N rows, [4, N]: see `read`."""
     made_4N = torch.zeros(4, len(rows), device=rows.device)
     made_4N[0], made_4N[3] = LOWEST.value, -torch.inf
     return made_4N
 
 
 def read(logits_NP: Tensor, first: int, tokens: TokenInputs, softmax_4N: Tensor) -> None:
-    """Go on with each token's softmax over the piece of the vocabulary that begins at `first`.
+    """Update each token's online softmax with the piece of the vocabulary that starts at `first`.
 
     maximum = max(z),  total = sum(exp(z - maximum)),  moment = sum(exp(z - maximum) * (z - maximum)),  z[target]
     """
@@ -84,7 +86,7 @@ def read(logits_NP: Tensor, first: int, tokens: TokenInputs, softmax_4N: Tensor)
 
 
 def write(logits_NP: Tensor, first: int, tokens: TokenInputs, scores: tuple[Tensor, ...], gradient_QP: Tensor) -> None:
-    """Write the gradient with respect to the products of a piece, as a sum of Q / N numbers.
+    """Write the gradient with respect to the products of a piece, each as a sum of Q / N numbers.
 
     `scores` are log-normalisers, entropies, and the gradients of log-probs and entropies, [N] each.
     """
@@ -99,7 +101,7 @@ def read_logits(logits_NP, tokens, softmax_4N, size, BLOCK: tl.constexpr):
     stride, width, first, N = size
     n, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row, state = logits_NP + n * stride, softmax_4N + n
-    # Each lane has a softmax of its own logits; the first one goes on with the token's.
+    # Each lane has the softmax of its own logits; lane 0 starts from the token's state.
     maximum = tl.load(state + 0 * lane, mask=lane == 0, other=LOWEST)
     total = tl.load(state + N + 0 * lane, mask=lane == 0, other=0.0)
     moment = tl.load(state + 2 * N + 0 * lane, mask=lane == 0, other=0.0)
@@ -130,7 +132,7 @@ def read_logits(logits_NP, tokens, softmax_4N, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.constexpr):
-    """Write a piece of one token's gradient: 0 outside of its candidates."""
+    """Write a piece of one token's gradient; 0 outside of its candidates."""
     stride, width, first, N, wide, parts = size
     n = tl.program_id(0).to(tl.int64)
     row, out = logits_NP + n * stride, gradient_QP + n * wide
@@ -146,7 +148,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
             tl.store(out + part * N * wide + column, rounded, mask=live)
             gradient -= rounded.to(tl.float32)
     if tokens.counts_N is not None:
-        # Another thread may have written the 0.
+        # The zeros may have been written by other threads: wait for them.
         tl.debug_barrier()
         for begin in range(0, tl.load(tokens.counts_N + n), BLOCK):
             column, live = candidates(begin, n, first, width, tokens, BLOCK)
@@ -159,7 +161,7 @@ def write_gradient(logits_NP, tokens, scores, gradient_QP, size, BLOCK: tl.const
 
 @triton.jit
 def candidates(begin, n, first, width, tokens, BLOCK: tl.constexpr):
-    """(columns, those of them in the piece) of a block of a token's candidates."""
+    """(columns, mask of the columns inside the piece) of a block of a token's candidates."""
     number = begin + tl.arange(0, BLOCK)
     listed = number < tl.load(tokens.counts_N + n)
     place = tl.load(tokens.starts_N + n) + number
@@ -191,8 +193,8 @@ def temper(tokens, n):
 
 @triton.jit
 def longer(z, maximum, total, moment):
-    """The softmax of each lane with one logit more, which costs one exponential."""
-    # exp is 0 below -104; a distance without bound would make 0 * inf. A logit that is no number goes through.
+    """Add one logit to the softmax of each lane; this takes one exponential."""
+    # exp is 0 below -104; an unbounded distance would give 0 * inf. NaN is kept.
     below = tl.maximum(-tl.abs(z - maximum), -200.0, propagate_nan=tl.PropagateNan.ALL)
     weight = tl.exp(below)
     moment = tl.where(z > maximum, weight * (moment + below * total), moment + weight * below)

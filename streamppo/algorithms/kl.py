@@ -1,7 +1,7 @@
-"""KL divergence estimated from sampled tokens: a penalty in the reward, a term of the loss, an alarm.
+"""KL divergence estimated from sampled tokens: a penalty in the reward, a term of the loss, an early stop.
 
-B sequences, T response tokens (padded). All are estimates of KL(current || reference) for tokens that the current
-policy sampled; those of another one are first given `policy_weights`.
+B sequences, T response tokens (padded). All estimate KL(current || reference) from tokens sampled by the current
+policy; tokens of another policy are weighted by `policy_weights`.
 """
 
 from typing import Literal
@@ -14,9 +14,9 @@ from streamppo.algorithms.ratios import LOG_RATIO_BOUND, bounded_exp
 Estimator = Literal["k1", "k2", "k3"]
 
 K3_BOUND = 10.0
-"""The largest k3 of a token in a loss or a reward; beyond it, at a d of -2.55 or 11, its gradient is zero."""
+"""The largest k3 of a token in a loss or reward; its gradient is zero beyond, where d < -2.55 or d > 11."""
 TARGET_KL_SLACK = 1.5
-"""An update ends when its KL passes this many times its target: single minibatches scatter around it."""
+"""An update ends when its KL exceeds this many times its target: single minibatches scatter around it."""
 
 
 def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
@@ -43,7 +43,7 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
 
 
 def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: makes a mean over the tokens that one policy sampled that of another one; detached, 0 where masked.
+    """[B, T]: weights that turn a mean over one policy's tokens into that of another one; detached, 0 where masked.
 
         weights = stop(exp(logprobs - sampled_logprobs))
 
@@ -55,7 +55,7 @@ def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Te
 
 
 def penalty(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
-    """[B, T]: `kl`, with k3 at most K3_BOUND: exp(12) of one token, and as much gradient, would rule a whole batch.
+    """[B, T]: `kl`, with k3 at most K3_BOUND: one token with k3 = exp(12) would dominate the gradient of a whole batch.
 
     The bound is verl's (https://github.com/volcengine/verl, `low_var_kl`).
     """
@@ -110,13 +110,13 @@ def kl_loss(
 
 
 def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target: float, horizon: int) -> float:
-    """Steer beta towards the target KL with a proportional controller; observed_kl is per response.
+    """Adapt beta towards the target KL with a proportional controller; observed_kl is per response.
 
         error = clamp(observed_kl / target - 1, -0.2, 0.2)
         beta  <- beta * max(0, 1 + error * num_trajectories / horizon)
 
     Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593.
-    At observed_kl == target beta stands still. Raises ValueError where target or horizon is not positive.
+    At observed_kl == target beta does not change. Raises ValueError if target or horizon is not positive.
     """
     if target <= 0 or horizon <= 0:
         raise ValueError(f"target and horizon must be positive, got {target} and {horizon}")
@@ -125,12 +125,12 @@ def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target:
 
 
 def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
-    """Say if the rest of the update should be skipped, because the policy has moved far enough.
+    """True if the rest of the update should be skipped, because the policy has moved far enough.
 
         KL(proximal || current) > TARGET_KL_SLACK * target_kl
 
     The rule of Spinning Up and Stable-Baselines3
-    (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Without a target the answer is always
-    False; a NaN stops, and says nothing of how far: the learner counts it as a bad step.
+    (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Always False without a target. True for NaN,
+    although NaN is no distance: the learner counts it as a bad step.
     """
     return target_kl is not None and not approximate_kl <= TARGET_KL_SLACK * target_kl

@@ -1,23 +1,23 @@
-"""The lag that steers itself: the effective sample size of each lag decides how far engines may go ahead.
+"""Adaptive lag: the effective sample size at each lag decides how far engines may run ahead.
 
-The older the policy that sampled, the further it is from the learner's, and the fewer of the tokens the weighted
-gradient really rests on (`Divergence.ess_token`, measured before any truncation). VCPO takes ESS as the sign that a run
-is about to collapse, and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). Here the lag is lowered
-first, and the learning rate where that is of no use, or not yet.
+The older the behavior policy, the further it is from the learner's, and the smaller is the effective share of tokens in
+the weighted gradient (`Divergence.ess_token`, measured before any truncation). VCPO uses ESS as a sign of an imminent
+collapse, and lowers the learning rate by it (https://arxiv.org/abs/2602.17616). Here the lag is lowered first; the
+learning rate is lowered if a smaller lag does not help, or does not help yet.
 
-    after every update, of the buckets of lags up to `admitted` that have `LEAST` of the tokens:
+    After every update, over the buckets of lags up to `admitted` that have at least the share `LEAST` of the tokens:
 
-    the lowest bucket with ESS < ess begins at lag f > 0     admitted = f - 1, and for `hold` updates older data come
-    that is lag 0                                            admitted = 0, lr_share is halved: no lag is at fault
-    none has, and lr_share < 1                               lr_share is doubled
-    all have ESS >= (1 + ess) / 2, admitted is reached       as far as they reach, 1 more at least (`extrapolate_lag`)
+    the lowest bucket with ESS < ess starts at lag f > 0     admitted = f - 1; older data arrive for `hold` updates
+    it starts at lag 0                                       admitted = 0, lr_share is halved: lag is not the cause
+    no bucket has ESS < ess, and lr_share < 1                lr_share is doubled
+    all have ESS >= (1 + ess) / 2, admitted is reached       admitted rises by at least 1 (`extrapolate_lag`)
 
-    an update's share of the learning rate    lr_share; while older data may come, times the mean over its tokens of
+    an update's share of the learning rate    lr_share; while older data may arrive, times the mean over its tokens of
                                               min(1, (admitted + 1) / (lag + 1))
 
-The lag falls below all of the bucket that fails (buckets double in width), and rises with the evidence that the data at
-its bound are good, to twice that at most: it never goes far beyond what was measured. With all ESS above (1 + ess) / 2
-it rises to its bound wherever that is reached, and stays there.
+The lag falls below the whole failing bucket (buckets double in width). It rises only if data at its bound are good, to
+at most twice its value, so that it never goes far beyond what was measured. With all ESS above (1 + ess) / 2 it rises
+to its upper bound, if the data reach it, and stays there.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ from typing import NamedTuple
 from streamppo.algorithms.diagnostics import LAG_BUCKETS, LAST_LAG_OF_BUCKET
 
 LEAST = 0.01
-"""The share of the tokens from which a bucket counts, and from which the admitted lag is reached."""
+"""Smallest share of the tokens for which a bucket counts, and for which the admitted lag counts as reached."""
 LEAST_RATE = 1 / 16
 """The smallest `lr_share`."""
 FIRST_LAG_OF_BUCKET = (0, *(last + 1 for last in LAST_LAG_OF_BUCKET))
 
 
 class AdmittedLag(NamedTuple):
-    """The lag that is admitted, in versions; a share of the learning rate; updates for which older data may come."""
+    """The admitted lag in versions, the share of the learning rate, and the updates for which older data may arrive."""
 
     admitted: int
     lr_share: float = 1.0
@@ -44,56 +44,60 @@ class AdmittedLag(NamedTuple):
 def next_lag(
     lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int], *, at_most: int, ess: float
 ) -> AdmittedLag:
-    """The lag to admit after an update on a batch with these tokens; `ess_by_bucket` is by `LAG_BUCKETS`."""
-    found = _bucket_ess(lag, ess_by_bucket, tokens_by_lag)
-    failing = [first for first, value in found.items() if value < ess]
+    """The lag to admit after an update on a batch with `tokens_by_lag`; `ess_by_bucket` has keys of `LAG_BUCKETS`."""
+    ess_by_first_lag = _bucket_ess(lag, ess_by_bucket, tokens_by_lag)
+    failing = [first for first, value in ess_by_first_lag.items() if value < ess]
     if failing:
-        # Data that were admitted before come for as many updates.
+        # Data admitted under the old lag arrive for as many updates.
         hold, none_is_at_fault = max(lag.hold - 1, lag.admitted), min(failing) == 0
         rate = max(LEAST_RATE, lag.lr_share / 2) if none_is_at_fault else lag.lr_share
         return AdmittedLag(max(0, min(failing) - 1), rate, hold)
     waited = lag._replace(hold=max(0, lag.hold - 1))
     if lag.lr_share < 1:
         return waited._replace(lr_share=min(1.0, 2 * lag.lr_share))
-    reached = _share(tokens_by_lag, lambda one: one >= lag.admitted) >= LEAST
-    if lag.hold or not found or not reached or min(found.values()) < (1 + ess) / 2:
+    reached = _share(tokens_by_lag, lambda token_lag: token_lag >= lag.admitted) >= LEAST
+    if lag.hold or not ess_by_first_lag or not reached or min(ess_by_first_lag.values()) < (1 + ess) / 2:
         return waited
-    return waited._replace(admitted=min(at_most, extrapolate_lag(lag.admitted, min(found.values()), (1 + ess) / 2)))
+    return waited._replace(
+        admitted=min(at_most, extrapolate_lag(lag.admitted, min(ess_by_first_lag.values()), (1 + ess) / 2))
+    )
 
 
 def extrapolate_lag(admitted: int, worst: float, least: float) -> int:
-    """The lag to which data reach whose lowest ESS, of at least `least`, is `worst` as far as lag `admitted`.
+    """The lag at which ESS would fall to `least`, if its lowest value up to lag `admitted` is `worst` >= `least`.
 
-    The variance of a policy's log-ratios grows with the square of the distance that it moves, which is at most
-    proportional to the versions between: so log(ESS) is taken to fall with the square of lag + 1.
+    The variance of a policy's log-ratios grows with the square of the distance that the policy moves, which is at most
+    proportional to the number of versions. So log(ESS) is assumed to fall with the square of lag + 1.
 
-        lag + 1 = (admitted + 1) min(2, sqrt(log(least) / log(worst))), rounded down; admitted + 1 at least
+        lag + 1 = (admitted + 1) min(2, sqrt(log(least) / log(worst))), rounded down; lag is at least admitted + 1
     """
     reach = 2.0 if worst >= 1 else min(2.0, sqrt(log(least) / log(worst)))
     return max(admitted + 1, int(reach * (admitted + 1)) - 1)
 
 
 def lr_share(lag: AdmittedLag, tokens_by_lag: Mapping[int, int]) -> float:
-    """The share of the learning rate for the update on a batch with these tokens."""
+    """The share of the learning rate for the update on a batch with `tokens_by_lag`."""
     if not lag.hold or not tokens_by_lag:
         return lag.lr_share
-    young = sum(tokens * min(1.0, (lag.admitted + 1) / (one + 1)) for one, tokens in sorted(tokens_by_lag.items()))
+    young = sum(
+        tokens * min(1.0, (lag.admitted + 1) / (token_lag + 1)) for token_lag, tokens in sorted(tokens_by_lag.items())
+    )
     return lag.lr_share * young / sum(tokens_by_lag.values())
 
 
 def _bucket_ess(
     lag: AdmittedLag, ess_by_bucket: Mapping[str, float], tokens_by_lag: Mapping[int, int]
 ) -> dict[int, float]:
-    """The effective sample sizes of the buckets that count, by the first lag of each."""
-    found: dict[int, float] = {}
+    """The effective sample sizes of the buckets that count, by each bucket's first lag."""
+    ess_by_first_lag: dict[int, float] = {}
     for name, first, last in zip(LAG_BUCKETS, FIRST_LAG_OF_BUCKET, (*LAST_LAG_OF_BUCKET, inf), strict=True):
-        share = _share(tokens_by_lag, lambda one, first=first, last=last: first <= one <= last)
+        share = _share(tokens_by_lag, lambda token_lag, first=first, last=last: first <= token_lag <= last)
         if first <= lag.admitted and share >= LEAST and name in ess_by_bucket:
-            found[first] = ess_by_bucket[name]
-    return found
+            ess_by_first_lag[first] = ess_by_bucket[name]
+    return ess_by_first_lag
 
 
 def _share(tokens_by_lag: Mapping[int, int], counts: Callable[[int], bool]) -> float:
-    """The share of the tokens whose lag `counts`."""
-    counted = sum(tokens for one, tokens in tokens_by_lag.items() if counts(one))
+    """The share of the tokens whose lag satisfies `counts`."""
+    counted = sum(tokens for token_lag, tokens in tokens_by_lag.items() if counts(token_lag))
     return counted / max(1, sum(tokens_by_lag.values()))

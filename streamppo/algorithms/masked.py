@@ -1,9 +1,9 @@
-"""The few operations on masked response tokens that every function here needs.
+"""Basic operations on masked response tokens.
 
 B sequences, T response tokens (padded on the right).
 
-`mask_BT` is bool and True only for tokens that the policy sampled and that are trained. A masked place may hold
-anything, NaN included: it is replaced before it is used, never multiplied by zero.
+`mask_BT` is bool, and True only for tokens that the policy sampled and that are trained on. A masked place may hold
+anything, NaN included: it is replaced before use, never multiplied by zero.
 Sums run along the padded rows: they are deterministic on a GPU, unlike scattered additions.
 """
 
@@ -50,7 +50,7 @@ def sequence_count(mask_BT: Tensor) -> Tensor:
 
 
 def sequence_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B], the mean of x over the unmasked tokens of each sequence; 0 for a sequence that has none."""
+    """[B], the mean of x over the unmasked tokens of each sequence; 0 for a sequence without any."""
     return sequence_sum(x_BT, mask_BT) / sequence_count(mask_BT).clamp(min=1)
 
 
@@ -60,7 +60,7 @@ def spread(x_B: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def last_token(mask_BT: Tensor) -> Tensor:
-    """[B, T] bool, True at the last unmasked token of each sequence that has one."""
+    """[B, T] bool, True at the last unmasked token of each sequence; all False for a sequence without any."""
     remaining_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
     return mask_BT & (remaining_BT == 1)
 

@@ -1,7 +1,7 @@
-"""Policy losses that bound probabilities in place of ratios: DPPO's binary KL, and IPO. Beside `policy_losses.dppo_tv`.
+"""Policy losses that bound probabilities instead of ratios: DPPO's binary KL, and IPO. See `policy_losses.dppo_tv` too.
 
 Symbols, shapes and rules are those of policy_losses.py; p and q are the proximal and the current probability of a
-token. A dropped token has loss 0, and still counts in the denominator.
+token. A dropped token has loss 0 and still counts in the denominator.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
 from streamppo.algorithms.ratios import bounded_exp
 
 REST_FLOOR = 1e-8
-"""1 - p is at least this much before its logarithm is taken: a token may have all of the probability."""
+"""Lower bound of 1 - p in a logarithm: a token may have all of the probability."""
 
 
 def dppo_kl(
@@ -27,9 +27,9 @@ def dppo_kl(
         KL    = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
         loss  = 0 if KL > delta and (q - p) * A > 0 else -A * r
 
-    The binary KL form of https://arxiv.org/abs/2602.04879, with the proximal policy as the anchor, which in the paper
-    is the behavior policy. It bounds moves near 0 and 1 more tightly than those near 1/2, as `policy_losses.dppo_tv`
-    does not. An infinite delta gives `policy_losses.importance_weighted`.
+    The binary KL form of https://arxiv.org/abs/2602.04879, with the proximal policy as anchor; the paper's anchor is
+    the behavior policy. Unlike `policy_losses.dppo_tv` it bounds moves near 0 and 1 more tightly than those near 1/2.
+    An infinite delta gives `policy_losses.importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")
@@ -49,13 +49,13 @@ def ipo(
     *,
     eps: float = 0.3,
 ) -> TokenLoss:
-    """IPO (INTELLECT Policy Optimization): a token is dropped while its probability is off by more than eps.
+    """IPO (INTELLECT Policy Optimization): a token is dropped while its probability differs by more than eps.
 
         loss  = 0 if abs(q - p) > eps else -A * r
 
-    https://docs.primeintellect.ai/prime-rl/ipo, where p is the behavior policy's: a filter of what disagrees, whichever
-    way A points, where `policy_losses.dppo_tv` drops the moves in A's direction alone. eps = 1 gives
-    `policy_losses.importance_weighted`. It has nothing to do with the preference loss of that name.
+    https://docs.primeintellect.ai/prime-rl/ipo; there p is the behavior policy's. It drops moves in both directions,
+    whatever the sign of A; `policy_losses.dppo_tv` drops only moves in A's direction. eps = 1 gives
+    `policy_losses.importance_weighted`. Not related to the preference loss of the same name.
     """
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")

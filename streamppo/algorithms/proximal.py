@@ -1,4 +1,4 @@
-"""Proximal log-probs without a forward pass of their own.
+"""Proximal log-probs without a separate forward pass.
 
 B sequences, T response tokens (padded).
 """
@@ -9,20 +9,20 @@ from streamppo.algorithms.masked import check_tokens, fill
 
 
 def single_step(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: in an update of one step nothing moves before it, so the proximal policy is the current one, detached."""
+    """[B, T]: in an update of one step the proximal policy is the current one, detached."""
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     return fill(logprobs_BT.detach(), mask_BT)
 
 
 def loglinear(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: the proximal policy lies between behavior and current, one version behind the latter: interpolate.
+    """[B, T]: interpolate the proximal policy between behavior and current; it is one version before current.
 
         weight_t   = 1 / (lag_t + 1)
         proximal_t = weight_t * behavior_logprobs_t + (1 - weight_t) * logprobs_t        (detached)
 
-    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d with d = lag + 1, the versions
-    from the token's to the one being made. At lag 0 the behavior policy IS the proximal one; for large lag
-    the result is the current policy and the ratio goes to 1.
+    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d with d = lag + 1, the number of versions
+    from the token's to the one being made. At lag 0 the behavior policy is the proximal one; for large lag the result
+    approaches the current policy and the ratio 1.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
     behavior_BT, current_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(logprobs_BT.detach(), mask_BT)
@@ -31,11 +31,11 @@ def loglinear(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor,
 
 
 def behavior(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: the policy that sampled a token is the one to stay near, so that one ratio is for age and movement.
+    """[B, T]: the behavior policy as anchor, so that one ratio covers both lag and the update's movement.
 
         ratio_t = exp(logprobs_t - behavior_logprobs_t)
 
-    PPO with its data as it came, https://arxiv.org/abs/1707.06347; DPPO's anchor, https://arxiv.org/abs/2602.04879.
+    Plain PPO, https://arxiv.org/abs/1707.06347; DPPO's anchor, https://arxiv.org/abs/2602.04879.
     At lag 0 and with an exact engine this is the learner's policy before the first step.
     """
     check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)

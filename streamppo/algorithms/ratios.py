@@ -1,4 +1,4 @@
-"""From the log-ratio of two policies to the ratio itself, without overflow."""
+"""The ratio of two policies from its logarithm, without overflow."""
 
 from torch import Tensor
 

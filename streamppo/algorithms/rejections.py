@@ -1,7 +1,7 @@
-"""Rules that keep or drop by how far proximal is from behavior, whatever the weight of what they keep.
+"""Rules that drop tokens or responses by the distance of proximal from behavior; the weights of the rest stay.
 
 B sequences, T response tokens (padded), N rules. w_bt = proximal / behavior of a token. A rejected token has weight 0
-and still counts in the denominators (`aggregate`). NaN is kept by every rule, so that it makes a bad step.
+and still counts in the denominators (`aggregate`). Every rule keeps NaN, so that it leads to a bad step.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from streamppo.algorithms.ratios import bounded_exp
 
 
 class RejectionRule(NamedTuple):
-    """`keeps` is (proximal, behavior, mask), [B, T] each, -> [B, T] bool; `name` stands in the metrics."""
+    """`keeps` maps (proximal, behavior, mask), [B, T] each, to [B, T] bool; `name` is used in metrics."""
 
     name: str
     keeps: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +28,7 @@ def rejecting(
     mask_BT: Tensor,
     rules_N: Sequence[RejectionRule],
 ) -> Correction:
-    """Drop what at least one of the rules rejects; the weights of the rest stay.
+    """Drop the tokens that at least one rule rejects; the weights of the rest stay.
 
         weights_bt = weights_bt if every rule keeps bt else 0
 
@@ -61,8 +61,8 @@ def geometric_in_band(
 ) -> Tensor:
     """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi, n_b the unmasked tokens of the response.
 
-    It does not drop responses for being long. Deviations of two signs cancel in it: `outlier_free` and `mean_k3` see
-    them. With `lo = exp(-delta)`, an open `hi` and negative advantages alone it is `filters.off_policy_negative`.
+    It does not depend on the length of the response. Deviations of opposite signs cancel; `outlier_free` and `mean_k3`
+    detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages it is `filters.off_policy_negative`.
     """
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="geometric"), lo, hi)
 
@@ -82,9 +82,9 @@ def outlier_free(
 def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, at_most: float) -> Tensor:
     """[B, T] bool: mean_t(w_bt - 1 - log(w_bt)) <= at_most over the unmasked tokens of the response.
 
-    The k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html, in which nothing cancels. Trust
-    region masking by the mean, https://arxiv.org/abs/2512.23075. With proximal == behavior it is 0 and all is kept.
-    Raises ValueError where the bound is not positive.
+    The k3 estimate of KL(behavior || proximal), http://joschu.net/blog/kl-approx.html: its terms are never negative and
+    do not cancel. Trust region masking by the mean, https://arxiv.org/abs/2512.23075. With proximal == behavior it is 0
+    and all is kept. Raises ValueError if the bound is not positive.
     """
     if not at_most > 0:
         raise ValueError(f"at_most must be positive, got {at_most}")

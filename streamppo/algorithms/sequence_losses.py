@@ -1,4 +1,4 @@
-"""Policy losses whose weight is of a whole response: GMPO and VESPO. Symbols, shapes and rules of policy_losses.py."""
+"""Policy losses with one weight per response: GMPO and VESPO. Symbols, shapes and rules as in policy_losses.py."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
 from streamppo.algorithms.ratios import LOG_RATIO_BOUND, bounded_exp
 
 FADED = 0.5
-"""A token counts as clipped where VESPO lets less than this share of its gradient through."""
+"""A token counts as clipped if VESPO keeps less than this share of its gradient."""
 
 
 def gmpo(
@@ -20,7 +20,7 @@ def gmpo(
     log_low: float = 0.4,
     log_high: float = 0.4,
 ) -> TokenLoss:
-    """GMPO: the geometric mean of a response's ratios, each of them clipped before; one outlier moves it little.
+    """GMPO: the geometric mean of a response's ratios, each clipped first, so that one outlier changes it little.
 
         l_bt  = logprobs_bt - proximal_logprobs_bt
         c_bt  = min(l_bt, log_high) if A_bt > 0 else max(l_bt, -log_low) if A_bt < 0 else l_bt
@@ -54,7 +54,7 @@ def vespo(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> TokenLoss:
-    """VESPO: the ratio of a whole response, reshaped so that neither a small nor a large one rules the gradient.
+    """VESPO: the ratio of a whole response, reshaped so that neither small nor large ratios dominate the gradient.
 
         W_b         = exp(clamp(sum_t(logprobs_bt - proximal_logprobs_bt), -20, 20))
         k, lambda   = positive if A >= 0 else negative

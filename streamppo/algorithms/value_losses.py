@@ -1,7 +1,7 @@
-"""The critic's loss, one number per token, and how much of the returns the critic explains.
+"""The critic's loss, one number per token, and the share of the returns' variance that the critic explains.
 
-B sequences, T response tokens (padded). `values_BT` are the critic's current outputs, `proximal_values_BT` those it
-gave when the batch began; `returns_BT` come from `advantages` or `vtrace`.
+B sequences, T response tokens (padded). `values_BT` are the critic's current outputs, `proximal_values_BT` those from
+the start of the update; `returns_BT` come from `advantages` or `vtrace`.
 """
 
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ ValueKind = Literal["mse", "huber"]
 
 
 class TokenValueLoss(NamedTuple):
-    """`loss` [B, T] is differentiable, zero at masked tokens; `clipped` is True where the clip decides it."""
+    """`loss` [B, T] is differentiable, zero at masked tokens; `clipped` is True where the clip determines it."""
 
     loss: Tensor
     clipped: Tensor
@@ -28,7 +28,7 @@ def regression(error_BT: Tensor, kind: ValueKind, huber_delta: float) -> Tensor:
         huber    0.5 * e^2                                      |e| <= huber_delta
         huber    huber_delta * (|e| - 0.5 * huber_delta)        |e| > huber_delta
 
-    Huber 1964, https://doi.org/10.1214/aoms/1177703732. With huber_delta above every |e| both are the same.
+    Huber 1964, https://doi.org/10.1214/aoms/1177703732. With huber_delta above every |e| both kinds are equal.
     Raises ValueError for another kind or a huber_delta that is not positive.
     """
     if kind == "mse":
@@ -51,7 +51,7 @@ def value_loss(
     kind: ValueKind = "mse",
     huber_delta: float = 1.0,
 ) -> TokenValueLoss:
-    """Regress values on returns, and gain nothing by moving further than `clip` from where the batch began.
+    """Regression of values on returns, without reward for moving values by more than `clip` from their proximal values.
 
         free    = regression(values - returns)
         moved   = clamp(values - proximal_values, -clip, clip)
@@ -72,17 +72,17 @@ def value_loss(
     anchor_BT = fill(proximal_values_BT.detach(), mask_BT)
     moved_BT = values_BT - anchor_BT
     bounded_BT = regression(anchor_BT + moved_BT.clamp(-clip, clip) - returns_BT, kind, huber_delta)
-    # Inside the clip both are the same number but for the rounding of anchor + moved, which must not decide anything.
+    # Inside the clip both are equal up to the rounding of anchor + moved, which must not count as clipping.
     clipped_BT = (moved_BT.abs() > clip) & (bounded_BT > free_BT)
     return TokenValueLoss(torch.where(clipped_BT, bounded_BT, free_BT), clipped_BT & mask_BT)
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """The share of the returns' variance that the critic accounts for: 1 is all, 0 is a constant, below 0 is harm.
+    """The share of the returns' variance that the critic explains: 1 is all, 0 as a constant, < 0 worse than that.
 
         1 - Var(returns - values) / Var(returns)
 
-    Returns that do not vary give 0: there was nothing to explain. Computed in float64.
+    Returns without variance give 0. Computed in float64.
     """
     check_tokens(mask_BT, values_BT=values_BT, returns_BT=returns_BT)
     targets_BT = fill(returns_BT.detach(), mask_BT).double()

@@ -1,4 +1,4 @@
-"""V-trace: returns of the proximal policy from tokens that an older one sampled.
+"""V-trace: returns of the proximal policy from tokens of an older policy.
 
 B sequences, T response tokens (padded), C rows of one block. `values_BT` and `bootstrap_B` are as in `advantages`.
 """
@@ -18,14 +18,14 @@ from streamppo.algorithms.scan import next_unmasked, reverse_scan, running_sum
 BLOCK_ELEMENTS = 2**22
 """Entries of the largest [B, C, T] block that `cumulative_scan` holds: 32 MiB in float64."""
 LOG_OF_ZERO = -800.0
-"""Stands for log(0): its exponential is 0 in float64, and differences of it stay finite."""
+"""Used for log(0): its exponential is 0 in float64, and differences with it stay finite."""
 
 
 class TraceClip(NamedTuple):
     """The bounds of V-trace; the defaults are the published ones.
 
-    rho_bar      bound on the weight of one TD error: decides the policy that the value is learned for
-    c_bar        bound on the trace: how far credit travels, at how much variance
+    rho_bar      bound on the weight of one TD error; determines the policy whose value is learned
+    c_bar        bound on the trace; trades the reach of credit against variance
     kind         "step" clips every factor of the trace, "cumulative" the product
     """
 
@@ -38,7 +38,7 @@ PUBLISHED = TraceClip()
 
 
 def log_rho(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lag_BT: Tensor) -> Tensor:
-    """[B, T], log(proximal / behavior), exactly 0 at tokens of lag 0: a difference there is numerics, not age."""
+    """[B, T], log(proximal / behavior), set to 0 at tokens of lag 0: a difference there is numerical, not from lag."""
     check_tokens(mask_BT, lag_BT=lag_BT)
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
     return log_w_BT.masked_fill(lag_BT == 0, 0.0)
@@ -55,7 +55,7 @@ def vtrace(
     lam: float | Tensor = 1.0,
     clip: TraceClip = PUBLISHED,
 ) -> AdvantageEstimate:
-    """GAE with every step weighted by how likely the proximal policy was to take it; rho = exp(log_rho).
+    """GAE with every step weighted by rho = exp(log_rho), the ratio of the proximal to the behavior policy, clipped.
 
         delta_t      = min(rho_bar, rho_t) * (rewards_t + gamma * values_{t+1} - values_t)
         trace_st     = prod_{s<=i<t} min(c_bar, rho_i)        step
@@ -99,8 +99,8 @@ def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask
 
         sum_{t>=s} prod_{s<=i<t}(decay_i) * min(c_bar, prod_{s<=i<t}(rho_i)) * delta_t
 
-    The clipped product is no recurrence, so this is a [C, T] triangle at a time, from prefix sums in float64.
-    Raises ValueError where c_bar is below 1.
+    The clipped product is not a recurrence, so this computes [C, T] triangles, one at a time, from prefix sums in
+    float64. Raises ValueError if c_bar is below 1.
     """
     if c_bar < 1:
         raise ValueError(f"cumulative clipping needs c_bar >= 1, got {c_bar}: an empty product is 1")

@@ -1,6 +1,6 @@
 """The process of a run that a script or notebook started: `python -m streamppo.api.child DESCRIPTOR`.
 
-It ends like a run that is stopped by SIGTERM when the script ends, however that does.
+DESCRIPTOR is the file descriptor of its socket. When the script ends or dies, the process stops as on SIGTERM.
 """
 
 import logging
@@ -23,20 +23,20 @@ from streamppo.commands.checks import light_checks
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion
+from streamppo.driver import completion, threads
 from streamppo.driver.folder import lock
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import StreamppoError
 
 STARTED = time.perf_counter()
 REWARD = "reward.py"
-"""The file, in the run's folder, of a reward that was defined in a script or notebook."""
+"""The file in the run's folder with a reward that was defined in a script or notebook."""
 
 log = logging.getLogger("streamppo.api.child")
 
 
 def main(descriptor: int) -> int:
-    """Do what the script asks for; the exit code is that of the command."""
+    """Start or resume the run of the script's request; return the exit code of `streamppo run` or `resume`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     channel = socket.socket(fileno=descriptor)
     lines = channel.makefile("rb")
@@ -75,7 +75,7 @@ def _begin(request: RunRequest, channel: socket.socket) -> int:
 
 def _resume(request: RunRequest, channel: socket.socket) -> int:
     folder = configfile.existing(Path(request.folder))
-    config = configfile.load(folder / configfile.CONFIG, request.overrides)
+    config = threads.kept(configfile.load(folder / configfile.CONFIG, request.overrides), folder)
     with lock.driver_lock(folder):
         if complete := completion.sentence(config, folder):
             channel.sendall(line(RunReply(folder=str(folder))))
@@ -99,7 +99,7 @@ def _train(request: RunRequest, config: Config, folder: Path, channel: socket.so
 
 
 def _reward(given: RewardSource | None, folder: Path) -> list[str]:
-    """The override that names the script's reward, if there is one; its source is written to `folder`."""
+    """The override for the script's reward, if it has one; write the reward's source to `folder`."""
     if given is None:
         return []
     function = given.function

@@ -1,12 +1,12 @@
-"""A reward as the configuration names it: by its module, or as a file that stands alone.
+"""Turns a reward given in Python into a value of `reward.function`: by its module, or as a standalone file.
 
-imported from a module                      named, as `package.module:name` or `path/file.py:name`
-defined in the script or notebook           its source, behind all that it uses there:
-    modules, and what comes from modules        as imports
+imported from a module                      by name, as `package.module:name` or `path/file.py:name`
+defined in the script or notebook           its source in a file, after all that it uses there:
+    modules, and members of modules             as imports
     functions and classes                       their source, and all that they use
-    numbers, texts, tables, regular expressions their values at this moment
+    numbers, texts, tables, regular expressions their present values
 
-Reward processes, resume and replay then find it without the script. Anything else is refused.
+Reward processes, resume and replay then load it without the script. Anything else is refused.
 """
 
 import __future__
@@ -34,7 +34,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def write_out(reward: Callable[..., object]) -> RewardSource:
-    """Name `reward`, or write it out. Raises `TaskError`, in one sentence, if it cannot stand alone."""
+    """Return the name of `reward`, or its source too. Raises `TaskError` if the source would not work in a file."""
     name = _name(reward)
     if name == "<lambda>":
         raise TaskError("reward: a lambda has no source that can stand alone: write it as a `def`")
@@ -52,13 +52,13 @@ def write_out(reward: Callable[..., object]) -> RewardSource:
 
 
 def _place(module: ModuleType) -> str:
-    """A module of a package by its name; another one by its file, which is found from any folder."""
+    """The name of a module in a package; the absolute path of any other module's file."""
     file = getattr(module, "__file__", None)
     return module.__name__ if module.__package__ or not file or not file.endswith(".py") else str(Path(file).resolve())
 
 
 class _File:
-    """A file in the making: imports first, then each definition behind those that it uses."""
+    """The file of a reward: imports first, then each definition after the definitions that it uses."""
 
     def __init__(self, reward: str) -> None:
         self._reward = reward
@@ -68,18 +68,18 @@ class _File:
         self._known: dict[str, object] = {}
 
     def text(self) -> str:
-        """The whole file."""
+        """The text of the file."""
         lazy = [LAZY] if self._is_lazy else []
         imports = "".join(f"{one}\n" for one in sorted(self._imports))
         return "\n".join([HEAD, *lazy, *([imports] if imports else []), *self._body])
 
     def define(self, found: object) -> None:
-        """Add a function or class of the script, and before it all that it uses."""
+        """Add a function or class of the script, after all that it uses."""
         self._known[_name(found)] = found
         codes = list(_codes(found))
         if closed := {name for one in codes for name in one.co_freevars} - {"__class__"}:
             self._refuse(f"{_name(found)!r} is a closure over {min(closed)!r}")
-        # Under it annotations are never looked at, and may name what is not there.
+        # With lazy annotations, names in them are never evaluated and need not exist.
         is_lazy = any(one.co_flags & __future__.annotations.compiler_flag for one in codes)
         self._is_lazy |= is_lazy
         text = self._source(found, codes)
@@ -89,7 +89,7 @@ class _File:
         self._body.append(f"\n{text}")
 
     def _use(self, name: str, values: Mapping[str, object], text: str) -> None:
-        """Make `name` mean in the file what it means in the script."""
+        """Give `name` the same meaning in the file as in the script."""
         if name not in values:
             if not hasattr(builtins, name):
                 self._refuse(f"{name!r} is not defined")
@@ -117,7 +117,7 @@ class _File:
     def _import(self, name: str, module: ModuleType, text: str) -> None:
         alias = "" if module.__name__ == name else f" as {name}"
         self._imports.add(f"import {module.__name__}{alias}")
-        # `import a.b` leaves the name `a` alone: the parts of it that are used say the rest.
+        # `import a.b` only binds `a`: add an import for every submodule in use.
         for part in sorted(_parts(name, module, text)):
             self._imports.add(f"import {part}")
 
@@ -131,7 +131,7 @@ class _File:
             self._body.append(f"{name} = {own}\n")
 
     def _source(self, found: object, codes: Sequence[CodeType]) -> str:
-        """The text of a definition, its decorators included, as its file or its cell had it."""
+        """The source of a definition in its file or cell, with its decorators."""
         name = _name(found)
         file = codes[0].co_filename if codes else str(getattr(sys.modules[MAIN], "__file__", "the script"))
         lines = linecache.getlines(file)
@@ -155,19 +155,19 @@ class _File:
 
 
 def _codes(found: object) -> Iterator[CodeType]:
-    """The code of a function, behind its decorators, or that of the methods that a class has in the script."""
+    """The code objects of a function without its decorators, or of the methods that the script defines in a class."""
     for member in vars(found).values() if isinstance(found, type) else [found]:
         plain = getattr(member, "__func__", getattr(member, "fget", None) or member)
         inner = inspect.unwrap(plain) if callable(plain) else None
         code = getattr(inner, "__code__", None)
-        # A dataclass or a named tuple has methods that others wrote.
+        # Generated methods of a dataclass or named tuple are not in the script.
         is_own = getattr(inner, "__module__", "") == MAIN and bool(code and linecache.getlines(code.co_filename))
         if isinstance(code, CodeType) and (is_own or member is found):
             yield code
 
 
 def _values(found: object) -> Mapping[str, object]:
-    """The global names of the place at which a function or class was defined."""
+    """The globals of the module in which a function or class was defined."""
     inner = inspect.unwrap(found) if callable(found) and not isinstance(found, type) else found
     return getattr(inner, "__globals__", vars(sys.modules[MAIN]))
 
@@ -177,7 +177,7 @@ def _first(node: Definition) -> int:
 
 
 def _is_of(node: Definition, found: object, codes: Sequence[CodeType]) -> bool:
-    """True if `node` is the definition of `found`: several definitions may have its name."""
+    """True if `node` defines `found`, by line numbers: several definitions may have its name."""
     if isinstance(node, ast.ClassDef):
         return isinstance(found, type) and all(
             _first(node) <= code.co_firstlineno <= (node.end_lineno or 0) for code in codes
@@ -186,7 +186,7 @@ def _is_of(node: Definition, found: object, codes: Sequence[CodeType]) -> bool:
 
 
 def _names(text: str) -> set[str]:
-    """The global names that the text of a definition uses."""
+    """The global names that a definition's source uses."""
     top = symtable.symtable(text, "reward", "exec")
     names = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
     for table in _inside(top):
@@ -201,7 +201,7 @@ def _inside(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def _parts(name: str, module: ModuleType, text: str) -> set[str]:
-    """Submodules that `text` reaches through the module called `name`: a.b of `a.b.c(x)`."""
+    """The submodules that `text` uses through the module `name`. Example: a.b in `a.b.c(x)`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
@@ -215,7 +215,7 @@ def _parts(name: str, module: ModuleType, text: str) -> set[str]:
 
 
 def _plain(value: object) -> str | None:
-    """A value as it is written in Python: numbers, texts, and tables of them."""
+    """The Python literal of a number, a text, or a table of them; None for other values."""
     try:
         text = repr(value)
         same = ast.literal_eval(text)
@@ -225,7 +225,7 @@ def _plain(value: object) -> str | None:
 
 
 def _importable(value: object, name: str) -> str | None:
-    """The import that gives something of another module the name that it has here."""
+    """The import statement that binds `value`, a member of another module, to `name`; None if there is none."""
     own = getattr(value, "__name__", name)
     for home in (getattr(value, "__module__", None), getattr(type(value), "__module__", None)):
         module = sys.modules.get(home) if isinstance(home, str) and home != MAIN else None

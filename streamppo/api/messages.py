@@ -1,7 +1,7 @@
-"""Messages between the process of a script or notebook and that of its run: lines of JSON over a socket.
+"""Messages between the process of a script or notebook and the process of its run: JSON lines over a socket.
 
-script -> run    one Request; the end of the stream is the end of the script
-run -> script    Told: the run's folder once there is one, and the error that has ended it, if one has
+script -> run    one `RunRequest`; the stream ends when the script ends
+run -> script    `RunReply`: the run's folder once it exists, and the error that ended the run, if any
 """
 
 import msgspec
@@ -10,14 +10,14 @@ from streamppo.types import WireStruct
 
 
 class RewardSource(WireStruct, frozen=True):
-    """A reward: the value of `reward.function`; or, with a `source`, the name of the reward in it."""
+    """A reward. `function` is the value of `reward.function`; with a `source`, the reward's name in that source."""
 
     function: str
     source: str = ""
 
 
 class RunRequest(WireStruct, frozen=True):
-    """A run to start, by its `config` file, or to go on with, by its `folder`."""
+    """A run to start from a `config` file, or to resume in a `folder`."""
 
     config: str = ""
     folder: str = ""
@@ -28,7 +28,7 @@ class RunRequest(WireStruct, frozen=True):
 
 
 class RunReply(WireStruct, frozen=True):
-    """The folder of the run, or the class of an error of streamppo and its words."""
+    """The run's folder, or an error: its class in `streamppo.errors` and its text."""
 
     folder: str = ""
     error: str = ""
@@ -36,5 +36,5 @@ class RunReply(WireStruct, frozen=True):
 
 
 def line(message: RunRequest | RunReply) -> bytes:
-    """Write a message as one line."""
+    """Encode a message as one line of JSON."""
     return msgspec.json.encode(message) + b"\n"

@@ -1,4 +1,4 @@
-"""The curves of a run in a notebook: the report's own charts, drawn again while the run is running."""
+"""The report's curves in a notebook, redrawn while the run is running."""
 
 import sys
 import time
@@ -12,30 +12,30 @@ from streamppo.telemetry.report import page
 from streamppo.telemetry.report.view import View
 
 DRAW_S = 5.0
-"""Seconds between two drawings: a drawing takes some 10 ms of the notebook's process."""
+"""Seconds between two drawings; each takes about 10 ms of the notebook's process."""
 HEIGHT = 560
-"""Rows of pixels; the page in them scrolls."""
+"""Height of the frame in pixels; the page in it scrolls."""
 
 
 class _Display(Protocol):
-    """A place in the notebook's output (IPython.display.DisplayHandle)."""
+    """An updatable part of a cell's output (IPython.display.DisplayHandle)."""
 
     def update(self, shown: object) -> None: ...
 
 
 def charts(folder: Path) -> str:
-    """Draw the curves of the run in `folder` as HTML, in a frame of its own: the page's style stays inside."""
+    """Draw the curves of the run in `folder` as HTML, in an iframe: their style does not affect the notebook."""
     drawn = page.curves(View(folder.name, metrics_file.read(folder)))
     frame = f'<iframe srcdoc="{escape(drawn)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
-    # IPython warns of a frame that stands alone, and wants a file in its place.
+    # IPython warns about HTML that is only an iframe.
     return f"<div>{frame}</div>"
 
 
 def watcher() -> Callable[[Path], None] | None:
-    """Make the function that keeps a run's curves in the present cell, by the run's folder; None outside a notebook."""
+    """Return a function that draws the curves of a run's folder in the current cell; None outside a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    # A kernel has a shell that draws; IPython in a terminal has none.
+    # The shell of a notebook has a kernel; IPython's shell in a terminal has none.
     return _Curves().draw if shell is not None and hasattr(shell, "kernel") else None
 
 
@@ -48,7 +48,7 @@ class _Curves:
         self._length = -1
 
     def draw(self, folder: Path) -> None:
-        """Draw again if it is time to, and there is something new."""
+        """Redraw if `DRAW_S` have passed and there are new metrics."""
         path = folder / metrics_file.METRICS
         length = path.stat().st_size if path.exists() else 0
         if length == self._length or time.monotonic() - self._drawn_at < DRAW_S:

@@ -1,9 +1,10 @@
-"""The script's side of a run: starts its process, passes its output on, and waits for its end.
+"""The script's side of a run: starts its process, forwards its output, and waits for its end.
 
-The process has a group of its own: a Ctrl-C reaches the script alone, which hands it on once.
+The process has its own process group: only the script receives a Ctrl-C, and sends one SIGINT to the process.
 """
 
 import codecs
+import json
 import os
 import selectors
 import signal
@@ -21,19 +22,19 @@ from streamppo.api.messages import RunReply, RunRequest, line
 from streamppo.errors import Interrupted, RunError, StreamppoError
 
 CHILD = "streamppo.api.child"
-"""The module that is the process of the run."""
+"""The module of the run's process."""
 TICK_S = 2.0
-"""Seconds between two looks at a run without output."""
+"""Seconds between two calls of the watcher while the run has no output."""
 CHUNK = 2**16
 
 Watcher = Callable[[Path], None]
-"""Called with the run's folder now and then while it is running, and once after its end."""
+"""Called with the run's folder repeatedly while it is running, and once after its end."""
 
 
 def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
-    """Have a process of its own do what `request` asks for; return the run's folder when it has made all updates.
+    """Start or resume a run in a new process; return the run's folder when it has made all updates.
 
-    Raises the error of streamppo that has ended it, or `RunError` if it was killed; `KeyboardInterrupt` after a Ctrl-C.
+    Raises the run's `StreamppoError`, `RunError` if its process died, and `KeyboardInterrupt` after a Ctrl-C.
     """
     child = _Child(watch)
     try:
@@ -44,8 +45,25 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
     return child.outcome()
 
 
+def answer(*words: str) -> object:
+    """Have a command of streamppo, with `--json` among its `words`, answer; return what it prints.
+
+    Raises the error of streamppo that the command names.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "streamppo", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if not done.returncode:
+        return json.loads(done.stdout)
+    named, _, text = done.stderr.rpartition("streamppo: ")[2].partition(": ")
+    kind = getattr(errors, named, None)
+    if isinstance(kind, type) and issubclass(kind, StreamppoError):
+        raise kind(text.strip())
+    raise RunError(done.stderr.strip() or f"`streamppo {words[0]}` has died ({done.returncode})")
+
+
 class _Child:
-    """The process of the run. Its output goes to `sys.stdout`, also where a notebook has replaced that."""
+    """The process of the run. Its output goes to `sys.stdout`, also if a notebook has replaced `sys.stdout`."""
 
     def __init__(self, watch: Watcher | None) -> None:
         self._watch = watch
@@ -61,7 +79,7 @@ class _Child:
                 stdout=subprocess.PIPE if is_replaced else None,
                 stderr=subprocess.STDOUT if is_replaced else None,
                 process_group=0,
-                # Modules beside the script are found there, as they are here.
+                # The run can then import all modules that the script can.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -72,12 +90,12 @@ class _Child:
             self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
     def send(self, request: RunRequest) -> None:
-        """Say what to do; a process that died at once is found out by `follow`."""
+        """Send the request; `follow` detects a process that has died already."""
         with suppress(OSError):
             self._channel.sendall(line(request))
 
     def follow(self) -> None:
-        """Pass output on until the process ends; every Ctrl-C is handed on, and the second one ends it at once."""
+        """Forward output until the process ends, and SIGINT at every Ctrl-C; the second one ends the run at once."""
         is_open = True
         while is_open:
             try:
@@ -87,7 +105,7 @@ class _Child:
                 self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Wait for the process, which stops when this end of the stream is closed, and pass on what is left."""
+        """Close the socket, which stops the process; wait for its end, and forward the rest of its output."""
         self._channel.close()
         self._process.wait()
         if self._process.stdout is not None:
@@ -98,7 +116,7 @@ class _Child:
             self._watch(folder)
 
     def outcome(self) -> Path:
-        """Return the folder of a run that has made all updates; else raise why not."""
+        """Return the folder of a run that has made all updates; raise its error otherwise. See `drive`."""
         code, folder = self._process.returncode, self._folder()
         if self._interrupted:
             raise KeyboardInterrupt
@@ -111,7 +129,7 @@ class _Child:
         return folder
 
     def _step(self) -> bool:
-        """Wait for output or a message; False once the process has closed its end."""
+        """Wait for output or a message, at most `TICK_S`; False once the process has closed its socket."""
         for key, _ in self._selector.select(TICK_S):
             if key.fileobj is not self._channel:
                 self._pass_on()
@@ -124,7 +142,7 @@ class _Child:
         return True
 
     def _pass_on(self) -> None:
-        """Write the output that is there."""
+        """Forward the available output."""
         stream = self._process.stdout
         assert stream is not None
         while data := stream.read(CHUNK):

@@ -1,16 +1,16 @@
-"""Runs in Python: start one, go on with one, and read its metrics, checkpoints, archive and summary.
+"""Runs in Python: start or resume one, and read its metrics, checkpoints, archive and summary.
 
-A run has a process of its own, as with the command: the script or notebook keeps its signals, its Ray and its memory.
+A run is a separate process, as with the command, and does not touch the script's signals, Ray or memory.
 """
 
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from streamppo.api import custom_reward, notebook
 from streamppo.api.messages import RunRequest
-from streamppo.api.parent import drive
+from streamppo.api.parent import answer, drive
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import StreamppoError
@@ -20,11 +20,13 @@ from streamppo.telemetry import metrics_file, summary
 if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
 
+    from streamppo.commands.bisection import Answer
+    from streamppo.driver.report import RunDifference
     from streamppo.queue.store.archive import Archive
 
 
 class Run:
-    """A run in its folder. Everything is read when it is asked for, so that a run that is running shows its newest."""
+    """A run in its folder. Every property reads the files anew, and so shows the newest state of a running run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,14 +41,14 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The configuration that the run is resumed with."""
+        """The run's configuration, with which `resume` continues."""
         return configfile.load(self.folder / configfile.CONFIG)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One dictionary for each update, in order: its number under `update`, and every metric of metrics.jsonl.
+        """One dictionary for each update, in order: its version under `update`, and every metric of metrics.jsonl.
 
-        `accuracy` is the held-out accuracy of the version that the update made, if it was evaluated.
+        `accuracy` is the held-out accuracy of this version, if it was evaluated.
         """
         lines = metrics_file.read(self.folder)
         accuracy = dict(summary.summarise(lines)["evaluations"])
@@ -74,7 +76,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, object]:
-        """The content of summary.json, or as much of it as is known while the run is running or after it was killed."""
+        """The content of summary.json; while the run is running, or after it was killed, the known part of it."""
         from streamppo.commands.look.summary import current_summary
 
         return current_summary(self.folder)
@@ -86,17 +88,26 @@ class Run:
 
     @property
     def archive(self) -> "Archive":
-        """Everything that was trained on: `versions()`, and `batch(version)`, `columns(version)`, `table(version)`.
+        """All batches that were trained on: `versions()`, `batch(version)`, `columns(version)`, `table(version)`.
 
-        Raises `JournalError` if nothing was archived yet.
+        Raises `JournalError` if there is no archive yet.
         """
         from streamppo.queue.store import archive
 
         return archive.open(self.folder)
 
+    def difference(self, other: "Run") -> "RunDifference | None":
+        """This run less the `other`, prompt by prompt, from the version at which they part; None without one.
+
+        `rows` has the difference over all updates since, then over parts of them, each with its error.
+        """
+        from streamppo.driver import report
+
+        return next(iter(report.differences([other.folder, self.folder])), None)
+
     @property
     def is_running(self) -> bool:
-        """True if a process trains it at this moment."""
+        """True if a driver process is running it."""
         from streamppo.driver.folder import lock
 
         return lock.is_running(self.folder)
@@ -109,27 +120,68 @@ def run(
     reward: Callable[..., object] | None = None,
     runs: str | PathLike[str] = "runs",
 ) -> Run:
-    """Train as the file `config` says, with `overrides` ("section.field=value"), in a new folder of `runs`.
+    """Train with the configuration file `config` and `overrides` ("section.field=value"), in a new folder in `runs`.
 
     A `reward` replaces the configuration's `reward.function`. It may be defined in the script or notebook: its source
     is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
-    Raises `StreamppoError`, of the kind that the command reports.
+    Raises the `StreamppoError` that `streamppo run` would report.
     """
     given = None if reward is None else custom_reward.write_out(reward)
     return _drive(RunRequest(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=given))
 
 
 def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept_changes: bool = False) -> Run:
-    """Go on with the run in `folder` as its configuration says, with `overrides`.
+    """Continue the run in `folder` with its configuration and `overrides`.
 
-    With `accept_changes` also where data or model are not what they were. Raises as `run` does.
+    `accept_changes`: continue even if the data or the model have changed. Raises as `run` does.
     """
     found = str(configfile.existing(Path(folder)))
     return _drive(RunRequest(folder=found, overrides=tuple(overrides), accept_changes=accept_changes))
 
 
+def fork(
+    folder: str | PathLike[str],
+    at: int,
+    changes: Sequence[str] = (),
+    *,
+    name: str = "",
+    runs: str | PathLike[str] = "runs",
+) -> Run:
+    """Make a run in a new folder of `runs` that begins as the one in `folder` was at version `at`, with `changes`.
+
+    `resume` trains it. Raises `StreamppoError`, of the kind that the command reports.
+    """
+    found = str(configfile.existing(Path(folder)))
+    named = ["--name", name] if name else []
+    changed = ["--set", *changes] if changes else []
+    told = answer("fork", found, "--at", str(at), "--runs", str(Path(runs)), "--json", *named, *changed)
+    return Run(Path(cast(dict[str, str], told)["folder"]))
+
+
+def bisect(
+    folder: str | PathLike[str],
+    metric: str = "",
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    test: str | PathLike[str] | None = None,
+    changes: Sequence[str] = (),
+) -> "Answer":
+    """Find the first version of the run in `folder` at which a bound of a `metric` holds, or the `test` of a file.
+
+    With `changes`, the first one of the same batches under another configuration. Raises as `fork` does.
+    """
+    from streamppo.commands.bisection import Answer
+
+    words = ["bisect", str(configfile.existing(Path(folder))), "--json"]
+    given = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
+    # A negative number is no option.
+    words += [f"{option}={value}" for option, value in given.items() if value is not None]
+    return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
+
+
 def open(folder: str | PathLike[str]) -> Run:
-    """Return the run in `folder`, without a process. Raises `CheckpointError` if no run is there."""
+    """Return the run in `folder` without starting a process. Raises `CheckpointError` if there is no run."""
     return Run(configfile.existing(Path(folder)))
 
 

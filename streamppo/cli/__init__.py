@@ -1,10 +1,10 @@
-"""The words of the commands. Torch and Ray are imported only once the arguments and the configuration are right.
+"""The command line. Torch and Ray are imported only after the arguments and the configuration are checked.
 
-words.py     what they share: the program, and the arguments that several take
+words.py     the program, and the arguments that several commands share
 __init__.py  commands that train, and that look at a run
-prepare.py   commands that prepare one
+prepare.py   commands that prepare a run
 
-exit code 0     the command did all that it was asked for
+exit code 0     the command succeeded
           1     something failed
           2     a mistake in the arguments or in the configuration
           130   stopped by Ctrl-C (128 and the number of the signal)
@@ -24,14 +24,14 @@ from cyclopts.validators import Number
 
 from streamppo import __version__, process
 from streamppo.cli import prepare as prepare
-from streamppo.cli.words import ConfigFile, Override, RunFolder, Trust, Whole, app
+from streamppo.cli.words import Changes, ConfigFile, Override, RunFolder, Trust, Whole, app
 from streamppo.commands import run_argument
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands.console import complain, echo, flush
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, inputs
+from streamppo.driver import completion, inputs, threads
 from streamppo.driver.folder import lock
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import ConfigError, RunError, StreamppoError
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Expected errors are one sentence on standard error."""
+    """Run one command and return its exit code. Expected errors print one sentence to standard error."""
     process.take_any_text()
     words = sys.argv[1:] if arguments is None else arguments
-    # Ray's usage report has no place in a training log.
+    # No usage report of Ray in a training log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _refuse_deleted_folder()
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_deleted_folder() -> None:
-    """Raise `RunError` where the current folder is gone: nothing can be found or started from there."""
+    """Raise `RunError` if the current folder has been deleted: relative paths and child processes would fail."""
     try:
         Path.cwd()
     except OSError as error:
@@ -87,7 +87,7 @@ def run(
     runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
     trust: Trust = False,
 ) -> int:
-    """Train as CONFIG says, with overrides."""
+    """Train with the configuration CONFIG and overrides."""
     loaded = configfile.load(config, overrides)
     if dry_run:
         echo(*configfile.show(loaded).split("\n"))
@@ -116,7 +116,7 @@ def resume(
     copies: Annotated[str, Parameter(name="--from", help="Make the folder of the copies at this address.")] = "",
     trust: Trust = False,
 ) -> int:
-    """Continue a run as its configuration says, with overrides."""
+    """Continue a run with its configuration and overrides."""
     if copies:
         from streamppo.queue.restore import restore
 
@@ -128,10 +128,11 @@ def resume(
 
 
 def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust: bool = False) -> int:
-    """Continue the run in `folder` with `config`, and say what is changed `by` a file or overrides, if they are named.
+    """Continue the run in `folder` with `config`; log the changes made `by` a file or overrides ("" for none).
 
-    A run that has a driver, or nothing left to do, is known before anything heavy is imported.
+    The checks for another driver and for a complete run come before torch and Ray are imported.
     """
+    config = threads.kept(config, folder)
     with lock.driver_lock(folder):
         if complete := completion.sentence(config, folder):
             log.info(complete)
@@ -151,13 +152,36 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
 
 
 @app.command
+def fork(
+    folder: RunFolder,
+    /,
+    *,
+    at: Annotated[Whole, Parameter(validator=Number(gte=0), help="The version that the new run begins as.")],
+    changes: Changes = (),
+    name: Annotated[str, Parameter(help="Its name (default: NAME-at-N).")] = "",
+    runs: Annotated[Path, Parameter(help="Where its folder is made (default: runs).")] = Path("runs"),
+    json: Annotated[bool, Parameter(help="Print what was made as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Make a new run that begins as another one was at a version: `resume` trains it.
+
+    A version without a checkpoint is made again from the archive. The run itself is not changed.
+    """
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    from streamppo.commands.start import fork as command
+
+    return command.fork(folder, at, changes, name, runs.resolve(), as_json=json)
+
+
+@app.command
 def scale(
     folder: RunFolder,
     /,
     *,
     rollouts: Annotated[Whole, Parameter(validator=Number(gte=1), help="How many rollout actors, at least 1.")],
 ) -> int:
-    """Change the number of rollout actors of a run that is running. A resumed run has as many."""
+    """Change the number of rollout actors of a running run. A resumed run keeps the number."""
     return rollouts_of_run.scale(configfile.existing(folder), rollouts)
 
 
@@ -170,20 +194,44 @@ def replay(
     /,
     *,
     to: Annotated[Whole | None, Parameter(help="The last version to make (default: all).")] = None,
-    changes: Annotated[
-        Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
-    ] = (),
+    changes: Changes = (),
     trust: Trust = False,
 ) -> int:
-    """Make the run's updates again from its archive, without any engine, and compare the weights.
+    """Redo the run's updates from its archive, without any engine, and compare the weights.
 
-    With --set: show what the same batches would have done under another configuration.
+    With --set: show the effect of another configuration on the same batches.
     """
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
     from streamppo.commands import replay as command
 
     return command.replay(folder, to, changes)
+
+
+@app.command
+def bisect(
+    folder: RunFolder,
+    /,
+    *,
+    metric: Annotated[str, Parameter(help="A metric of its updates, or `accuracy` of its evaluations.")] = "",
+    above: Annotated[float | None, Parameter(help="It holds where the metric is above this.")] = None,
+    below: Annotated[float | None, Parameter(help="It holds where the metric is below this.")] = None,
+    test: Annotated[Path | None, Parameter(help="FILE.py with a function `test` that tells where it holds.")] = None,
+    changes: Changes = (),
+    json: Annotated[bool, Parameter(help="Print the answer as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Find the first version at which a condition holds: a bound of a metric, or a test of yours.
+
+    With --set: the first one of the same batches under another configuration.
+    """
+    from streamppo.commands import bisection
+
+    asked = bisection.Question(metric, above, below, test, tuple(changes))
+    asked.refuse()
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    return bisection.bisect(folder, asked, as_json=json)
 
 
 @app.command
@@ -197,7 +245,7 @@ def inspect(
     time: Annotated[bool, Parameter(help="Show where the time of an update goes, by process.")] = False,
     n: Annotated[Whole, Parameter(help="Trajectories to show (default: 4).")] = 4,
 ) -> int:
-    """Show text, tokens, rewards, versions and lag of what a run was trained on."""
+    """Show text, tokens, rewards, versions and lag of the trajectories that a run was trained on."""
     folder = configfile.existing(folder)
     if time:
         from streamppo.commands.look import views
@@ -221,12 +269,18 @@ def report(
     to: Annotated[
         Path | None, Parameter(help="The file to write (default: report.html in the run's folder; of several, here).")
     ] = None,
+    json: Annotated[
+        bool, Parameter(help="Print how runs with a common past differ, for programs, and no page.")
+    ] = False,
 ) -> int:
-    """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
+    """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.
+
+    A run and its fork are compared prompt by prompt, from the version at which they part.
+    """
     chosen = run_argument.runs_and_replays("report", found)
     from streamppo.commands.look import views as command
 
-    return command.report(chosen, to)
+    return command.report(chosen, to, as_json=json)
 
 
 @app.command
@@ -236,7 +290,7 @@ def summary(
     *,
     json: Annotated[bool, Parameter(help="Print summary.json, or as much of it as is known, for programs.")] = False,
 ) -> int:
-    """Show a run on one screen: how far it is, what it has learnt, and what looks wrong."""
+    """Show a run on one screen: its progress, what it has learnt, and what looks wrong."""
     folder = configfile.existing(folder)
     from streamppo.commands.look import summary as command
 
@@ -279,7 +333,7 @@ def list_runs(
     *,
     runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
 ) -> int:
-    """List the runs that there are: state, updates, reward, held-out accuracy, and when something last happened."""
+    """List all runs: state, updates, reward, held-out accuracy, and the time of the last activity."""
     from streamppo.commands.look import summary as command
 
     return command.list_runs(runs)
@@ -294,7 +348,7 @@ def export(
     version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
     adapter: Annotated[bool, Parameter(negative=(), help="Of a run with model.lora: its adapters, for peft.")] = False,
 ) -> int:
-    """Write the weights of a checkpoint as a Hugging Face folder, also of a run that died."""
+    """Write the weights of a checkpoint as a Hugging Face folder; also works for a run that died."""
     folder = configfile.existing(folder)
     config = configfile.load(folder / configfile.CONFIG)
     from streamppo.commands.models import export as command
@@ -320,7 +374,7 @@ def evaluate(
     json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Measure held-out accuracy and pass@k of a checkpoint with the run's own reward, or of a model."""
+    """Measure held-out accuracy and pass@k of a run's checkpoint, with the run's reward, or of a model."""
     own, config = run_argument.configuration_of(model, words, version)
     if own is not None:
         run_argument.ask(model.resolve(), trust=trust)

@@ -1,4 +1,4 @@
-"""Commands that prepare a run: a project, a look at its configuration, reward, data and machine."""
+"""Commands that prepare a run: make a project; check its configuration, reward, data and machine."""
 
 import sys
 from pathlib import Path
@@ -25,9 +25,9 @@ def init(
     prompt: Annotated[str, Parameter(help="The column of the prompt, where its name does not tell.")] = "",
     answer: Annotated[str, Parameter(help="The column of the answer, where its name does not tell.")] = "",
 ) -> int:
-    """Begin a project that runs at once on a CPU; or write a configuration for a model, data and a reward of yours.
+    """Make a project that runs at once on a CPU, or a configuration for your model, data and reward.
 
-    With --model, --data and --reward the sizes of NAME.toml are taken from them.
+    With --model, --data and --reward, the sizes in NAME.toml are derived from them.
     """
     from streamppo.commands.start import init as command
 
@@ -51,7 +51,7 @@ def reward_test(
         Path | None, Parameter(help="A jsonl file of them instead: completion, prompt, columns.")
     ] = None,
 ) -> int:
-    """Score a few completions as a run would, and show rewards, times and errors."""
+    """Score a few completions as a run does, and show rewards, times and errors."""
     loaded = configfile.load(config, overrides)
     from streamppo.commands.start import reward_test as command
 
@@ -68,9 +68,9 @@ def check(
     ] = None,
     no_score: Annotated[bool, Parameter(help="Call no reward on rows of the data.")] = False,
 ) -> int:
-    """Tell what is wrong with CONFIG, what a run of it needs and about how much memory it takes, without starting it.
+    """Report mistakes in CONFIG, what its run needs and about how much memory it takes, without starting it.
 
-    The exit code is 1 if no run can be made of it.
+    The exit code is 1 if the configuration cannot run.
     """
     loaded = configfile.load(config, overrides)
     from streamppo.commands.checks import check as command
@@ -83,9 +83,9 @@ def doctor(
     *,
     runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
 ) -> int:
-    """Tell what this machine has and what is installed, what each feature lacks, and the remedy.
+    """Report this machine's hardware and packages, what each feature lacks, and the remedy.
 
-    The exit code is 1 if no run can be made here.
+    The exit code is 1 if no run can be started here.
     """
     from streamppo.commands.start import doctor as command
 
@@ -101,7 +101,7 @@ def data(
     to: Annotated[Path, Parameter(help="The parquet file to write.")],
     split: Annotated[str, Parameter(help="Which split (default: train).")] = "train",
 ) -> int:
-    """Turn the original files of a well-known data set into one parquet file."""
+    """Convert the original files of a well-known data set to one parquet file."""
     return data_sets.data(name, folder, to, split)
 
 
@@ -124,6 +124,6 @@ def bench(
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.", show_choices=True)], /
 ) -> int:
-    """Print the script that completes commands, options and paths in a shell. docs/commands.md says where it goes."""
+    """Print a shell's completion script for commands, options and paths. docs/commands.md explains the installation."""
     sys.stdout.write(app.generate_completion(shell=shell))
     return 0

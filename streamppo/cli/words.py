@@ -1,4 +1,4 @@
-"""The program, and the arguments that several of its commands take."""
+"""The program, and the arguments that several commands share."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +19,15 @@ app = App(
 ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.toml.")]
 RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
 Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
+Changes = Annotated[
+    Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
+]
 
 Trust = Annotated[bool, Parameter(help="Agree to run the code that the configuration of this folder names.")]
 
 
 def _whole(_: type[int], tokens: Sequence[Token]) -> int:
-    """Read a whole number as it is written: cyclopts would round 1.5."""
+    """Read a whole number strictly: cyclopts would round 1.5."""
     return int(tokens[0].value)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.style import StyleType
 from rich.table import Table
 
+from streamppo import process
 from streamppo.terminal import harmless, lines
 
 PLAIN_WIDTH = 10_000
@@ -76,7 +77,7 @@ def log_to_stderr() -> Generator[None]:
     ours.setLevel(logging.INFO)
     ours.propagate = False
     try:
-        with _stdout_to_stderr():
+        with _stdout_to_stderr(), process.naming_prints(sys.stderr):
             yield
     finally:
         ours.removeHandler(handler)

@@ -6,11 +6,11 @@ RUN/replays/1.json    the recorded numbers beside the new ones, for each version
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 import ray
 from msgspec import structs
@@ -21,6 +21,7 @@ from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
+from streamppo.driver import threads
 from streamppo.driver.ray import orphans
 from streamppo.driver.ray.actors import make_ranks
 from streamppo.driver.ray.cluster import describe, here, init_ray
@@ -35,6 +36,11 @@ from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+    from streamppo.learner.rank import Rank
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
 """The metrics of the printed tables; the report has all of them."""
@@ -67,7 +73,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if not configs:
         raise JournalError(f"{run}: the journal has no configuration of any version: nothing can be made as it was")
     present = configfile.load(run / configfile.CONFIG)
-    chosen = {version: _with_changes(config, present, changes) for version, config in configs.items()}
+    chosen = {version: with_changes(config, present, changes) for version, config in configs.items()}
     if changes:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in chosen.values()))
@@ -97,22 +103,45 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     return 0
 
 
-def _with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
+def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
     """A recorded configuration with `changes`, and with the `present` places of files that were moved since."""
     places = [f"{name}={json.dumps(place)}" for name, place in moved_paths(recorded, present).items()]
-    return configfile.change(recorded, [*places, *changes])
+    return threads.resolved(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
 def _remake(run: Path, past: History, last: int, mark: str) -> tuple[dict[int, str], list[UpdateReport]]:
     """Make all versions to `last`: the digest of every version, the report of every update.
 
     They begin with version 1, or after the oldest checkpoint whose batches are kept, as the run's `past` has them.
-    Ray's processes have the `mark`.
     """
-    checkpoint = _oldest_start(run, past)
-    start = int(checkpoint.name) if checkpoint else 0
-    if last < start:
-        raise JournalError(f"{run}: versions before {start} cannot be made again: their batches were not kept")
+    begin = oldest_start(run, past)
+    if begin and last < int(begin.name):
+        raise JournalError(
+            f"{run}: versions before {int(begin.name)} cannot be made again: their batches were not kept"
+        )
+    return remake(run, past, begin, last, mark)
+
+
+Export: TypeAlias = Callable[[Path], None]
+"""Writes the weights of the version that was just made to a new folder, as a Hugging Face model."""
+
+
+def remake(
+    run: Path,
+    past: History,
+    begin: Path | None,
+    last: int,
+    mark: str,
+    *,
+    checkpoints: Path | None = None,
+    until: Callable[[UpdateReport, Export], bool] = lambda *_: False,
+) -> tuple[dict[int, str], list[UpdateReport]]:
+    """Make the versions behind the checkpoint `begin` (None: version 0) up to `last`, or up to one that ends `until`.
+
+    Returns the digest of every version, and the report of every update. The last version is saved under `checkpoints`,
+    if given. Ray's processes have the `mark`.
+    """
+    start = int(begin.name) if begin else 0
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
     first = past.at(start)
@@ -121,17 +150,25 @@ def _remake(run: Path, past: History, last: int, mark: str) -> tuple[dict[int, s
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
-    resume_from = str(checkpoint) if checkpoint else None
     told = history.encode(past)
-    ray.get([rank.setup.remote(address, model_path(first, run), resume_from, told) for rank in ranks])
+    resume_from = str(begin) if begin else None
+    start = ray.get([rank.setup.remote(address, model_path(first, run), resume_from, told) for rank in ranks])[0]
     reports: list[UpdateReport] = []
     for _ in range(start, last):
         reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))
+        if until(reports[-1], lambda to: _export(ranks, to)):
+            break
+    if checkpoints is not None:
+        ray.get([rank.save.remote(str(checkpoints)) for rank in ranks])
     ray.get([rank.settle.remote() for rank in ranks])
     return ray.get(source.digests.remote()), reports
 
 
-def _oldest_start(run: Path, past: History) -> Path | None:
+def _export(ranks: "Sequence[ActorProxy[Rank]]", to: Path) -> None:
+    ray.get([rank.export.remote(str(to)) for rank in ranks])
+
+
+def oldest_start(run: Path, past: History) -> Path | None:
     """The oldest checkpoint of the run from which every batch is there; None if all batches are.
 
     Raises `JournalError` if there is no such checkpoint.

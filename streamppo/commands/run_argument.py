@@ -9,7 +9,7 @@ import msgspec
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.errors import ConfigError, JournalError
+from streamppo.errors import UNREADABLE, ConfigError, JournalError
 
 
 def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
@@ -24,6 +24,8 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
     if not (is_run or files) or (version is not None and not is_run):
         why = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
         raise ConfigError(f"{model}: no run is there, and {why}")
+    if is_run:
+        configfile.existing(model)
     own = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
     return own, configfile.load(Path(files[0]), overrides) if files else None
 
@@ -45,7 +47,7 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
     own = configfile.load(run / configfile.CONFIG)
     configs = [own]
     # A run that was never begun has no journal; one that cannot be read is told where it is needed.
-    with suppress(JournalError, msgspec.MsgspecError, RecursionError), closing(Journal.open_run(run)) as journal:
+    with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
         recorded = [msgspec.msgpack.decode(one, type=Config) for one in journal.configs().values()]
         configs += [diff.as_present(one, present or own) for one in recorded]
     consent.ask(run, configs, trust=trust)

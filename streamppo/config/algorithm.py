@@ -29,10 +29,10 @@ class Discounted(Kind, frozen=True):
 
 
 class Bootstrapped(Discounted, frozen=True):
-    """Estimators that continue a truncated completion with a value."""
+    """Estimators that can bootstrap a truncated completion with a value."""
 
     bootstrap_truncated: bool = False
-    """Continue a completion that was cut off with the critic's value: right only if its reward leaves the rest open."""
+    """Bootstrap a truncated completion with the critic's value: right only if its reward does not judge the rest."""
 
 
 class Gae(Bootstrapped, frozen=True, tag="gae"):
@@ -47,17 +47,17 @@ class Gae(Bootstrapped, frozen=True, tag="gae"):
 
 
 class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
-    """V-trace (arXiv:1802.01561): the proximal policy's values from tokens of an older one."""
+    """V-trace (arXiv:1802.01561): the proximal policy's values from tokens of an older policy."""
 
     lam: Fraction = 1.0
     """Lambda of the trace."""
     clip: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
     """rho_bar, the bound on the weight of one TD error, and c_bar, the bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
-    """Clipping of every factor of the trace, as published ("step"), or of their product."""
+    """Clip every factor of the trace, as published ("step"), or their product ("cumulative")."""
 
     def contradictions(self) -> Iterator[str]:
-        """An empty product is 1, and a cumulative trace begins with it."""
+        """A cumulative trace starts at the empty product 1, so c_bar must be at least 1."""
         if self.trace == "cumulative" and self.clip[1] < 1:
             yield f"c_bar, the second of clip ({self.clip[1]}), must be at least 1 with trace = 'cumulative'"
 
@@ -77,7 +77,7 @@ class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
     """score - mean of the group (arXiv:2503.20783)."""
 
     baseline_shift: float = 0.0
-    """This is added to the mean: below 0, right answers weigh more than wrong ones (arXiv:2506.20520)."""
+    """Added to the mean; below 0, correct answers weigh more than wrong ones (arXiv:2506.20520)."""
 
 
 class Rloo(Kind, frozen=True, tag="rloo"):
@@ -97,7 +97,7 @@ class Gdpo(Kind, frozen=True, tag="gdpo"):
     """Divide the variances by n - 1, else by n."""
 
     def contradictions(self) -> Iterator[str]:
-        """Nothing to add up is no advantage."""
+        """At least one weight must not be 0."""
         if not any(self.weights.values()):
             yield "weights must name a component of the reward, with a weight that is not 0"
 
@@ -111,12 +111,12 @@ class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_base
 
 
 class CustomAdvantage(Kind, frozen=True, tag="function"):
-    """An advantage of your own, without a critic, tried on a made-up batch before the first update."""
+    """A custom advantage, without a critic; tested on a synthetic batch before the first update."""
 
     function: str
     """`package.module:name` or `path/file.py:name` of a function: `AdvantageInputs` -> [B] or [B, T] advantages."""
     compares_samples: bool = True
-    """A batch holds all samples of a prompt, or trajectories as they come."""
+    """A batch has all samples of a prompt; if false, trajectories as they come."""
 
 
 Advantage: TypeAlias = (
@@ -133,7 +133,7 @@ Advantage: TypeAlias = (
     | CustomAdvantage
 )
 CRITIC_BASED = (Gae, VTrace, SequenceLevel)
-"""Estimators that need a critic; with the others it is not trained."""
+"""Estimators that need a critic; the others train none."""
 PER_TOKEN = (Gae, VTrace, ReinforcePlusPlus, CustomAdvantage)
 """Estimators whose advantages differ within a response."""
 GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, Gdpo, ReinforcePlusPlusBaseline)
@@ -144,7 +144,7 @@ class Whiten(Section, frozen=True):
     """Advantages get mean 0 and variance 1."""
 
     over: Literal["auto", "off", "batch", "group"] = "auto"
-    """The batch of all ranks, each group, or not at all; auto is batch with a critic, off without one."""
+    """Over the batch of all ranks, over each group, or off; auto is batch with a critic, off without one."""
     shift_mean: bool = True
     """Subtract the mean."""
     unbiased: bool = False
@@ -152,16 +152,16 @@ class Whiten(Section, frozen=True):
 
 
 CRITICS = ("head", "policy", "scratch")
-"""Critics that have no folder of their own."""
+"""Values of `critic.model` that name no folder."""
 
 
 class Critic(Section, frozen=True):
-    """The critic and its loss. A value head learns in the policy's own steps; a second transformer makes its own."""
+    """The critic and its loss. A value head is trained in the policy's steps, a second transformer in its own."""
 
     model: str = "head"
     """ "head" is a value head on the policy; else a transformer: "policy" (a copy), "scratch", or the path of one."""
     coefficient: NonNegative = 0.5
-    """Weight of the critic's loss; beside the policy's where both are one step."""
+    """Weight of the critic's loss, relative to the policy's where both share a step."""
     clip: NonNegative = 0.2
     """The value may move this far from its proximal value before the gradient stops; 0 is unclipped."""
     huber: NonNegative = 0.0
@@ -177,7 +177,7 @@ class Critic(Section, frozen=True):
     warmup_updates: Count = 0
     """Updates in which only the critic learns."""
     pretrain: str = ""
-    """The folder of a run whose archived batches teach the critic before the first update; empty is off."""
+    """Folder of a run whose archived batches train the critic before the first update; empty is off."""
 
     @property
     def loss(self) -> Literal["mse", "huber"]:
@@ -185,7 +185,7 @@ class Critic(Section, frozen=True):
         return "huber" if self.huber else "mse"
 
     def contradictions(self) -> Iterator[str]:
-        """One step has one schedule for all that it trains together."""
+        """A value head shares the policy's steps, so it has no schedule of its own."""
         for name in ("epochs", "minibatches", "max_grad_norm"):
             if self.model == "head" and getattr(self, name):
                 yield (
@@ -203,50 +203,50 @@ class Algorithm(Section, frozen=True):
     """The mathematics of one update."""
 
     correction: Correction = Truncate()
-    """Correction for the age of the data: to be without one takes the word "off"."""
+    """Correction for off-policy data; "off" for none."""
     negative_weight: Fraction = 1.0
-    """Tokens of negative advantage weigh this in the policy's loss, beside their correction; 0 is positives alone."""
+    """Weight of tokens with negative advantage in the policy's loss, times their correction; 0 drops them."""
     advantage: Advantage = Gae()
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
     resample: Resample = Resample()
-    """The component and the difficulty by which zero_variance = "resample" judges a group."""
+    """The reward component and range of means by which zero_variance = "resample" judges a group."""
     filters: tuple[Filter, ...] = ()
-    """Responses that leave the loss, each kind at most once; their rewards and tokens are counted all the same."""
+    """Filters of responses from the loss, each kind at most once; filtered rewards and tokens still count."""
     whiten: Whiten = Whiten()
     """Scale of the advantages."""
     policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
-    """Proximal log-probs: from a pass, between behavior and current by age (arXiv:2512.06547), or behavior's own."""
+    """Proximal log-probs: of a forward pass, behavior and current mixed by lag (arXiv:2512.06547), or behavior's."""
     aggregation: Aggregation = "token-mean"
-    """Average that makes one number of the losses of all tokens; "constant" divides by rollout.max_tokens."""
+    """Average of the losses of all tokens; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
     """The critic, for the estimators that need one."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""
     entropy_control: EntropyControl = EntropyControl()
-    """Steering of that weight."""
+    """Controller of that weight."""
     exploration: Exploration = NoExploration()
-    """Tokens that are treated otherwise, so that the policy's entropy does not collapse."""
+    """Special treatment of some tokens, against collapse of the policy's entropy."""
     kl: Kl = Kl()
-    """Distance from the first model."""
+    """KL from a reference model."""
     teacher: Teacher = Teacher()
-    """A model to learn from, beside or in place of the rewards."""
+    """A teacher model, in addition to the rewards or instead of them."""
     positive_nll: NonNegative = 0.0
-    """Weight of the negative log-likelihood of right answers beside the loss (VAPO, arXiv:2504.05118); 0 is off."""
+    """Weight of the negative log-likelihood of correct answers in the loss (VAPO, arXiv:2504.05118); 0 is off."""
     target_kl: NonNegative = 0.0
     """Above 0, the rest of an update is skipped when KL(proximal || current) exceeds 1.5 times this."""
 
     @property
     def has_critic(self) -> bool:
-        """True if values are used, and so trained."""
+        """True if the advantage needs a critic, which is then trained."""
         return isinstance(self.advantage, CRITIC_BASED)
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The user's own functions, by the fields that name them."""
+        """The user's functions, by the field that names each."""
         choices = {"advantage": self.advantage, "correction": self.correction, "policy_loss": self.policy_loss}
         return {
             field: choice.function
@@ -256,7 +256,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """Reason that the learner's log-probs of the whole batch must be known before its first step; None if not."""
+        """Why the first step needs the learner's log-probs of the whole batch; None if it does not."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -273,21 +273,21 @@ class Algorithm(Section, frozen=True):
 
     @property
     def compared_components(self) -> frozenset[str]:
-        """Components of the reward that each trajectory must have, because samples are compared by them."""
+        """Reward components by which samples are compared; each trajectory must have them."""
         weighed = self.advantage.weights if isinstance(self.advantage, Gdpo) else ()
         return frozenset((*weighed, *filter(None, [self.resample.component])))
 
     @property
     def compares_samples(self) -> str | None:
-        """The choice that compares all samples of a prompt, so that a batch needs all of them; None if none does."""
+        """The choice that compares samples, so that a batch needs all samples of a prompt; None if there is none."""
         if self._advantage_compares:
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None
 
     @property
     def _advantage_compares(self) -> bool:
-        own = isinstance(self.advantage, CustomAdvantage) and self.advantage.compares_samples
-        return own or isinstance(self.advantage, GROUP_BASED)
+        custom = isinstance(self.advantage, CustomAdvantage) and self.advantage.compares_samples
+        return custom or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""

@@ -1,4 +1,4 @@
-"""The base of every table of the configuration, and its kinds of numbers."""
+"""Base classes of the configuration's tables, and its number types."""
 
 from collections.abc import Iterator
 from typing import Annotated, TypeAlias
@@ -19,20 +19,20 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every table of the file."""
 
     def contradictions(self) -> Iterator[str]:
-        """A sentence for every rule between the fields that is broken."""
+        """Yield a sentence for every broken rule between the fields."""
         return iter(())
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` with a line for every rule that is broken."""
+        """Raise `ValueError` with a line for every broken rule."""
         if broken := list(self.contradictions()):
             raise ValueError("\n".join(broken))
 
 
 class Timed(Section, frozen=True):
-    """Base of tables about calls of other people's code."""
+    """Base of tables about calls of user code."""
 
     timeout_s: Seconds = 30.0
-    """A call that takes longer fails its trajectory: of a scorer, teacher, or an environment's reset, step or close."""
+    """A longer call (of a scorer, a teacher, or an environment's reset, step or close) fails its trajectory."""
 
 
 class Calls(Timed, frozen=True):
@@ -41,23 +41,23 @@ class Calls(Timed, frozen=True):
     concurrency: Positive = 256
     """Calls in flight in one rollout actor."""
     attempts: Positive = 3
-    """Tries of a call whose error says that it is retryable."""
+    """Tries of a call that fails with a retryable error."""
     backoff_s: Seconds = 0.5
-    """Wait before the second try; it doubles with every further one, and varies by half."""
+    """Wait before the second try; doubled for every further one, and varied at random by half."""
     calls_per_s: NonNegative = 0.0
-    """Bound on the calls that one rollout actor begins; 0 is none."""
+    """Most calls that one rollout actor begins per second; 0 is no limit."""
     breaker_failures: Positive = 16
-    """After so many retryable failures without a success, calls wait while one at a time tries again."""
+    """After so many retryable failures without a success, calls wait and one at a time is tried."""
     breaker_s: Seconds = 5.0
-    """Seconds between two of these single tries."""
+    """Seconds between two such tries."""
 
 
 class Kind(Section, frozen=True, tag_field="kind"):
-    """Base of every table that is one choice of several; its tag is given by each subclass."""
+    """Base of every table that is one choice of several; each subclass has its own tag."""
 
 
 def address_fault(url: str) -> Iterator[str]:
-    """A sentence if `url` does not say how a server is reached."""
+    """Yield a sentence if `url` is not an http or https address."""
     if not url.startswith(("http://", "https://")):
         yield f"url ({url!r}) must begin with http:// or https://"
 
@@ -65,7 +65,5 @@ def address_fault(url: str) -> Iterator[str]:
 class Machine(Section, frozen=True):
     """Hardware of one rank or one rollout actor."""
 
-    threads: Positive = 1
-    """CPU threads."""
     gpus: NonNegative = 0
-    """GPUs; less than 1 where rank and actor share one."""
+    """GPUs; below 1 if ranks and rollout actors share GPUs."""

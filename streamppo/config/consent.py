@@ -1,10 +1,11 @@
-"""Code that a run's configuration names runs, and keys go to its addresses, only for who made the run or agreed once.
+"""Consent to the code that a run's configuration names, and to the addresses that get an API key.
 
 STATE/streamppo/secret   32 random bytes of this user, in XDG_STATE_HOME or ~/.local/state
 RUN/consent              a line for each name that this user agreed to: its HMAC with the secret
 
-A run that was moved or copied keeps its lines; nobody without the secret writes one. A file in the run's
-folder is signed with its content. STREAMPPO_TRUST=1 agrees for every command of a script.
+The user who made the run has agreed; any other user must agree once. A moved or copied run keeps its lines, and a line
+cannot be written without the secret. A file in the run's folder is signed with its content. STREAMPPO_TRUST=1 agrees
+for every command of a script.
 """
 
 import hmac
@@ -34,25 +35,25 @@ BUILT_IN = frozenset(
         "scorers.bubblewrap:Bubblewrap",
     )
 )
-"""Names that run nothing of a stranger's; others of streamppo (`Local`, `plugins:load`) may."""
+"""Names that run no foreign code; other names in streamppo (`Local`, `plugins:load`) may."""
 
 MOST_LINES, MOST_CODE = 2**20, 2**26
-"""Bytes of RUN/consent, and of a file of code in the run's folder, that are read."""
+"""Largest number of bytes read of RUN/consent, and of a code file in the run's folder."""
 CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
 """Fields that name code."""
 SHOWN, LENGTH = 10, 300
-"""Names that a refusal shows, and characters of each."""
+"""Names shown by a refusal, and characters of each."""
 
 log = logging.getLogger(__name__)
 
 
 def code(config: Config) -> set[str]:
-    """The code that a run of `config` imports or lets others run, and is not built in; the addresses that get a key."""
+    """Names of code, not built in, that a run of `config` imports or starts, and addresses that get a key."""
     return set(_file_names(cast(Tree, msgspec.to_builtins(config)), "")) - BUILT_IN
 
 
 def _file_names(tree: Tree, path: str) -> Iterator[str]:
-    """The names in `tree`, which stands at `path` of the configuration."""
+    """The names in `tree`, the table at the dotted `path` of the configuration."""
     for urls, key_env in (("url", "key_env"), ("urls", "api_key_env")):
         if tree.get(urls) and tree.get(key_env):
             yield f"{path}: the key in {tree[key_env]} for {_listed(tree[urls])}"
@@ -66,7 +67,7 @@ def _file_names(tree: Tree, path: str) -> Iterator[str]:
         ):
             yield f"{at} = {value}"
         elif isinstance(value, str) and value:
-            # A scorer's or an environment's argument may name a class too, the sandbox, or an environment of verifiers.
+            # An argument of a scorer or environment may name a class, the sandbox, or a verifiers environment.
             is_argument = ".arguments." in at and (":" in value or key == "environment")
             if key == "function" or at in CODE or is_argument:
                 yield value
@@ -79,7 +80,7 @@ def _listed(urls: object) -> str:
 
 
 def give(run: Path, config: Config) -> None:
-    """Record that this user agrees to what `config` names, for the run in `run`. A failure is a warning."""
+    """Record this user's consent to the names in `config` for the run in `run`. A failure is a warning."""
     named = code(config)
     if not named:
         return
@@ -92,7 +93,7 @@ def give(run: Path, config: Config) -> None:
 
 
 def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
-    """Refuse the run in `run` if one of `configs` names code that this user has not agreed to. Raises `ConfigError`."""
+    """Raise `ConfigError` if one of `configs` of the run in `run` has names without this user's consent."""
     configs = list(configs)
     named = set[str]().union(*map(code, configs))
     if not named:
@@ -117,7 +118,7 @@ def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
 
 
 def _secret(*, make: bool) -> bytes:
-    """This user's secret. Raises `OSError` or `RuntimeError` (no home) where there is none, or none can be made."""
+    """This user's secret. Raises `OSError` or `RuntimeError` (no home) if it is missing or cannot be made."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "streamppo"
     file = folder / "secret"
@@ -128,16 +129,16 @@ def _secret(*, make: bool) -> bytes:
             opened.write(secrets.token_bytes(32))
         durable.flush(aside)
         try:
-            # Of two that make one at once, the first stays.
+            # If two processes make a secret at once, the first wins.
             os.link(aside, file)
         except FileExistsError:
             pass
         finally:
             aside.unlink()
-    found = file.read_bytes()
-    if len(found) != 32:
+    secret = file.read_bytes()
+    if len(secret) != 32:
         raise OSError(f"{file}: not 32 bytes")
-    return found
+    return secret
 
 
 def _lines(run: Path) -> set[str]:
@@ -149,9 +150,9 @@ def _lines(run: Path) -> set[str]:
 
 
 def _hmac_of(secret: bytes, name: str, run: Path) -> str:
-    """The HMAC of `name`. A path into the run or beside it is relative to it; a file in it has its digest in it."""
+    """The HMAC of `name`. Paths in the run or its parent are made relative; a file in the run adds its digest."""
     file, colon, attribute = name.rpartition(":")
-    # A name with NUL or half a surrogate is that of no file.
+    # A name with NUL or a lone surrogate is no file name.
     with suppress(ValueError):
         path, folder = Path(file).resolve(), run.resolve()
         if colon and file.endswith(".py") and path.is_relative_to(folder.parent):

@@ -1,6 +1,6 @@
-"""Make a `Config` of a tree of plain values, or a list of all mistakes that are in the tree.
+"""Converts a tree of plain values to a `Config`, or lists all mistakes in the tree.
 
-Each value is held against the type of its field. Rules between fields are asked only where the fields are right.
+Each value is checked against its field's type. Rules between fields are checked only if these fields are valid.
 """
 
 import math
@@ -16,9 +16,9 @@ from streamppo.config.sections import Config
 
 
 class Mistake(NamedTuple):
-    """A sentence about the field or section with the dotted name `name`; `at` is the name under which it is set.
+    """A sentence about the field or section `name` (dotted); `at` is the dotted name at which it is set.
 
-    `broad` says that it is about several fields below `at`.
+    `broad`: it is about several fields below `at`.
     """
 
     name: str
@@ -28,26 +28,26 @@ class Mistake(NamedTuple):
 
 
 WRONG = object()
-"""Stands for a value that has a mistake."""
+"""Replaces an invalid value."""
 BITS = 63
-"""Whole numbers travel in 64 bits."""
+"""Integers are sent as signed 64-bit."""
 
 
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
-    """The configuration that `tree` says, or None and every mistake in it, in the order of the sections."""
+    """The configuration in `tree`, or None and all its mistakes, in the order of the sections."""
     reader = _Reader()
-    made = reader.value(inspect.type_info(Config), tree, "")
-    return (made if isinstance(made, Config) else None), reader.mistakes
+    converted = reader.value(inspect.type_info(Config), tree, "")
+    return (converted if isinstance(converted, Config) else None), reader.mistakes
 
 
 class _Reader:
-    """Makes values of a type out of plain ones, and collects the mistakes."""
+    """Converts plain values to their types and collects the mistakes."""
 
     def __init__(self) -> None:
         self.mistakes: list[Mistake] = []
 
     def value(self, node: inspect.Type, value: object, name: str, default: object = NODEFAULT) -> object:
-        """The value of type `node`, or `WRONG`; `default` is that of its field."""
+        """The value of type `node`, or `WRONG`; `default` is the field's default."""
         match node:
             case inspect.StructType():
                 return self._struct(node, value, name)
@@ -62,8 +62,8 @@ class _Reader:
             case inspect.VarTupleType():
                 return self._items(node, [node.item_type] * len(_items(value) or ()), value, name)
             case _:
-                made = _scalar(node, value)
-                return self._unlike(node, value, name) if made is WRONG else made
+                converted = _scalar(node, value)
+                return self._unlike(node, value, name) if converted is WRONG else converted
 
     def _add(self, name: str, text: str, at: str | None = None, *, broad: bool = False) -> object:
         self.mistakes.append(Mistake(name, text, name if at is None else at, broad))
@@ -105,8 +105,8 @@ class _Reader:
         if not isinstance(value, dict):
             return self._unlike(node, value, name)
         tree = cast(Tree, value)
-        made = {key: self.value(node.value_type, part, _join(name, key)) for key, part in tree.items()}
-        return WRONG if WRONG in made.values() else made
+        converted = {key: self.value(node.value_type, part, _join(name, key)) for key, part in tree.items()}
+        return WRONG if WRONG in converted.values() else converted
 
     # --- choices ---------------------------------------------------------------------------------------------
 
@@ -117,12 +117,12 @@ class _Reader:
         if structs and (_is_table(value) or not any(map(_is_scalar, node.types))):
             return self._kind(structs, value, name, default)
         for option in node.types:
-            if (made := _scalar(option, value)) is not WRONG:
-                return made
+            if (converted := _scalar(option, value)) is not WRONG:
+                return converted
         return self._unlike(node, value, name)
 
     def _kind(self, structs: Sequence[inspect.StructType], value: object, name: str, default: object) -> object:
-        """A table that names no kind has that of the default."""
+        """Read a table of one kind; without a `kind` it has the default's kind."""
         if structs[0].tag is None or not isinstance(value, dict):
             return self._struct(structs[0], value, name)
         tags = {str(struct.tag): struct for struct in structs}
@@ -138,17 +138,17 @@ class _Reader:
         items = _items(value)
         if items is None or len(items) != len(types):
             return self._unlike(node, value, name)
-        made = tuple(_scalar(inner, item) for inner, item in zip(types, items, strict=True))
-        return self._unlike(node, value, name) if WRONG in made else made
+        converted = tuple(_scalar(inner, item) for inner, item in zip(types, items, strict=True))
+        return self._unlike(node, value, name) if WRONG in converted else converted
 
     def _tables(self, node: inspect.Type, item: inspect.Type, value: object, name: str) -> object:
-        """A list of tables. A mistake in one of them stands where the list does."""
+        """Read a list of tables. A mistake in one table is reported at the list."""
         tables, before = _items(value), len(self.mistakes)
         if tables is None:
             return self._unlike(node, value, name)
-        made = tuple(self.value(item, table, f"{name}[{place}]") for place, table in enumerate(tables))
+        converted = tuple(self.value(item, table, f"{name}[{place}]") for place, table in enumerate(tables))
         self.mistakes[before:] = [mistake._replace(at=name) for mistake in self.mistakes[before:]]
-        return WRONG if len(self.mistakes) > before else made
+        return WRONG if len(self.mistakes) > before else converted
 
 
 def _join(name: str, part: str) -> str:
@@ -160,7 +160,7 @@ def _items(value: object) -> Sequence[object] | None:
 
 
 def _scalar(node: inspect.Type, value: object) -> object:
-    """`value` as the type `node` has it, or `WRONG`. A whole number is a number; infinity and nan are none."""
+    """`value` as type `node`, or `WRONG`. An integer is valid as a float; infinity and nan are not."""
     match node, value:
         case (inspect.BoolType(), bool()) | (inspect.StrType(), str()):
             return value

@@ -1,4 +1,4 @@
-"""The choices of `[algorithm]` about tokens that weigh less, or leave the loss: corrections, rejections, filters.
+"""Choices of `[algorithm]` that weight tokens down or drop them from the loss: corrections, rejections, filters.
 
 Equations are in docs/algorithms.md.
 """
@@ -10,37 +10,37 @@ from streamppo.config.base import Kind, NonNegative, PositiveFloat, Section
 
 
 class Banded(Kind, frozen=True):
-    """Rules that keep what has a ratio proximal / behavior in a band."""
+    """Rules that keep ratios proximal / behavior inside a band."""
 
     band: tuple[NonNegative, PositiveFloat]
-    """The smallest and the largest ratio that are kept."""
+    """The smallest and the largest kept ratio."""
 
     def contradictions(self) -> Iterator[str]:
-        """A band has two ends, and nothing that is new lies outside."""
+        """The band must rise and contain 1, the ratio of the newest tokens."""
         yield from _band_mistakes(self.band)
 
 
 class RejectToken(Banded, frozen=True, tag="token"):
-    """Leave out tokens whose ratio is outside of the band."""
+    """Drop tokens whose ratio is outside the band."""
 
 
 class RejectSequence(Banded, frozen=True, tag="sequence"):
-    """Leave out responses whose product of ratios is outside of the band."""
+    """Drop responses whose product of ratios is outside the band."""
 
 
 class RejectGeometric(Banded, frozen=True, tag="geometric"):
-    """Leave out responses whose geometric mean of ratios is outside of the band."""
+    """Drop responses whose geometric mean of ratios is outside the band."""
 
 
 class RejectOutlier(Banded, frozen=True, tag="outlier"):
-    """Leave out responses with a token whose ratio is outside of the band."""
+    """Drop responses with a token whose ratio is outside the band."""
 
 
 class RejectK3(Kind, frozen=True, tag="k3"):
-    """Leave out responses whose mean k3 estimate of KL(behavior || proximal) is large."""
+    """Drop responses whose mean k3 estimate of KL(behavior || proximal) is large."""
 
     at_most: PositiveFloat
-    """The largest mean, in nats per token, that is kept."""
+    """The largest kept mean, in nats per token."""
 
 
 Rejection: TypeAlias = RejectToken | RejectSequence | RejectGeometric | RejectOutlier | RejectK3
@@ -51,13 +51,13 @@ class NoCorrection(Kind, frozen=True, tag="off"):
 
 
 class Reject(Kind, frozen=True, tag="reject"):
-    """Weight 1 for all that the rules keep, 0 for the rest."""
+    """Weight 1 for tokens that every rule keeps, 0 for the others."""
 
     reject: tuple[Rejection, ...]
-    """Rules, each of a kind of its own: tokens and responses that one of them rejects are left out."""
+    """Rules, each kind at most once; tokens and responses that any rule rejects are dropped."""
 
     def contradictions(self) -> Iterator[str]:
-        """Without a rule it would be "off"."""
+        """At least one rule, each kind at most once."""
         yield from _repeated(self.reject, "reject")
         if not self.reject:
             yield "reject names no rule: choose kind = 'off' for a weight of 1 everywhere"
@@ -67,12 +67,12 @@ class Weighted(Kind, frozen=True):
     """Corrections by one ratio for each token, each response, or its geometric mean."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio is that of a token, of the whole response, or the geometric mean over it."""
+    """Ratio of each token, of the whole response, or the response's geometric mean."""
     reject: tuple[Rejection, ...] = ()
-    """Rules beside the weight, each of a kind of its own: what one of them rejects is left out."""
+    """Further rules, each kind at most once; tokens and responses that any rule rejects are dropped."""
 
     def contradictions(self) -> Iterator[str]:
-        """Two rules of one kind are one rule."""
+        """Each kind of rule at most once."""
         yield from _repeated(self.reject, "reject")
 
 
@@ -85,20 +85,20 @@ class Truncate(Weighted, frozen=True, tag="truncate"):
     """The smallest weight."""
 
     def contradictions(self) -> Iterator[str]:
-        """Weights lie between two bounds."""
+        """The floor must be below the cap."""
         yield from super().contradictions()
         if not self.floor < self.cap:
             yield f"floor ({self.floor:g}) must be below cap ({self.cap:g})"
 
 
 class Mask(Weighted, frozen=True, tag="mask"):
-    """proximal / behavior where it lies in the band, 0 elsewhere (IcePop, arXiv:2510.18855)."""
+    """proximal / behavior inside the band, 0 outside (IcePop, arXiv:2510.18855)."""
 
     band: tuple[NonNegative, PositiveFloat] = (0.5, 5.0)
-    """The smallest and the largest ratio that are kept."""
+    """The smallest and the largest kept ratio."""
 
     def contradictions(self) -> Iterator[str]:
-        """A band has two ends, and nothing that is new lies outside."""
+        """The band must rise and contain 1, the ratio of the newest tokens."""
         yield from super().contradictions()
         yield from _band_mistakes(self.band)
 
@@ -111,11 +111,11 @@ class SecondMoment(Kind, frozen=True, tag="second_moment"):
     """M2PO (arXiv:2510.01161): drop the largest log-ratios until their second moment is small."""
 
     threshold: PositiveFloat = 0.04
-    """The second moment that is left."""
+    """The largest second moment that may remain."""
 
 
 class CustomCorrection(Kind, frozen=True, tag="function"):
-    """A correction of your own, tried on a made-up batch before the first update."""
+    """A custom correction; tested on a synthetic batch before the first update."""
 
     function: str
     """`package.module:name` or `path/file.py:name` of a function: `CorrectionInputs` -> one weight for each token."""
@@ -125,35 +125,35 @@ Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | Topr | SecondM
 
 
 class FilterTruncated(Kind, frozen=True, tag="truncated"):
-    """Completions that were cut off teach neither policy nor critic: overlong filtering (DAPO, arXiv:2503.14476)."""
+    """Truncated completions train neither policy nor critic: overlong filtering (DAPO, arXiv:2503.14476)."""
 
 
 class FilterOffPolicyNegative(Kind, frozen=True, tag="off_policy_negative"):
-    """Responses of negative advantage that have drifted: off-policy sequence masking (arXiv:2512.02556)."""
+    """Drop drifted responses with negative advantage: off-policy sequence masking (arXiv:2512.02556)."""
 
     delta: PositiveFloat
-    """The largest mean log(behavior / current) of a response, in nats per token, that is kept."""
+    """The largest kept mean log(behavior / current) of a response, in nats per token."""
 
 
 Filter: TypeAlias = FilterTruncated | FilterOffPolicyNegative
 
 
 class Resample(Section, frozen=True):
-    """The groups that `zero_variance = "resample"` gives up, so that other prompts take their place."""
+    """The groups that `zero_variance = "resample"` replaces by those of other prompts."""
 
     component: str = ""
-    """The component of the reward that groups are judged by; empty is the score."""
+    """Reward component by which groups are judged; empty is the score."""
     mean: tuple[float, ...] = ()
-    """The smallest and the largest mean of a group that is kept, beside equal ones; empty is any."""
+    """The smallest and the largest kept mean of a group, besides the check for equal scores; empty is any."""
 
     def contradictions(self) -> Iterator[str]:
-        """A range has two ends."""
+        """The range is empty or has two rising ends."""
         if self.mean and (len(self.mean) != 2 or self.mean[0] > self.mean[1]):
             yield f"mean must be empty, or the smallest and the largest that is kept: {list(self.mean)}"
 
 
 def repeated_filters(filters: Sequence[Filter]) -> Iterator[str]:
-    """A sentence for every kind of filter that is there twice."""
+    """Yield a sentence for every repeated kind of filter."""
     yield from _repeated(filters, "filters")
 
 

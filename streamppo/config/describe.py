@@ -1,4 +1,4 @@
-"""Say in plain words which values a field takes, and name the one that was found."""
+"""Describes in plain words the valid values of a field, and a given value."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def describe_type(node: inspect.Type) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as the file would have it; a table is called one."""
+    """A value as written in the file; a table becomes "a table"."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, bool):
@@ -41,7 +41,7 @@ def format_value(value: object) -> str:
 
 
 def join_names(names: Sequence[str], last: str = "and") -> str:
-    """Names in a sentence: "a, b and c"."""
+    """Join names for a sentence: "a, b and c"."""
     return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 

@@ -1,4 +1,4 @@
-"""Compare the configuration of a run with the one that it is resumed with, field by field."""
+"""Compares a run's configuration with the one that resumes it, field by field."""
 
 import json
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from streamppo.config.sections import Config
 from streamppo.config.teacher import OF_SERVER
 
 KEPT = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "queue.shards")
-"""Fields and sections that a run keeps from its beginning to its end."""
+"""Fields and sections that may not change during a run."""
 FREE = ("model.clock", "model.float32_head", "model.float32_router", "model.gradient_checkpointing", "model.compile")
-"""Fields of these sections that may change all the same."""
+"""Fields inside `KEPT` that may still change."""
 NOT_LEARNING = (
     "name",
     "reward",
@@ -28,6 +28,7 @@ NOT_LEARNING = (
     "cluster",
     "watchdog",
     "telemetry",
+    "origin",
     "model.clock",
     "learner.bucket_bytes",
     "learner.deltas",
@@ -35,7 +36,7 @@ NOT_LEARNING = (
     "algorithm.teacher.url",
     *(f"algorithm.teacher.{name}" for name in OF_SERVER),
 )
-"""Fields and sections that the result of an update on a given batch does not depend on."""
+"""Fields and sections that do not affect the result of an update on a given batch."""
 LEARNING = (
     "rollout.max_tokens",
     "rollout.temperature",
@@ -44,40 +45,40 @@ LEARNING = (
     "queue.max_lag",
     "queue.too_old",
 )
-"""Fields of these sections that it depends on all the same."""
+"""Fields inside `NOT_LEARNING` that still affect it."""
 
 
 def fixed_values(config: Config) -> dict[str, object]:
-    """Values that a run keeps, by dotted name: no update on its way can begin to use another one."""
+    """Values that may not change during a run, by dotted name."""
     values = {name: value for name, value in _placeless(config).items() if _in(name, KEPT) and not _in(name, FREE)}
-    # Trajectories that wait have a teacher's log-probs, or have none.
+    # Queued trajectories have a teacher's log-probs, or none.
     asks = bool(config.algorithm.teacher.url)
     return values | {"learner.gpus > 0": config.learner.gpus > 0, "teacher at a url": asks}
 
 
 def learning(config: Config) -> dict[str, object]:
-    """Values that the result of an update on a given batch depends on, by dotted name."""
+    """Values that affect the result of an update on a given batch, by dotted name."""
     values = {
         name: value for name, value in _placeless(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
     }
-    # A part of a GPU computes what a whole one does.
+    # A fractional GPU gives the same results, so only gpus > 0 matters.
     return values | {"learner.gpus": config.learner.gpus > 0, "queue.segments.prefix": config.queue.prefix}
 
 
 def fields(config: Config) -> dict[str, object]:
-    """Every value of `config` by its dotted name; the kind of a choice is a value too."""
+    """Every value of `config` by dotted name; the kind of a choice is a value too."""
     return dict(_leaves("", msgspec.to_builtins(config)))
 
 
 def describe_changes(before: Config, after: Config) -> list[str]:
-    """A line for every value that differs: "learner.lr: 0.001 -> 0.0003"."""
+    """A line for every changed value: "learner.lr: 0.001 -> 0.0003"."""
     was, becomes = fields(before), fields(after)
     names = [name for name in dict.fromkeys((*was, *becomes)) if was.get(name) != becomes.get(name)]
     return [f"{name}: {_shown(was, name)} -> {_shown(becomes, name)}" for name in names]
 
 
 def moved_paths(before: Config, after: Config) -> dict[str, str]:
-    """Paths of `before` that `after` has at another place under the same name, by dotted name; their values there."""
+    """Moved paths, by dotted name: their value in `after`, with the same last part and another folder in `before`."""
     was, becomes = fields(before), fields(after)
     return {
         name: value
@@ -87,9 +88,9 @@ def moved_paths(before: Config, after: Config) -> dict[str, str]:
 
 
 def as_present(recorded: Config, present: Config) -> Config:
-    """A recorded configuration with what no weights depend on as it is at `present`: places, addresses, transport.
+    """`recorded` with the paths, addresses and transport of `present`, on which no weights depend.
 
-    It is `present` where they learn in the same way.
+    Returns `present` itself if both have the same `learning` values.
     """
     if learning(recorded) == learning(present):
         return present
@@ -109,9 +110,9 @@ def _shown(values: dict[str, object], name: str) -> str:
 
 
 def _placeless(config: Config) -> dict[str, object]:
-    """Every value by its dotted name, files and folders by their own names alone: a run and they may be moved.
+    """Every value by dotted name; absolute paths by their last part only, because a run and its files may be moved.
 
-    The content of models and data is compared apart (driver/inputs.py).
+    driver/inputs.py compares the content of models and data.
     """
     return {name: _name(value) for name, value in fields(config).items()}
 

@@ -1,6 +1,6 @@
-"""The engines that a configuration may choose, and the rules of each.
+"""The engines of the configuration, and the rules of each.
 
-Other packages ask an engine through `Engine`'s methods, and never which of them it is.
+Other packages call an engine's methods and never test which engine it is.
 """
 
 import re
@@ -12,19 +12,19 @@ from msgspec import Meta, field, structs
 from streamppo.config.base import Count, Kind, Seconds
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of model_type that the embedded engine computes."""
+"""Values of model_type supported by the embedded engine."""
 MOST_CANDIDATES = 4096
-"""Candidates of a token that SGLang names at most."""
+"""Most candidates of a token that SGLang returns."""
 Argument: TypeAlias = bool | int | float | str
 Fit = Callable[[float], int]
-"""(share of a GPU's free memory) -> tokens of the cache that fit into it beside the weights."""
+"""(share of a GPU's free memory) -> cache tokens that fit into it besides the weights."""
 
 
 class EngineKind(Kind, frozen=True):
     """Fields of every engine."""
 
     kv: Literal["keep", "recompute"] = "keep"
-    """The cache of running completions is kept over a weight swap, or made again with the new weights."""
+    """At a weight swap, keep the cache of running completions or recompute it with the new weights."""
 
 
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
@@ -32,16 +32,16 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
 
     @property
     def spare_weights(self) -> int:
-        """Copies of the weights beside those that it decodes with."""
+        """Copies of the weights besides those that it decodes with."""
         return 1
 
     def at(self, place: int) -> Self:
-        """The engine of the actor in `place`: the same in all."""
+        """The engine of actor number `place`: the same for all."""
         return self
 
     @property
     def start_s(self) -> float:
-        """Seconds that it may take to start: it starts at once, without a bound of its own."""
+        """Bound on its start in seconds: it starts at once and has none."""
         return 0.0
 
     @property
@@ -50,11 +50,11 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return False
 
     def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
-        """Reasons that a learner cannot be so beside it: none."""
+        """Reasons against a learner with these settings: none."""
         return iter(())
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Reason that it cannot sample so: none."""
+        """Reason against this sampling: none."""
         return ""
 
     def refuses_places(self, actors: int, gpus: float) -> str:
@@ -62,7 +62,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
     def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
-        """Tokens that its cache holds: `asked`, which are the longest rows of all slots."""
+        """Capacity of its cache in tokens: `asked`, the longest rows of all slots."""
         return asked
 
 
@@ -84,46 +84,46 @@ DECIDED = {
     "host": "our engines listen on loopback",
     "enable_return_routed_experts": "by rollout.engine.routes",
 }
-"""Arguments of SGLang that have a field of their own, or that nothing may change."""
+"""SGLang arguments that have a field of their own or are fixed."""
 
 
 class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
-    """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a server that runs already."""
+    """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a running server."""
 
     urls: tuple[str, ...] = ()
-    """Running servers, one for each actor, such as ["http://10.0.0.7:30000"]; without them actors start their own."""
+    """Running servers, one for each actor, such as ["http://10.0.0.7:30000"]; if empty, actors start their own."""
     api_key_env: str = "SGLANG_API_KEY"
-    """The environment variable that holds the key of the servers at `urls`."""
+    """Environment variable with the API key of the servers at `urls`."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
-    """Way of the weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
+    """Transport of weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
     folder: str = ""
     """With transport = "disk": a folder that the actor and SGLang can both reach."""
     attention_backend: str = ""
-    """SGLang's name of an attention backend; empty takes SGLang's choice, and torch_native on a CPU."""
+    """SGLang's name of an attention backend; empty is SGLang's choice, and torch_native on a CPU."""
     mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
-    """Share of the GPU memory free at its start that weights and cache get; a learner there needs the rest."""
+    """Share of the free GPU memory at its start for weights and cache; a learner on that GPU needs the rest."""
     max_total_tokens: Count = 0
-    """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is the longest rows of all `slots`."""
+    """Capacity of the cache in tokens; 0 fills mem_fraction_static, on a CPU it fits the longest rows of all slots."""
     prefix_cache: bool = True
-    """Prompts share the cache of a common beginning, within one version."""
+    """Prompts share the cache of a common prefix, within one version."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
-    """Further arguments of an engine of our own, by SGLang's names: { schedule_policy = "lpm" }; not for `urls`."""
+    """Further arguments of engines that actors start, by SGLang's names: { schedule_policy = "lpm" }."""
     routes: bool = False
-    """Of a mixture of experts: SGLang tells the experts of every token, and the learner sends it to the same (R3)."""
+    """For mixtures of experts: SGLang reports every token's experts, and the learner uses the same ones (R3)."""
     start_s: Seconds = 900.0
-    """An engine that has not started after so long has failed."""
+    """Time limit for the engine's start."""
 
     def at(self, place: int) -> Self:
-        """The engine of the actor in `place`: with `urls`, it uses the server of that number alone."""
+        """The engine of actor number `place`: of `urls` it has only the server with this index."""
         return structs.replace(self, urls=self.urls[place : place + 1])
 
     @property
     def spare_weights(self) -> int:
-        """Copies of the weights beside those that it decodes with: it loads in place."""
+        """Copies of the weights besides those that it decodes with: none, it loads in place."""
         return 0
 
     def contradictions(self) -> Iterator[str]:
-        """Fields that belong to one transport alone."""
+        """Fields that need or exclude others, and valid `urls`."""
         if (self.transport == "disk") != bool(self.folder):
             yield 'folder is for transport = "disk", which needs it'
         if self.args and self.urls:
@@ -140,7 +140,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
                 yield f"transport = 'tensor' is memory of one machine: with urls ({url!r}) it must be 'group' or 'disk'"
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Reason that it cannot sample so; empty if it can."""
+        """Reason against this sampling; empty if it is possible."""
         if top_k <= MOST_CANDIDATES and (top_k or top_p == 1):
             return ""
         return (
@@ -149,7 +149,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         )
 
     def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
-        """Reasons that a learner cannot be so beside it: `compiled`, or trained on `segments`."""
+        """Reasons against a learner that is `compiled`, or that trains on `segments`."""
         if self.routes and compiled:
             yield "rollout.engine.routes answers routers one by one, and model.compile makes one thing of a layer"
         if self.routes and segments:
@@ -168,9 +168,10 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         return ""
 
     def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
-        """Tokens that its cache holds, where `fit` is for a GPU and None for a CPU; None for a server elsewhere.
+        """Capacity of its cache in tokens; `fit` is None on a CPU. Returns None for a server at `urls`.
 
-        On a GPU it fills its share of the memory, else it holds `asked`, which are the longest rows of all slots.
+        On a GPU the cache fills its share of the memory; on a CPU it holds `asked`, the longest rows of all slots.
+        `max_total_tokens` replaces `asked` and bounds the share.
         """
         if self.urls:
             return None

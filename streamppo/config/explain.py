@@ -1,4 +1,4 @@
-"""Say where a mistake in a configuration stands: in an override, or in a line of the file."""
+"""Locates each mistake in a configuration: in an override, or in a line of the file."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from streamppo.config.convert import Mistake
 def explain(
     mistakes: Sequence[Mistake], path: Path, text: str, overridden: Sequence[str], short: Mapping[str, str]
 ) -> list[str]:
-    """One line for each mistake, in the order of the file `path`, which holds `text`; `short` is what `expand` says."""
-    told = [_as_written(mistake, short) for mistake in mistakes]
-    lines = [(_line_of(mistake.at, text) or 0, mistake) for mistake in told]
+    """One line for each mistake, in the order of the file `path` with content `text`; `short` is `expand`'s."""
+    written = [_as_written(mistake, short) for mistake in mistakes]
+    lines = [(_line_of(mistake.at, text) or 0, mistake) for mistake in written]
     ordered = sorted(lines, key=lambda pair: pair[0])
     return list(dict.fromkeys(_sentence(mistake, path, line, overridden) for line, mistake in ordered))
 
@@ -25,7 +25,7 @@ def _sentence(mistake: Mistake, path: Path, line: int, overridden: Sequence[str]
 
 
 def _about(mistake: Mistake, override: str) -> bool:
-    """An override brought the mistake: it set this field, a table around it, or one of the fields that disagree."""
+    """True if the override caused the mistake: it set this field, a table around it, or a contradicting field."""
     if f"{mistake.at}.".startswith(f"{override}."):
         return True
     return mistake.broad and bool(mistake.at) and f"{override}.".startswith(f"{mistake.at}.")
@@ -41,7 +41,7 @@ def _as_written(mistake: Mistake, short: Mapping[str, str]) -> Mistake:
 
 
 def _line_of(name: str, text: str) -> int | None:
-    """The line of the file that sets the dotted `name`, or else the innermost that opens its table."""
+    """The line of the file that sets the dotted `name`, or else the line of the innermost table around it."""
     best: tuple[int, int] | None = None
     for number, full in _set(text):
         if full == name:
@@ -52,7 +52,7 @@ def _line_of(name: str, text: str) -> int | None:
 
 
 def _set(text: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every table that is opened and every value that is set."""
+    """(line, dotted name) of every table header and every key."""
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]", line):

@@ -1,4 +1,4 @@
-"""From a TOML file and dotted overrides to a `Config`, and back.
+"""Reads a TOML file and dotted overrides into a `Config`, and writes it back.
 
     text --tomllib--> tree --overrides--> tree --expand--> tree of one shape --convert--> Config
                                                                              `--explain--> ConfigError, a line a mistake
@@ -6,7 +6,6 @@
 A run keeps its configuration in its folder in the same format.
 """
 
-import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,12 +31,14 @@ CONFIG = "config.toml"
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides` ("learner.lr=3e-4"), check everything.
 
-    Relative paths in the file are looked for beside it first, and then in the current folder. A file that names no run
-    gives it its own name.
+    Relative paths in the file are looked up in its folder first, then in the current folder. Without a `name` the run
+    has the file's name.
     Raises `ConfigError` with a line for every mistake: the file and the line or the override, and the nearest name.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        # A file that the user names may be a pipe of the shell's, `<(...)`; that in a run's folder may not.
+        with durable.reading(path) if path.name == CONFIG else path.open("rb") as file:
+            text = file.read().decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -57,7 +58,7 @@ def change(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def save(config: Config, run: Path) -> None:
-    """Write `config` as that of the run in the folder `run`, which goes on with it. Raises `RunError`."""
+    """Write `config` as the configuration of the run in the folder `run`. Raises `RunError`."""
     with durable.naming(run / CONFIG, RunError):
         tree = _plain(config)
         paths.relate(tree, run)
@@ -65,23 +66,23 @@ def save(config: Config, run: Path) -> None:
 
 
 def existing(run: Path) -> Path:
-    """The absolute path of the folder of a run.
+    """The absolute path of a run's folder.
 
-    Raises `CheckpointError` if no run is there, or something that is neither a file nor a folder: a pipe would hold its
-    reader for ever, a device has no end.
+    Raises `CheckpointError` if it has no run, or an entry that is neither a file nor a folder: reading a pipe could
+    block for ever, and a device has no end.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
         raise CheckpointError(f"{run}: no run is there")
-    if strange := [one.name for one in os.scandir(run) if not one.is_file() and not one.is_dir()]:
+    if strange := [entry.name for entry in run.iterdir() if not entry.is_file() and not entry.is_dir()]:
         raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder, which streamppo does not write")
     return run
 
 
 def show(config: Config) -> str:
-    """The whole tree as TOML that `load` reads; fields that have no value are left out."""
+    """The whole tree as TOML that `load` reads; fields without a value are omitted."""
     return tomli_w.dumps(_plain(config))
 
 
@@ -98,7 +99,7 @@ def _without_none(tree: Tree) -> Tree:
 
 
 def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Config:
-    """The configuration of `tree`, which stands in `path` as `text`, with `overrides`."""
+    """The configuration of `tree` with `overrides`; `path` and its content `text` locate mistakes."""
     tree, parsed = with_kinds(tree), dotted.parse(overrides, as_kinds)
     wrong = dotted.apply(tree, parsed)
     paths.anchor(tree, Path())

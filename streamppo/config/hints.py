@@ -1,9 +1,9 @@
-"""Hints about a name that the configuration does not know: a typo, another table's field, another trainer's word.
+"""Hints about an unknown name in the configuration: a typo, another table's field, another trainer's name.
 
-queue.batch_sizes        did you mean 'batch_size'?                  a name of the same table, nearly
+queue.batch_sizes        did you mean 'batch_size'?                  a similar name of the same table
 lr                       did you mean 'learner.lr'?                  the name of a field elsewhere
 num_generations          did you mean 'queue.samples_per_prompt'?    TRL's, verl's or OpenRLHF's name of a field
-algorithm.advantage.lam  kind "gae" and kind "vtrace" have it        a field of another kind of this table
+algorithm.advantage.lam  kind "gae" and kind "vtrace" have it        a field of another kind of the same table
 """
 
 import difflib
@@ -17,11 +17,11 @@ from streamppo.config.describe import join_names
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
-"""Likeness of two names: surely a typo; worth a question; worth one about a field of another table."""
+"""Smallest similarity of two names for: a certain typo; a hint in the same table; a hint about another table."""
 MOST = 3
-"""Fields of one name that are told."""
+"""Most fields of one name in a hint."""
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
-"""Tables whose entries a file may write in the table around them: that one's name, and its kind if it has kinds."""
+"""Tables whose entries a file may write in their parent table: the parent's name, and its kind if it has kinds."""
 ALIASES = {
     "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.advantage.gamma": "gamma discount",
@@ -105,7 +105,7 @@ ALIASES = {
     "telemetry.trackers": "report_to logger use_wandb",
     "updates": "max_steps total_training_steps num_train_epochs total_epochs num_episodes num_epochs",
 }
-"""Names that other trainers have for a field, in one text each; dotted where the last part alone says too little."""
+"""Other trainers' names of a field, separated by spaces; dotted where the last part alone is ambiguous."""
 MEANING = {
     "algorithm.policy_loss.range": "two distances from 1, such as [0.2, 0.2]",
     "learner.micro_batch_tokens": "in tokens of a rank; there is nothing to accumulate by hand",
@@ -114,11 +114,11 @@ MEANING = {
     "queue.max_lag": "in versions",
     "updates": "updates, not epochs",
 }
-"""Units of ours that another trainer's may differ from."""
+"""Units of our fields, which may differ from another trainer's."""
 
 
 class Field(NamedTuple):
-    """A field or table: its dotted name, the kind of its table that has it (if that has kinds), and its depth."""
+    """A field or table: its dotted name, the kind of table it belongs to ("" without kinds), and its depth."""
 
     name: str
     kind: str
@@ -131,20 +131,23 @@ class Field(NamedTuple):
 
 
 def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(dotted name, sentence) for the unknown `name`, whose table knows `known`; of a table of others one for each."""
+    """(dotted name, sentence) for the unknown `name` in a table with the fields `known`.
+
+    An unknown table gives one for each of its fields if any of them is known elsewhere.
+    """
     key, names = name.rpartition(".")[2], sorted(known)
     hint = nearest(key, names, TYPO) or _alias(name)
     if not hint and isinstance(value, dict):
         inside = {leaf: _alias(leaf) or _elsewhere(leaf) for leaf in _leaves(name, cast("dict[str, object]", value))}
         if any(inside.values()):
-            yield from ((leaf, _sentence(leaf, said)) for leaf, said in inside.items())
+            yield from ((leaf, _sentence(leaf, message)) for leaf, message in inside.items())
             return
     hint = hint or _elsewhere(name) or nearest(key, names) or _nearly_elsewhere(key)
     yield name, _sentence(name, hint or (f": known here are {join_names(names)}" if names else ""))
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = NEAR) -> str:
-    """The end of a sentence about the unknown `name`: the nearest of `known`; empty if none is near."""
+    """The end of a sentence about the unknown `name`: the most similar of `known`; empty if none is similar."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
     return f": did you mean {near[0]!r}?" if near else ""
 
@@ -154,7 +157,7 @@ def _sentence(name: str, hint: str) -> str:
 
 
 def _alias(name: str) -> str:
-    """The field that has the longest end of `name` as its name elsewhere."""
+    """A hint for another trainer's name: the longest suffix of `name` in `ALIASES`."""
     parts = name.split(".")
     for begin in range(len(parts)):
         if field := _aliases().get(".".join(parts[begin:])):
@@ -164,11 +167,11 @@ def _alias(name: str) -> str:
 
 
 def _elsewhere(name: str) -> str:
-    """The fields of that very name: in other kinds of its table, or in other tables."""
+    """A hint about fields of the same name: in other kinds of its table, or in other tables."""
     key = name.rpartition(".")[2]
     same = [field for field in _fields() if field.key == key]
-    if here := [f'kind "{field.kind}"' for field in same if field.kind and field.name == name]:
-        return f": {join_names(list(dict.fromkeys(here)))} {'has' if len(here) == 1 else 'have'} it"
+    if kinds := [f'kind "{field.kind}"' for field in same if field.kind and field.name == name]:
+        return f": {join_names(list(dict.fromkeys(kinds)))} {'has' if len(kinds) == 1 else 'have'} it"
     depth = min((field.depth for field in same), default=0)
     shallow = list(dict.fromkeys(repr(field.name) for field in same if field.depth == depth))
     return f": did you mean {join_names(shallow[:MOST], 'or')}?" if shallow else ""
@@ -187,7 +190,7 @@ def _aliases() -> dict[str, str]:
 
 @cache
 def _fields() -> tuple[Field, ...]:
-    """Every field and table of the configuration, as a file writes it, in the order of the sections."""
+    """Every field and table of the configuration, as written in a file, in the order of the sections."""
     return tuple(dict.fromkeys(map(_short, _below(inspect.type_info(Config), ""))))
 
 

@@ -7,33 +7,33 @@ from streamppo.config.base import Count, NonNegative, Positive, Section, Share
 
 
 class Kl(Section, frozen=True):
-    """KL of the policy from a reference: the model that the run began with, or one that follows the policy."""
+    """KL of the policy from a reference: the run's first model, or one that follows the policy."""
 
     reward_beta: NonNegative = 0.0
     """token reward = score - beta * KL; 0 is off."""
     reward_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator in the reward."""
     loss_beta: NonNegative = 0.0
-    """Weight of the KL beside the loss; 0 is off."""
+    """Weight of the KL in the loss; 0 is off."""
     loss_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator in the loss."""
     straight_through: bool = False
-    """The loss's gradient is that of k2, and its value that of the estimator."""
+    """Use k2's gradient and the estimator's value in the loss."""
     target: NonNegative = 0.0
-    """Above 0, reward_beta is steered to this many nats per response (arXiv:1909.08593)."""
+    """Above 0, reward_beta is controlled towards this many nats per response (arXiv:1909.08593)."""
     horizon: Positive = 10_000
     """Trajectories over which the controller acts."""
     allow_both: bool = False
-    """KL in reward and loss at once over-regularises: it has to be asked for."""
+    """Permit KL in reward and loss at once, which over-regularises."""
     follow_every: Count = 0
     """Above 0, the reference moves to the policy after every so many updates (arXiv:2404.09656)."""
     follow_share: Share = 1.0
-    """Share of the way to the policy that it moves; 1 makes it the policy."""
+    """Share of the way to the policy of each move; 1 makes it equal to the policy."""
     offload: bool = False
-    """The reference model waits in CPU memory and visits the GPU for its pass, layer by layer."""
+    """Keep the reference model in CPU memory; its layers go to the GPU one by one for its pass."""
 
     def contradictions(self) -> Iterator[str]:
-        """KL in two places, or a controller of nothing, are mistakes."""
+        """KL in two terms at once, and settings of unused parts."""
         if self.reward_beta and self.loss_beta and not self.allow_both:
             yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
         if self.loss_beta and self.loss_estimator == "k1" and not self.straight_through:

@@ -1,4 +1,4 @@
-"""The `model.lora` part of the configuration: what of the policy is trained beside its frozen weights."""
+"""The `model.lora` part of the configuration: adapters that are trained on the policy's frozen weights."""
 
 from collections.abc import Iterator
 
@@ -7,27 +7,27 @@ from streamppo.config.kl import Kl
 
 
 class Lora(Section, frozen=True):
-    """Low-rank adapters (arXiv:2106.09685): W + alpha / rank * B A, of which A and B are trained and pushed alone."""
+    """Low-rank adapters (arXiv:2106.09685): W + alpha / rank * B A; only A and B are trained and pushed."""
 
     rank: Positive = 16
     """Rows of A and columns of B."""
     alpha: Positive = 32
-    """The product of B and A counts alpha / rank times."""
+    """The product B A is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Ends of the names of the linear layers that get an adapter, such as "q_proj"; empty is all but the head."""
+    """Name suffixes of the linear layers that get an adapter, such as "q_proj"; empty is all but the head."""
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The LoRA scale: W + scale * B A."""
         return self.alpha / self.rank
 
     def contradictions(self) -> Iterator[str]:
-        """A target without a name is every module."""
+        """Targets must be distinct names; an empty one would match every module."""
         if "" in self.targets or len(set(self.targets)) < len(self.targets):
             yield f"targets ({', '.join(self.targets)}) must be names, each once"
 
     def refuses(self, kl: Kl) -> Iterator[str]:
-        """A sentence for every choice that needs a reference with weights of its own: here it is the frozen policy."""
+        """Yield a sentence for every choice that needs separate reference weights: here it is the frozen policy."""
         if kl.follow_every:
             yield f"algorithm.kl.follow_every ({kl.follow_every}) moves the reference, which model.lora keeps frozen"
         if kl.offload:

@@ -1,4 +1,4 @@
-"""The `learner.mesh` part of the configuration: how a model's state, and its rows, are divided between ranks."""
+"""The `learner.mesh` part of the configuration: how a model's state and its rows are sharded over ranks."""
 
 from collections.abc import Iterator
 
@@ -6,25 +6,25 @@ from streamppo.config.base import Positive, Section
 
 
 class Mesh(Section, frozen=True):
-    """Ranks in copies of the model: within a copy they have a shard each, and gradients are summed over copies.
+    """Replicas of the model: each rank of a replica has a shard, and gradients are summed over replicas.
 
-    FSDP2's hybrid sharding, as torchtitan has it. A copy's ranks follow one another, which puts them on one node where
-    there is room: weights are then gathered within nodes, and gradients of a shard alone travel between them. So do
-    those of `tensor`, of `expert` and of `context`, which is Ulysses context parallelism
+    FSDP2's hybrid sharding, as in torchtitan. A replica's ranks are consecutive, so they share a node if it has room:
+    weights are then gathered within nodes, and only gradients of a shard go between them. The ranks of a `tensor`,
+    `expert` or `context` group are consecutive too; `context` is Ulysses context parallelism
     (https://arxiv.org/abs/2309.14509).
     """
 
     replicate: Positive = 1
-    """Copies of the sharded weights and moments; it divides `ranks`."""
+    """Replicas of the sharded weights and moments; it divides `ranks`."""
     context: Positive = 1
-    """Ranks that compute a row between them, each a slice of its tokens; it divides the ranks of a copy."""
+    """Ranks that share a row, each with a slice of its tokens; it divides a replica's ranks."""
     tensor: Positive = 1
-    """Ranks with a share of every layer's heads and units each, and a slice of a row; it divides those of a copy."""
+    """Ranks that share every layer's heads and units, and slice a row; it divides a replica's ranks."""
     expert: Positive = 1
-    """Ranks with a share of every layer's experts each; it divides the ranks of a copy, and the experts."""
+    """Ranks that share every layer's experts; it divides a replica's ranks, and the experts."""
 
     def refuses(self, ranks: int, prefix: str, *, adapted: bool, compiled: bool) -> Iterator[str]:
-        """Say why `ranks` cannot be divided so, for a run that has this `queue.segments.prefix` and such a model."""
+        """Yield reasons against this mesh of `ranks`; `prefix` is queue.segments.prefix, the flags the model's."""
         if ranks % self.replicate:
             yield f"learner.mesh.replicate ({self.replicate}) must divide learner.ranks ({ranks})"
         else:
@@ -48,15 +48,15 @@ class Mesh(Section, frozen=True):
 
     @property
     def slices(self) -> int:
-        """Ranks that compute a row between them."""
+        """Ranks that share a row."""
         return self.context * self.tensor
 
     @property
     def own_attention(self) -> tuple[str, ...]:
-        """The choices here for which the learner changes what attention looks at."""
+        """The choices here that need the learner's own attention."""
         named = (("context", self.context), ("tensor", self.tensor))
         return tuple(f"learner.mesh.{name} = {ranks}" for name, ranks in named if ranks > 1)
 
     def shards(self, ranks: int) -> int:
-        """Return the number of ranks that have one copy between them."""
+        """Return the number of ranks of a replica."""
         return ranks // self.replicate

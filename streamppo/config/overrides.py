@@ -1,4 +1,4 @@
-"""Apply dotted overrides ("learner.lr=3e-4") to the tree of a configuration file."""
+"""Applies dotted overrides ("learner.lr=3e-4") to the tree of a configuration file."""
 
 import tomllib
 from collections.abc import Callable, Sequence
@@ -7,22 +7,22 @@ from typing import NamedTuple, TypeAlias, cast
 from streamppo.errors import ConfigError
 
 Tree: TypeAlias = dict[str, object]
-"""A table of a TOML file, as its parser makes it."""
+"""A parsed table of a TOML file."""
 
 
 class Override(NamedTuple):
-    """One override: the dotted name of a field or a section, and its value as TOML has it."""
+    """One override: the dotted name of a field or section, and its parsed TOML value."""
 
     name: str
     value: object
 
 
 Rewrite: TypeAlias = Callable[[Sequence[Override]], list[Override]]
-"""Writes out the short forms of overrides."""
+"""Expands the short forms of overrides."""
 
 
 def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
-    """The overrides that `texts` say. Raises `ConfigError` with every text that is not section.field=value."""
+    """Parse overrides. Raises `ConfigError` with every text that is not section.field=value."""
     wrong = [text for text in texts if not text.partition("=")[0].strip() or "=" not in text]
     if wrong:
         raise ConfigError("\n".join(f"override {text!r} is not of the form section.field=value" for text in wrong))
@@ -31,16 +31,16 @@ def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
-    """Change `tree` in place. Returns a sentence for each override that runs into a value on its way."""
+    """Change `tree` in place. Returns a sentence for each override whose path runs through a value."""
     return [mistake for override in overrides if (mistake := _apply(tree, override))]
 
 
 def _kinds_first(named: Sequence[Override]) -> list[Override]:
-    """A kind comes before the fields of its table, which would be lost with the former kind; else in order."""
+    """Move each kind before the fields of its table, because a new kind empties the table; else keep the order."""
     ordered: list[Override] = []
     for override in named:
         place = len(ordered)
-        # An override of this very kind, or of a whole table around it, stays before it: the last word counts.
+        # Overrides of the same kind or of a table around it stay before it, because the last one wins.
         while override.name.endswith(".kind") and place and not _covers(ordered[place - 1].name, override.name):
             place -= 1
         ordered.insert(place, override)
@@ -52,13 +52,13 @@ def _covers(name: str, other: str) -> bool:
 
 
 def _apply(tree: Tree, override: Override) -> str | None:
-    """Another `kind` empties the table first, since the fields of two kinds have nothing to do with each other."""
+    """Set one value. A new `kind` first empties its table, because two kinds share no fields."""
     *parents, last = override.name.split(".")
     table = tree
     for depth, part in enumerate(parents, start=1):
         inner = table.setdefault(part, {})
         if last == "kind" and depth == len(parents) and not isinstance(inner, dict):
-            # A number gives way to a choice: queue.max_lag = 2, and queue.max_lag.kind=adaptive.
+            # A choice replaces a number: queue.max_lag = 2, and queue.max_lag.kind=adaptive.
             inner = table[part] = {}
         if not isinstance(inner, dict):
             return f"override {override.name}: {part!r} is a value, not a section"

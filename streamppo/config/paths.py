@@ -1,7 +1,7 @@
-"""Paths in a configuration: those of a file are looked for beside it, then in the current folder; overrides there.
+"""Resolves paths in a configuration: a file's first in its folder, then in the current folder; overrides only there.
 
-A run keeps absolute paths, so that it is resumed from anywhere. Paths that lead into the run, or beside it, are
-relative to it, so that a run that was moved, with its neighbours, is resumed too.
+A run stores absolute paths, so that it can be resumed from any folder. Paths into the run or its parent folder are
+stored relative to the run, so that it can also be resumed after it was moved with its neighbours.
 """
 
 import os
@@ -19,22 +19,22 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("function", "model", "pretrain"),
     "rollout": ("folder", "limit"),
 }
-"""By section, the fields at any depth of it that may name a file or a folder."""
+"""By section, the fields at any depth that may name a file or folder."""
 
 
 def anchor(tree: Tree, folder: Path) -> None:
-    """Make every relative path that leads to something in `folder` absolute, in place. Others stay as they are."""
+    """Make every relative path that exists in `folder` absolute, in place. Others are unchanged."""
     absolute = folder.absolute()
 
     def change(path: str) -> str:
-        found = os.path.normpath(absolute / path)
-        return found if os.path.exists(found) else path
+        candidate = os.path.normpath(absolute / path)
+        return candidate if os.path.exists(candidate) else path
 
     _change(tree, change)
 
 
 def relate(tree: Tree, run: Path) -> None:
-    """Make every path that leads into the folder of the run `run`, or beside it, relative to it, in place."""
+    """Make every path into the run folder `run` or its parent relative to `run`, in place."""
     absolute = run.absolute()
 
     def change(path: str) -> str:
@@ -55,7 +55,7 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
         if isinstance(value, dict):
             _walk(cast(Tree, value), names, change)
         elif isinstance(value, list) and name in names:
-            table[name] = [_changed(one, change) for one in cast("list[object]", value)]
+            table[name] = [_changed(item, change) for item in cast("list[object]", value)]
         elif name in names:
             table[name] = _changed(cast(object, value), change)
 

@@ -7,10 +7,10 @@ from streamppo.config.base import Fraction, Kind, NonNegative, PositiveFloat
 
 
 class Ranged(Kind, frozen=True):
-    """Surrogates whose ratio is kept in a range."""
+    """Surrogates with a clipped ratio."""
 
     range: tuple[Fraction, NonNegative] = (0.2, 0.2)
-    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
+    """The ratio is clipped to [1 - first, 1 + second]."""
 
 
 class Clip(Ranged, frozen=True, tag="clip"):
@@ -20,7 +20,7 @@ class Clip(Ranged, frozen=True, tag="clip"):
     """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
 
     def contradictions(self) -> Iterator[str]:
-        """A bound of 1 or less would bind where nothing has moved."""
+        """A bound of 1 or less would already act at ratio 1."""
         if 0 < self.dual <= 1:
             yield f"dual ({self.dual}) must be above 1, or 0 for off"
 
@@ -29,25 +29,25 @@ class Cispo(Kind, frozen=True, tag="cispo"):
     """The clipped ratio as a constant weight of log-probs (arXiv:2506.13585)."""
 
     range: tuple[Fraction, NonNegative] = (1.0, 4.0)
-    """The weight is clipped below at 1 - the first, and above at 1 + the second."""
+    """The weight is clipped to [1 - first, 1 + second]."""
 
 
 class Gspo(Kind, frozen=True, tag="gspo"):
     """The clipped surrogate of the geometric mean of a response's ratios (arXiv:2507.18071)."""
 
     range: tuple[Fraction, NonNegative] = (3e-4, 4e-4)
-    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
+    """The ratio is clipped to [1 - first, 1 + second]."""
 
 
 class Gmpo(Kind, frozen=True, tag="gmpo"):
-    """The geometric mean of a response's ratios, each clipped before (arXiv:2507.20673)."""
+    """The geometric mean of a response's ratios, each clipped first (arXiv:2507.20673)."""
 
     range: tuple[NonNegative, NonNegative] = (0.4, 0.4)
-    """The log-ratio of a token is clipped below at minus the first, and above at the second."""
+    """The log-ratio of a token is clipped to [-first, second]."""
 
 
 class Vespo(Kind, frozen=True, tag="vespo"):
-    """The ratio W of a response as a weight W^k * exp(lambda * (1 - W)) of log-probs (arXiv:2602.10693)."""
+    """Log-probs weighted by W^k * exp(lambda * (1 - W)), W the ratio of the response (arXiv:2602.10693)."""
 
     positive: tuple[NonNegative, NonNegative] = (2.0, 3.0)
     """k and lambda for advantages that are not negative."""
@@ -82,7 +82,7 @@ class DppoKl(Kind, frozen=True, tag="dppo_kl"):
 
 
 class Ipo(Kind, frozen=True, tag="ipo"):
-    """-advantage * ratio, without tokens whose probability is another one by too much, in either direction."""
+    """-advantage * ratio, without tokens whose probability has moved too far in either direction."""
 
     eps: PositiveFloat = 0.3
     """The largest difference of a probability."""
@@ -96,14 +96,14 @@ class Sapo(Kind, frozen=True, tag="sapo"):
 
 
 class CustomLoss(Kind, frozen=True, tag="function"):
-    """A loss of your own, tried on a made-up micro-batch before the first update."""
+    """A custom loss; tested on a synthetic micro-batch before the first update."""
 
     function: str
     """`package.module:name` or `path/file.py:name` of a function: `LossInputs` -> one loss for each token."""
 
 
 SequenceLoss: TypeAlias = Gspo | Gmpo | Vespo | SequenceClip
-"""Losses whose ratio is of a whole response."""
+"""Losses with one ratio for a whole response."""
 RatioLoss: TypeAlias = Clip | Cispo | SequenceLoss | Reinforce | ImportanceWeighted | DppoTv | DppoKl | Ipo | Sapo
 """Losses of the current and the proximal policy."""
 PolicyLoss: TypeAlias = RatioLoss | CustomLoss

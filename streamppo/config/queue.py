@@ -1,4 +1,4 @@
-"""The `[queue]` part of the configuration: batches, the lag that is allowed, and segments."""
+"""The `[queue]` part of the configuration: batches, the allowed lag, and segments."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,22 +10,22 @@ from streamppo.config.base import Count, Fraction, Kind, Positive, Section
 
 
 class Segments(Section, frozen=True):
-    """Completions are trained on while they are sampled, a segment at a time."""
+    """Completions are trained on while they are sampled, one segment at a time."""
 
     max_tokens: Count = 0
-    """A segment is handed over once it has so many tokens; 0 sets no bound."""
+    """A segment is cut once it has so many tokens; 0 is no bound."""
     just_in_time: bool = True
-    """It is handed over before its oldest token is too old to be trained on."""
+    """A segment is cut before its oldest token is too old to be trained on."""
     prefix: Literal["attached", "detached"] = "attached"
-    """The prompt and the segments before are computed with their gradient, or without: the backward pass is shorter."""
+    """Compute the prompt and earlier segments with gradient, or without, which shortens the backward pass."""
 
     def contradictions(self) -> Iterator[str]:
-        """Something has to cut."""
+        """At least one rule must cut segments."""
         if not self.max_tokens and not self.just_in_time:
             yield "max_tokens must be above 0 without just_in_time: nothing would ever be cut"
 
     def refuses(self, algorithm: Algorithm) -> Iterator[str]:
-        """A sentence for every choice that needs whole completions."""
+        """Yield a sentence for every choice of `algorithm` that needs whole completions."""
         advantage = algorithm.advantage
         if not isinstance(advantage, Gae | VTrace):
             yield (
@@ -41,65 +41,65 @@ class Segments(Section, frozen=True):
 
 
 class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
-    """The lag that is admitted follows the effective sample size of the data, lag by lag (algorithms/lag.py)."""
+    """The admitted lag follows the effective sample size of the data, lag by lag (algorithms/lag.py)."""
 
     at_most: Positive
     """Hard bound on the age of a trained token, in versions."""
     ess: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """The effective sample size of the tokens of a lag, as a share of them, below which less lag is admitted."""
+    """Less lag is admitted below this effective sample size of a lag's tokens, as a share of their number."""
 
 
 class Queue(Section, frozen=True):
-    """The trajectories that wait between rollout and learner."""
+    """The queue of trajectories between rollout and learner."""
 
     batch_size: Positive = 256
-    """Trajectories of one update; with segments, segments."""
+    """Trajectories (or segments) of one update."""
     max_lag: Count | AdaptiveLag = 2
     """Hard bound on the age of a trained token, in versions; 0 is synchronous PPO."""
     too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
-    """A token beyond max_lag: train the rest, sample the prompt again, hold the flow in issue order or nearly; keep."""
+    """Tokens beyond max_lag: mask them, resample the prompt, prevent them by (nearly) keeping issue order, or keep."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""
     max_attempts: Positive = 3
-    """Tries of one trajectory before it is abandoned, counting failures only."""
+    """Failed tries of one trajectory before it is abandoned."""
     max_failure_rate: Fraction = 0.5
     """A higher share of failed trajectories stops the run."""
     segments: Segments | None = None
-    """Train on segments of unfinished completions; the critic's value at the cut stands for the rest."""
+    """Train on segments of unfinished completions; the critic's value at the cut replaces the rest's return."""
     admission: Literal["engine", "mean"] = "engine"
-    """Slots open up to max_lag ahead of the asking engine's version, or of the learner's: it bounds the mean alone."""
+    """Open slots up to max_lag ahead of the engine's version, or of the learner's, which bounds only the mean lag."""
 
     shards: Positive = 1
-    """Processes that hold the tokens; above 1 the queue has records of trajectories, for very many or wide tokens."""
+    """Processes that store tokens; above 1 the queue has only records, for very many or wide tokens."""
     standby: bool = False
-    """Copy journals and archive to checkpoint.remote before anything is acknowledged: to outlive the queue's disk."""
+    """Copy journals and archive to checkpoint.remote before acknowledging, to survive the loss of the queue's disk."""
 
     @property
     def prefix(self) -> Literal["attached", "detached"]:
-        """The context of completions has its gradient, unless segments do without."""
+        """Whether earlier tokens of a completion have a gradient; "attached" without segments."""
         return self.segments.prefix if self.segments else "attached"
 
     @property
     def own_attention(self) -> tuple[str, ...]:
-        """The choices here for which the learner changes what attention looks at."""
+        """The choices here that need the learner's own attention."""
         return ("queue.segments.prefix = 'detached'",) if self.prefix == "detached" else ()
 
     @property
     def bound(self) -> int:
-        """The greatest age of a trained token, in versions."""
+        """The largest lag of a trained token, in versions."""
         return self.max_lag.at_most if isinstance(self.max_lag, AdaptiveLag) else self.max_lag
 
     @property
     def first_lag(self) -> int | None:
-        """The lag that is admitted before the data have said anything; None where it is not steered."""
+        """The admitted lag before the first measurement; None if the lag is not adaptive."""
         return 1 if isinstance(self.max_lag, AdaptiveLag) else None
 
     @property
     def flow_lag(self) -> int:
-        """The lag that admission and cuts aim at, at most where it is steered; the rest of the bound is room.
+        """The target lag of admission and cuts, an upper bound if adaptive; `bound` minus it is slack.
 
-        If possible, segments that are due have a version's time to come. A window has room for three tenths of what is
-        held (queue/rules/window.py).
+        Just-in-time segments get one version of slack if possible. A window gets three tenths of the held units
+        (queue/rules/window.py).
         """
         if self.too_old == "windowed":
             return max(min(1, self.bound), (10 * self.bound - 3) // 13)
@@ -107,17 +107,18 @@ class Queue(Section, frozen=True):
 
     @property
     def cut_age(self) -> int:
-        """The age at which a segment is cut: with some room, so that an engine may be a version behind."""
+        """The lag at which a segment is cut: with slack, because an engine may be one version behind."""
         return _with_room(self.flow_lag)
 
     def aim(self, admitted: int | None) -> int:
-        """The age at which a segment is cut if there is room, where this lag is admitted; 0 where none is steered."""
+        """The lag at which a segment is cut if there is room, given the admitted lag; 0 if it is not adaptive."""
         return 0 if admitted is None else max(1, _with_room(min(admitted, self.flow_lag)))
 
     def contradictions(self) -> Iterator[str]:
-        """The rest of a segment cannot be sampled again, and with lag 0 there is none while it is trained on.
+        """Rules of admission and of segments.
 
-        The hard bound on age is given up by two words, so that nobody does it by one.
+        Segments need a lag of at least 1 and too_old = "mask": the rest of a completion cannot be resampled. Giving up
+        the hard bound on lag takes two settings, so that it does not happen by accident.
         """
         if (self.admission == "mean") != (self.too_old == "keep"):
             yield (

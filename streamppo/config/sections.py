@@ -1,4 +1,4 @@
-"""The one configuration tree. Frozen; unknown fields are errors; required means that it has no default.
+"""The configuration tree. It is frozen; unknown fields are errors; a required field has no default.
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
 function that builds the object. file.py reads files and overrides; the mathematics is in algorithm.py, data in task.py,
@@ -18,35 +18,36 @@ from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
 from streamppo.config.learner import Learner
 from streamppo.config.lora import Lora
+from streamppo.config.origin import Origin
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import AgentEnvironment, AnyEnvironment, DataTask, Task
 from streamppo.config.telemetry import Telemetry
 
 BUILTIN = "builtin:tiny"
-"""The model.path of a model that the run makes itself."""
+"""The model.path of a small model that the run makes itself."""
 HEAD_WIDTH = 8
 """Width of an attention head of builtin:tiny."""
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attention that reads rows end to end, without padding."""
+"""Attention kernels for packed rows, without padding."""
 
 # --- the model -----------------------------------------------------------------------------------------------
 
 
 class Tiny(Section, frozen=True):
-    """The model "builtin:tiny": its size, and the supervised steps that teach it the format and a weak answer."""
+    """The model "builtin:tiny": its size, and the supervised warm-up that teaches it the format and weak answers."""
 
     hidden_size: Positive = 64
-    """Width; every attention head has 8 of it."""
+    """Width; every attention head is 8 wide."""
     layers: Positive = 2
     """Layers."""
     max_steps: Count = 200
-    """Supervised steps before reinforcement begins, at most."""
+    """Most supervised steps before reinforcement begins."""
     target_accuracy: Fraction = 0.22
-    """They end at the first check in which greedy answers to training problems reach this."""
+    """The warm-up ends once greedy answers to training problems reach this."""
 
     def contradictions(self) -> Iterator[str]:
-        """Heads are equally wide."""
+        """The heads must divide the width."""
         if self.hidden_size % HEAD_WIDTH:
             yield f"hidden_size ({self.hidden_size}) must be a multiple of {HEAD_WIDTH}, the width of a head"
 
@@ -59,26 +60,26 @@ class Model(Section, frozen=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of learner and engine."""
     float32_head: bool = True
-    """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and engine."""
+    """Compute logits in float32 even with bfloat16 (arXiv:2506.13585), in learner and engine."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     """The learner's; auto: flash-attn for bfloat16 on a GPU, else sdpa (Gemma 2: eager; short rows on a CPU: ours)."""
     share_prompts: bool = True
-    """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
+    """With sdpa, the learner computes a prompt once for its samples in a micro-batch if that is less work."""
     float32_router: bool = False
-    """Scores of experts are a float32 product even in bfloat16, in the learner."""
-    gradient_checkpointing: Literal["off", "full", "offloaded"] = "off"
-    """Compute activations again in the backward pass, all but a layer's input, which may be on the CPU."""
+    """The learner computes expert scores in float32 even with bfloat16."""
+    gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
+    """Recompute activations from each layer's input ("offloaded": in CPU memory); auto: full if a GPU is too small."""
     compile: bool = False
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     lora: Lora | None = None
-    """Adapters are trained beside frozen weights, if there are any; `{}` takes their defaults."""
+    """Train adapters on frozen weights; `{}` takes their defaults."""
     clock: str = ""
-    """Time that a chat template writes where it writes one (2026-01-31T12:00); a run takes that of its start."""
+    """Date and time for chat templates that write one (2026-01-31T12:00); empty is the run's start."""
     tiny: Tiny = Tiny()
     """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """Flash-attn computes in 16 bits; a compiler leaves no single operation; a clock shows a time."""
+        """Flash-attn needs bfloat16, float32_router needs compile off, clock must be a time."""
         if self.clock and not _is_time(self.clock):
             yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
         if self.attention in FLASH and self.dtype != "bfloat16":
@@ -87,7 +88,7 @@ class Model(Section, frozen=True):
             yield "float32_router = true looks at single operations, and compile = true leaves none"
 
     def refuses(self, what: str) -> Iterator[str]:
-        """A sentence for every choice with which `what` is not possible, that changes what attention looks at."""
+        """Yield a sentence for every choice that excludes `what`, which needs the learner's own attention."""
         for name, refused in {"attention": self.attention == "eager", "compile": self.compile}.items():
             if refused:
                 yield f"{what} is not possible with model.{name} = {getattr(self, name)!r}"
@@ -101,32 +102,34 @@ class Rollout(Machine, frozen=True):
 
     engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
     """The engine that samples the tokens."""
+    threads: Positive = 1
+    """CPU threads."""
     actors: Positive = 1
-    """Rollout actors; `streamppo scale` changes the number while the run goes on."""
+    """Rollout actors; `streamppo scale` changes the number during the run."""
     in_flight: Positive = 64
     """Trajectories that one actor keeps in flight, rewards included."""
     slots: Positive = 64
     """Completions that one engine decodes at once."""
     max_tokens: Positive = 256
-    """Tokens of one completion at most."""
+    """Most tokens of one completion."""
     stop: tuple[str, ...] = ()
-    """Further ends of a completion: names of added tokens, and strings; those of the model always end it."""
+    """Additional stops of a completion: names of added tokens, and strings; the model's own always apply."""
     limit: str = ""
     """`package.module:name` or `path/file.py:name` of a function: (prompt, identity) -> a lower max_tokens for it."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the learner's log-probs are taken at the same one."""
+    """Sampling temperature; the learner's log-probs use it too."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training; below 1, tokens carry their candidates, and log-probs are among these."""
+    """Nucleus sampling in training; below 1, tokens carry their candidates, and log-probs are normalised over these."""
     top_k: Count = 0
     """Top-k sampling in training; 0 is off; above 0, tokens carry their candidates as with top_p."""
 
     @property
     def cuts(self) -> bool:
-        """True if top-p or top-k leave tokens of the vocabulary out."""
+        """True if top-p or top-k exclude tokens of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
     def contradictions(self) -> Iterator[str]:
-        """Sampling that teaches nothing, or that the engine is not capable of."""
+        """Sampling without a training signal, or that the engine does not support."""
         if "" in self.stop:
             yield 'stop has "", which would end a completion at its first token'
         if self.top_k == 1:
@@ -139,10 +142,10 @@ class Rollout(Machine, frozen=True):
 
 
 class Evaluation(Section, frozen=True):
-    """Greedy answers to held-out prompts, by the rollout actors, while training goes on."""
+    """Greedy answers to held-out prompts, by the rollout actors during training."""
 
     every: Count = 20
-    """Updates between two evaluations; 0 evaluates only before and after."""
+    """Updates between two evaluations; 0 evaluates only before and after training."""
     prompts: Positive = 256
     """Held-out prompts of one evaluation."""
 
@@ -153,63 +156,63 @@ class Checkpoint(Section, frozen=True):
     every: Count = 50
     """Updates between two checkpoints; 0 writes only the last one."""
     keep: Positive = 2
-    """The newest checkpoints that stay on disk."""
+    """Newest checkpoints kept on disk."""
     keep_every: Count = 0
-    """Checkpoints of versions that this divides stay for good; 0 keeps none of them."""
+    """Checkpoints of versions divisible by this are never deleted; 0 is off."""
     remote: str = ""
-    """An address of fsspec's (s3://bucket/runs, gs://...) where copies go, from which a rank fetches what it lacks."""
+    """An fsspec address (s3://bucket/runs, gs://...) for copies, from which a rank fetches missing files."""
 
 
 class Archive(Section, frozen=True):
-    """Batches that were trained on, on disk."""
+    """Trained batches on disk."""
 
     keep: Count = 0
-    """Updates whose batches stay at least, besides those after the oldest checkpoint; 0 keeps all of them."""
+    """Newest updates whose batches are kept, besides all after the oldest checkpoint; 0 keeps every batch."""
     numbers: bool = True
-    """The learner's log-prob and the advantage of each token lie beside it, for `watch` and `inspect`: 8 bytes each."""
+    """Also store the learner's log-prob and the advantage of each token, for `watch` and `inspect`: 8 bytes each."""
 
 
 LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255, and a number may have to follow."""
+"""Longest name of a run in bytes: file systems take 255, and a number may be appended."""
 LOCAL = "local"
-"""The address of a Ray that is started here and used by nobody else."""
+"""The address of a Ray that the run starts here for itself."""
 
 
 class Cluster(Section, frozen=True):
-    """The Ray that the run uses."""
+    """The run's Ray."""
 
     address: str = LOCAL
-    """ "local" starts Ray in this process's machine; anything else joins that cluster."""
+    """ "local" starts Ray on this machine; any other address joins that cluster."""
     cpus: Positive | None = None
-    """Logical CPUs that local Ray may hand out; all that the configuration asks for by default."""
+    """Logical CPUs of local Ray; by default as many as the configuration needs."""
     object_store_mib: Positive = 256
     """Shared memory of the local object store."""
     own_disks: bool = False
-    """Nodes do not see the run's folder: each has one of its own, and the rest comes by way of checkpoint.remote."""
+    """Nodes do not share the run's folder: each has its own, and files of others come through checkpoint.remote."""
 
 
 class Watchdog(Section, frozen=True):
     """Bounds on waiting."""
 
     stall_s: Seconds = 300.0
-    """With no update and no evaluation for so long the run stops and says why; while engines start, start_s longer."""
+    """Without an update or evaluation for so long the run stops and says why; start_s is added while engines start."""
     load_s: Seconds = 900.0
-    """While the learner makes or loads its model, stall_s is so much longer."""
+    """Added to stall_s while the learner makes or loads its model."""
     shutdown_s: Seconds | None = None
-    """A run that is asked to stop writes a last checkpoint, unless that takes longer; by default 6 s, and 10 s a GB."""
+    """Time limit of the last checkpoint when a run is stopped; by default 6 s, plus 10 s per GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
-    """A rollout actor or rank without a sign of life for so long (one is due every 5 s) is replaced like a dead one."""
+    """A rollout actor or rank without a heartbeat (every 5 s) for so long is replaced like a dead one."""
     max_restarts: Count = 10
-    """Stages that are started again within restarts_s; one more death ends the run. Deaths within 30 s count as one."""
+    """Restarts within restarts_s; one more death ends the run. Deaths within 30 s count as one."""
     restarts_s: Seconds = 600.0
-    """The time over which restarts are counted."""
+    """Time window in which restarts are counted."""
 
 
 class Config(Section, frozen=True):
     """One run."""
 
     name: str
-    """The run's folder is runs/NAME; a file that has none gives its own name, without `.toml`."""
+    """The run's folder is runs/NAME; by default the file's name without `.toml`."""
     model: Model
     """The policy."""
     task: Task
@@ -217,17 +220,17 @@ class Config(Section, frozen=True):
     updates: Positive = 200
     """Updates to make."""
     queue: Queue = Queue()
-    """The trajectories that wait between rollout and learner."""
+    """The queue of trajectories between rollout and learner."""
     algorithm: Algorithm = Algorithm()
     """The mathematics of one update."""
     learner: Learner = Learner()
     """The ranks that train."""
     reward: Reward = Reward()
-    """The source of scores; with an environment, which gives rewards of its own, there may be none."""
+    """The source of scores; optional with an environment, which gives rewards itself."""
     environment: AnyEnvironment | None = None
-    """Several turns, if there is one; its rewards are added to those of [reward]."""
+    """Several turns, if given; its rewards are added to those of [reward]."""
     seed: Count = 1
-    """Everything random is derived from it."""
+    """Seed of all randomness."""
     rollout: Rollout = Rollout()
     """The actors that generate."""
     evaluation: Evaluation = Evaluation()
@@ -237,20 +240,22 @@ class Config(Section, frozen=True):
     archive: Archive = Archive()
     """Batches on disk."""
     cluster: Cluster = Cluster()
-    """The Ray that the run uses."""
+    """The run's Ray."""
     watchdog: Watchdog = Watchdog()
     """Bounds on waiting."""
     telemetry: Telemetry = Telemetry()
-    """Other programs that get the run's numbers."""
+    """Other programs that get the run's metrics."""
+    origin: Origin | None = None
+    """The run that this one was forked of; `streamppo fork` writes it."""
 
     @property
     def linear(self) -> tuple[str, ...]:
-        """The choices that take no branches: with them a trajectory whose tokens are a tree cannot be trained on."""
+        """The choices that exclude trajectories with branches, whose tokens form a tree."""
         segments = ("queue.segments",) if self.queue.segments else ()
         return (*segments, *self.learner.mesh.own_attention)
 
     def contradictions(self) -> Iterator[str]:
-        """Rules between fields. `ValueError` becomes a ConfigError that names the file."""
+        """Rules between sections."""
         queue, learner, algorithm = self.queue, self.learner, self.algorithm
         sizes = {
             "queue.samples_per_prompt": queue.samples_per_prompt,
@@ -264,8 +269,7 @@ class Config(Section, frozen=True):
             few = f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
         yield from _proximal(self)
-        if queue.segments is not None:
-            yield from queue.segments.refuses(algorithm)
+        yield from queue.segments.refuses(algorithm) if queue.segments else ()
         for what in (*queue.own_attention, *self.learner.mesh.own_attention):
             yield from self.model.refuses(what)
         if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
@@ -280,8 +284,7 @@ class Config(Section, frozen=True):
         segments = queue.segments is not None
         yield from self.rollout.engine.refuses_learner(compiled=self.model.compile, segments=segments)
         yield from _gpus(self)
-        if self.model.lora is not None:
-            yield from self.model.lora.refuses(algorithm.kl)
+        yield from self.model.lora.refuses(algorithm.kl) if self.model.lora else ()
         if self.model.compile and learner.exact:
             yield (
                 "model.compile chooses operations by the sizes that it meets first, and a resumed run meets others: it "
@@ -295,7 +298,7 @@ class Config(Section, frozen=True):
 
 
 def _kept(config: Config) -> Iterator[str]:
-    """A sentence for every choice that would leave a run without what it needs to go on."""
+    """Yield a sentence for every choice that would leave a run without files that it needs."""
     if config.archive.keep and (not config.checkpoint.every or config.checkpoint.keep < 2):
         yield (
             f"archive.keep ({config.archive.keep}) drops batches that two checkpoints have made needless: "
@@ -309,7 +312,7 @@ def _kept(config: Config) -> Iterator[str]:
 
 
 def _proximal(config: Config) -> Iterator[str]:
-    """A sentence for every choice of the proximal policy that does nothing, or another thing than it says, here."""
+    """Yield a sentence for every choice that is void or misleading with the configured proximal policy."""
     algorithm, learner, max_lag = config.algorithm, config.learner, config.queue.bound
     if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
         yield (
@@ -353,28 +356,28 @@ def _short(name: str) -> str:
 
 
 PROMPT = 256
-"""Tokens that prompts are taken to have where the configuration does not bound them."""
+"""Assumed tokens of a prompt if the configuration does not bound them."""
 
 
 def longest_row(config: Config) -> int:
-    """Tokens of the longest prompt with the longest completion, as far as the configuration bounds them."""
+    """Tokens of the longest prompt plus the longest completion; `PROMPT` replaces an unbounded prompt."""
     if not isinstance(config.task, DataTask):
         return PROMPT + longest_completion(config)
     return max(source.max_prompt_tokens for source in config.task.sources.values()) + longest_completion(config)
 
 
 def longest_completion(config: Config) -> int:
-    """Tokens that a completion may have, turns and observations of an environment included."""
+    """Most tokens of a completion, including an environment's turns and observations."""
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
 
 
 def shares_gpus(config: Config) -> bool:
-    """True if ranks and rollout actors have GPUs between them: both ask for less than one."""
+    """True if ranks and rollout actors share GPUs: both need less than one."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
 
 
 def _gpus(config: Config) -> Iterator[str]:
-    """A sentence for everything that cannot be about the GPUs that are asked for."""
+    """Yield a sentence for every impossible demand for GPUs."""
     learner, rollout = config.learner, config.rollout
     together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
     if learner.gpus > 1:

@@ -1,4 +1,4 @@
-"""Write out the short forms of a configuration file, so that the tree behind it has one shape.
+"""Expands the short forms of a configuration file, so that the tree always has the same shape.
 
 [reward]                              [reward.scorers.reward]
 function = "a:b"              ->      kind = "function"
@@ -30,9 +30,9 @@ from streamppo.config.task import DataTask, Source
 
 
 class ShortForm(NamedTuple):
-    """A table whose fields may be those of its only entry: `table` with the entries `entries`, of which one is `name`.
+    """A table `table` that may directly contain the fields of its single entry `entries.name`.
 
-    `own` are the table's own fields, `inner` those of an entry, `kind` the kind of an entry that names none.
+    `own` are the table's own fields, `inner` those of an entry, `kind` the default kind of an entry.
     """
 
     table: str
@@ -64,14 +64,14 @@ SOURCE = ShortForm("task", "sources", "data", ["kind", *_names(DataTask)], _name
 
 
 class ExpandedTree(NamedTuple):
-    """The mistakes that were found, and {dotted name of an entry: the name under which the file has its fields}."""
+    """The mistakes, and {dotted name of an entry: dotted name of the table that has its fields in the file}."""
 
     mistakes: list[Mistake]
     short: dict[str, str]
 
 
 def expand(tree: Tree) -> ExpandedTree:
-    """Change `tree` in place. A mistaken field is taken out of it."""
+    """Expand `tree` in place. A misplaced field is removed from it."""
     shorts, task = [SCORER], _table(tree, "task")
     if "kind" not in task and task.keys() & {"data", "sources"}:
         task["kind"] = "data"
@@ -98,26 +98,26 @@ def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
 
 
 def _belongs_inside(name: str, short: ShortForm) -> bool:
-    """A name that is nearest to one of the table's own is a mistake in that one."""
+    """True for an entry's field. A name nearest to one of the table's own fields is a typo of that field."""
     near = get_close_matches(name, [*short.inner, *short.own], n=1, cutoff=0.5)
     return not near or near[0] in short.inner
 
 
 def _table(tree: Tree, name: str) -> Tree:
-    found = tree.get(name)
-    return cast(Tree, found) if isinstance(found, dict) else {}
+    table = tree.get(name)
+    return cast(Tree, table) if isinstance(table, dict) else {}
 
 
 # --- bare kinds ----------------------------------------------------------------------------------------------
 
 
 def with_kinds(tree: Tree) -> Tree:
-    """`tree` with a table for each choice that is written as the bare name of its kind."""
+    """`tree` with a table in place of each choice written as its bare kind."""
     return cast(Tree, _with_kinds((_root(),), tree))
 
 
 def as_kinds(overrides: Sequence[Override]) -> list[Override]:
-    """Overrides that name a bare kind, as those of the field `kind`: the rest of its table stays if it had that kind.
+    """Rewrite overrides with a bare kind to set the field `kind`: a table that already has that kind keeps its fields.
 
     Example: algorithm.advantage=grpo -> algorithm.advantage.kind=grpo
     """
@@ -139,7 +139,7 @@ def _root() -> inspect.Type:
 
 
 def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
-    """`value`, which is of one of the types `nodes`."""
+    """`value`, of one of the types `nodes`, with tables in place of bare kinds."""
     if isinstance(value, str) and _is_choice(nodes, value):
         return {"kind": value}
     if isinstance(value, list):
@@ -152,7 +152,7 @@ def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
 
 
 def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
-    """True if a table with a kind is meant: of kinds alone any word, beside other values only the name of a kind."""
+    """True if `value` is a bare kind: any word if only kinds are possible, else only a kind's name."""
     options = list(_options(nodes))
     tags = [option.tag for option in options if isinstance(option, inspect.StructType) and option.tag_field == "kind"]
     others = (inspect.StructType, inspect.NoneType)
@@ -160,7 +160,7 @@ def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
 
 
 def _inside(nodes: Sequence[inspect.Type], name: str) -> Iterator[inspect.Type]:
-    """The types that `name` may have in a table of one of the types `nodes`."""
+    """The possible types of `name` in a table of one of the types `nodes`."""
     for node in _options(nodes):
         if isinstance(node, inspect.StructType):
             yield from (field.type for field in node.fields if field.encode_name == name)

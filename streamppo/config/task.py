@@ -18,21 +18,21 @@ class Addition(Kind, frozen=True):
     second: tuple[Count, Count] = (10, 99)
     """Smallest and largest second number."""
     held_out: Fraction = 0.1
-    """Share of the problems kept for evaluation and never trained on."""
+    """Share of the problems kept for evaluation only."""
 
 
 class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
     """Procedural addition: "12+34=" asks for "46"."""
 
     ramp_prompts: Count = 0
-    """A curriculum: prompts over which the easiest tenth of the problems grows to all of them; 0 is off."""
+    """Curriculum: prompts over which training grows from the easiest tenth of the problems to all; 0 is off."""
 
 
 class HeldOut(Section, frozen=True):
-    """Rows that are divided into training and evaluation."""
+    """Rows that are split into training and evaluation."""
 
     held_out: Fraction = 0.05
-    """Share of the different prompts kept for evaluation and never trained on, if no evaluation rows are named."""
+    """Share of the distinct prompts kept for evaluation only, if no evaluation rows are named."""
 
 
 class Source(HeldOut, frozen=True, kw_only=True):
@@ -41,33 +41,33 @@ class Source(HeldOut, frozen=True, kw_only=True):
     data: str
     """A jsonl (or .gz of it) or parquet file, a folder of them or by `save_to_disk`, or a hub name (extra `data`)."""
     subset: str = ""
-    """The configuration of a hub data set that has several."""
+    """Configuration of a hub data set that has several."""
     split: str = "train"
-    """The split that is trained on; a single file is its own split."""
+    """Split for training; a single file is its own split."""
     evaluation: str | None = None
     """Data set of the held-out prompts, if not `data`."""
     evaluation_split: str | None = None
-    """The split that is evaluated on, of a folder or a hub name."""
+    """Split for evaluation, of a folder or hub name."""
     prompt: str = "prompt"
     """Column of the prompt: a string, or a list of messages with role and content (also as JSON)."""
     answer: str = "answer"
-    """Column that rewards get as `answer`; verl's rows have theirs in reward_model.ground_truth; "" is none."""
+    """Column passed to rewards as `answer`; in verl's rows it is reward_model.ground_truth; "" is none."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Further names for rewards: `name = "column"`. All columns reach them under their own names in any case."""
+    """Additional names of columns for rewards: `name = "column"`. Columns keep their own names too."""
     chat: bool = False
-    """Make a user message of the chat template out of a prompt that is a string."""
+    """Make a string prompt a user message of the chat template."""
     system: str = ""
-    """System message put first; it makes messages of prompts that are strings."""
+    """System message put first; string prompts then become user messages."""
     tools: str = "tools"
-    """Column of the tools that the chat template describes, JSON schemas, in rows that have it; "" is none."""
+    """Optional column of tools for the chat template, as JSON schemas; "" is none."""
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Arguments of the chat template: `{ enable_thinking = false }`; a row's `chat_template_kwargs` take precedence."""
     control_tokens: ControlTokens = "text"
-    """Names of control tokens in a row, such as <|im_end|>, are text; or they are parsed, where you trust the rows."""
+    """Treat names of control tokens in rows, such as <|im_end|>, as text, or parse them if you trust the rows."""
     max_prompt_tokens: Positive = 1024
-    """Prompts longer than this are too long."""
+    """Longest prompt."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """Treatment of such prompts: the run stops, the row is left out, or its last tokens are kept; each is counted."""
+    """For longer prompts: the run stops, the row is skipped, or its last tokens are kept; each is counted."""
     weight: PositiveFloat = 1.0
     """Share of the training prompts, relative to the other sources."""
 
@@ -79,7 +79,7 @@ class DataTask(Kind, frozen=True, tag="data"):
     """Data sets by name, mixed by weight; rewards are selected by these names, or a row's data_source."""
 
     def contradictions(self) -> Iterator[str]:
-        """Prompts come from somewhere."""
+        """At least one source."""
         if not self.sources:
             yield "a data task needs `data`, or `[task.sources.NAME]` tables with one each"
 
@@ -92,13 +92,13 @@ class GymTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="reasoni
     parameters: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Its parameters, such as max_digits."""
     size: Positive = 10_000
-    """Problems to make."""
+    """Number of problems."""
     suffix: str = ""
-    """Put after every question."""
+    """Appended to every question."""
 
 
 class CalculatorTask(Addition, frozen=True, tag="calculator"):
-    """Addition with a calculator at hand, for the environment `streamppo.tasks.library.calculator:Calculator`."""
+    """Addition with a calculator, for the environment `streamppo.tasks.library.calculator:Calculator`."""
 
 
 class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="verifiers"):
@@ -114,20 +114,20 @@ Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 
 
 class Conversation(Timed, frozen=True, kw_only=True):
-    """Fields of every environment: bounds of its turns, and how its words become tokens."""
+    """Fields of every environment: bounds on its turns, and how its messages become tokens."""
 
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Further arguments of the chat template for its messages."""
     control_tokens: ControlTokens = "text"
-    """Names of control tokens in its words are text; or they are parsed, where it writes a chat template by itself."""
+    """Treat names of control tokens in its texts as text, or parse them if it writes a chat template itself."""
     max_turns: Positive = 8
-    """Turns of the policy at most; for an agent, its requests."""
+    """Most turns of the policy; for an agent, most requests."""
     max_tokens: Positive = 4096
-    """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
+    """Most tokens of all turns and observations together; rollout.max_tokens bounds one turn."""
 
 
 class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="class"):
-    """Several turns: an environment answers each turn of the policy, until it is done."""
+    """Several turns: an environment answers each turn of the policy until it is done."""
 
     name: str
     """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
@@ -136,7 +136,7 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
 
     @property
     def module(self) -> str:
-        """The code that it is loaded from; "" for a program."""
+        """The name of its class."""
         return self.name
 
 
@@ -164,26 +164,26 @@ AnySandbox: TypeAlias = BubblewrapSandbox | CustomSandbox
 
 
 class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="agent"):
-    """Several turns: a program of yours asks an OpenAI-compatible endpoint, whose answers are the policy's."""
+    """Several turns: your program calls an OpenAI-compatible endpoint, and the policy answers."""
 
     agent: str = ""
     """`package.module:function` or `path/file.py:function`, run once for each trajectory."""
     command: tuple[str, ...] = ()
-    """Or a program and its arguments, which finds the endpoint in OPENAI_BASE_URL or ANTHROPIC_BASE_URL."""
+    """Or a program and its arguments; OPENAI_BASE_URL and ANTHROPIC_BASE_URL name the endpoint."""
     sandbox: AnySandbox | None = None
     """The place in which `command` runs; without one it runs as you do."""
     host: str = "127.0.0.1"
-    """The address at which each rollout actor's endpoint listens; other machines reach any but this one."""
+    """Address on which each actor's endpoint listens; the default is not reachable from other machines."""
     timeout_s: Seconds = 600.0
     """A run that takes longer fails its trajectory."""
 
     @property
     def module(self) -> str:
-        """The code that it is loaded from; "" for a program."""
+        """The name of its function; "" for a program."""
         return self.agent
 
     def contradictions(self) -> Iterator[str]:
-        """There is one program."""
+        """Either a function or a program."""
         if bool(self.agent) == bool(self.command):
             yield (
                 'an agent is a function, agent = "mine.py:run", or a program, command = ["python", "agent.py"]: give '
@@ -193,7 +193,7 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
             yield "sandbox is a place for a program: give command = [...], as a function runs in a process of the run"
 
     def refuses(self, linear: Sequence[str]) -> Iterator[str]:
-        """A sentence for each of the choices that take no branches: an agent's requests make some."""
+        """Yield a sentence for each choice in `linear`, which excludes branches: an agent's requests may branch."""
         for choice in linear:
             yield f"{choice} takes rows without branches, and an agent's run may have them: leave it out"
 

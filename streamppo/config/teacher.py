@@ -1,4 +1,4 @@
-"""The `[algorithm.teacher]` part of the configuration: the model that scores the policy's tokens, and its place."""
+"""The `[algorithm.teacher]` part of the configuration: the model that scores the policy's tokens."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -8,25 +8,25 @@ from streamppo.config.base import Calls, NonNegative, PositiveFloat, address_fau
 
 
 class Teacher(Calls, frozen=True):
-    """On-policy distillation: a second model scores the tokens that the policy sampled. Bounds on calls: of `url`."""
+    """On-policy distillation: a second model scores the policy's tokens. The bounds on calls are for `url`."""
 
     model: str = ""
     """A local folder or hub name of a causal LM with the policy's tokenizer, on the learner's ranks."""
     url: str = ""
-    """In place of `model`: an SGLang server's address, such as http://10.0.0.9:30000, asked by the rollout actors."""
+    """Instead of `model`: an SGLang server for the rollout actors, such as http://10.0.0.9:30000."""
     key_env: str = ""
-    """The environment variable that holds the server's key (its --api-key)."""
+    """Environment variable with the server's key (its --api-key)."""
     weight: PositiveFloat = 1.0
     """Weight of log teacher - log proximal of each token."""
     signal: Literal["advantage", "reward"] = "advantage"
-    """It is added to the token's own advantage, with discount 0, or to its reward, for the estimator to discount."""
+    """Add it to the token's advantage (undiscounted), or to its reward, which the estimator discounts."""
     others: NonNegative = 1.0
-    """Weight of the rewards' advantages beside signal = "advantage"; at 0 the policy learns from the teacher alone."""
+    """Weight of the rewards' advantages with signal = "advantage"; 0 means teacher only."""
     offload: bool = False
-    """The teacher's `model` waits in CPU memory and visits the GPU for its pass, layer by layer."""
+    """Keep the teacher's `model` in CPU memory; its layers go to the GPU one by one for its pass."""
 
     def contradictions(self) -> Iterator[str]:
-        """Two teachers, settings of none or of the other place, and two weights for one sum."""
+        """Two teachers, settings without a teacher or of the other kind, and two weights for one sum."""
         if self.model and self.url:
             yield f"a teacher has one place: model ({self.model!r}) on the learner's ranks, or url ({self.url!r})"
         if not self.on and self._changed("weight", "signal", "others", "offload", *OF_SERVER):
@@ -45,7 +45,7 @@ class Teacher(Calls, frozen=True):
         return bool(self.model or self.url)
 
     def refuses_sampling(self, temperature: float, *, cuts: bool) -> str:
-        """Reason that a server cannot score tokens that were sampled so; empty if it can."""
+        """Reason that a server cannot score tokens of this sampling; empty if it can."""
         if self.url and temperature != 1:
             return (
                 f"rollout.temperature ({temperature:g}) must be 1 with algorithm.teacher.url: SGLang gives the "
@@ -59,7 +59,7 @@ class Teacher(Calls, frozen=True):
         return ""
 
     def _changed(self, *names: str) -> list[str]:
-        """The fields among `names` that are not as they are by default."""
+        """The fields among `names` that differ from their defaults."""
         defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
         return [name for name in names if getattr(self, name) != defaults[name]]
 
@@ -80,4 +80,4 @@ class Teacher(Calls, frozen=True):
 
 
 OF_SERVER = (*Calls.__struct_fields__, "key_env")
-"""Fields that say how a server is asked; no update on a given batch depends on them."""
+"""Fields of calls to the server; no update on a given batch depends on them."""

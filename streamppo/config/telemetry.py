@@ -1,4 +1,4 @@
-"""The `[telemetry]` part of the configuration: other programs that get the run's numbers. docs/tracking.md has each."""
+"""The `[telemetry]` part of the configuration: other programs that get the run's metrics. See docs/tracking.md."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
@@ -15,25 +15,25 @@ class Endpoint(Kind, frozen=True, tag="endpoint"):
     """A server on 127.0.0.1 that Prometheus scrapes."""
 
     port: Port
-    """The port that it listens at; the path is /metrics."""
+    """Its port; the path is /metrics."""
 
 
 class RayMetrics(Kind, frozen=True, tag="ray"):
-    """Ray's own metrics, which a cluster's Prometheus scrapes already; needs ray[default] on the nodes."""
+    """Ray's metrics, which a cluster's Prometheus already scrapes; needs ray[default] on the nodes."""
 
 
 class Telemetry(Section, frozen=True):
-    """Other programs that get the run's numbers. None of them can stop a run or slow it down."""
+    """Other programs that get the run's metrics. None of them can stop a run or slow it down."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Each gets the metrics and the configuration; its server and its key are in its own environment variables."""
+    """Trackers of metrics and configuration; their own environment variables set server and key."""
     project: str = "streamppo"
-    """Weights & Biases' and trackio's project, MLflow's experiment."""
+    """Project of Weights & Biases and trackio, experiment of MLflow."""
     prometheus: Endpoint | RayMetrics | None = None
-    """The way to Prometheus, if there is one."""
+    """How Prometheus gets the metrics; none by default."""
 
     def contradictions(self) -> Iterator[str]:
-        """Every tracker once."""
+        """Each tracker at most once, and a project name."""
         if len(set(self.trackers)) < len(self.trackers):
             yield f"trackers ({', '.join(self.trackers)}) must name each tracker once"
         if not self.project:

@@ -1,4 +1,4 @@
-"""Ways of new weights from the ranks to the rollout actors, as a configuration may choose them."""
+"""The transports of new weights from the ranks to the rollout actors."""
 
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -7,10 +7,10 @@ from streamppo.config.base import Kind
 
 
 class ObjectStore(Kind, frozen=True, tag="object_store"):
-    """Ray's object store: everywhere, without a setting."""
+    """Ray's object store: works everywhere, without settings."""
 
     def refuses_disks(self, *, own: bool) -> Iterator[str]:
-        """Reasons that it cannot be where nodes have disks of their `own`: none."""
+        """Reasons against nodes with disks of their `own`: none."""
         return iter(())
 
 
@@ -18,10 +18,10 @@ class Folder(Kind, frozen=True, tag="folder"):
     """Files in a folder that all nodes see."""
 
     path: str = ""
-    """A folder that every node of ranks and actors sees, with room for three versions; empty is in the run's own."""
+    """A folder that every node of ranks and actors sees, with room for three versions; empty is in the run's folder."""
 
     def refuses_disks(self, *, own: bool) -> Iterator[str]:
-        """Reason that it cannot be where nodes have disks of their `own`."""
+        """Reason against nodes with disks of their `own`, if there is one."""
         if own and not self.path:
             yield (
                 "learner.transport = { kind = 'folder' } needs a path with cluster.own_disks: nodes do not see the "
@@ -30,10 +30,10 @@ class Folder(Kind, frozen=True, tag="folder"):
 
 
 class Nixl(Kind, frozen=True, tag="nixl"):
-    """NIXL (extra `nixl`): actors read the memory of ranks, through the fastest device of both nodes that it finds."""
+    """NIXL (extra `nixl`): actors read the ranks' memory through the fastest device that both nodes have."""
 
     def refuses_disks(self, *, own: bool) -> Iterator[str]:
-        """Reasons that it cannot be where nodes have disks of their `own`: none."""
+        """Reasons against nodes with disks of their `own`: none."""
         return iter(())
 
 

@@ -1,4 +1,4 @@
-"""A run that is complete: a resume of it says so and touches nothing. Needs neither Ray nor torch."""
+"""Recognises a complete run: `resume` says so and changes nothing. Needs neither Ray nor torch."""
 
 import shlex
 from pathlib import Path
@@ -12,18 +12,18 @@ MODEL = Path("final/config.json")
 
 
 def sentence(config: Config, run: Path) -> str:
-    """Say that the run in the folder `run` has nothing left of what `config` asks for; empty if it has.
+    """Return the message for a run in the folder `run` that has nothing left to do for `config`; "" if it has.
 
-    It is complete if its last driver finished, no line of an update is lost, and its model and its last checkpoint are
-    there.
+    A run is complete if its last driver finished, every update has its line, and the final model and the checkpoint of
+    the newest version exist.
     """
     lines = metrics_file.read(run)
-    made = metrics_file.recorded_versions(lines)
-    newest = max(made, default=0)
+    recorded = metrics_file.recorded_versions(lines)
+    newest = max(recorded, default=0)
     last = lines[-1] if lines else None
     if last is None or "end" not in last or last["end"] != FINISHED:
         return ""
-    if newest < config.updates or len(made) < newest:
+    if newest < config.updates or len(recorded) < newest:
         return ""
     checkpoints = [int(path.name) for path in manifest.complete(run / "checkpoints")]
     if not (run / MODEL).is_file() or newest not in checkpoints:

@@ -1,7 +1,7 @@
-"""An evaluation beside training: held-out prompts, in parts that the rollout actors answer side by side.
+"""Evaluation during training: held-out prompts, in parts that the rollout actors answer concurrently.
 
 parts    one for each actor at work, and at least min(PARTS, prompts)
-part i   prompts i, i + parts, i + 2 parts, ..., asked of actor i % actors at work
+part i   prompts i, i + parts, i + 2 parts, ..., sent to actor i % actors at work
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from streamppo.driver.watch.watch import RunStage, WatchedCalls
 from streamppo.types import EvaluationReport, decode
 
 PARTS = 32
-"""Parts of an evaluation, if there are as many prompts: each answer is progress."""
+"""Parts of an evaluation with at least as many prompts. Each answered part counts as progress for the watchdog."""
 
 
 def evaluate(
@@ -23,9 +23,9 @@ def evaluate(
     min_version: int,
     done: Callable[[list[EvaluationReport]], None],
 ) -> None:
-    """Ask for greedy answers by engines at `min_version` or later; `done` gets the parts when all are there.
+    """Request greedy answers by engines at `min_version` or later; call `done` with the reports of all parts.
 
-    An actor that starts while others are at work is not asked. The part of an actor that leaves is asked of another.
+    While some actors are at work, actors that are still loading get no part. The part of a lost actor goes to another.
     """
     reports: list[EvaluationReport] = []
     parts = max(len(crew.answering()), min(PARTS, prompts))

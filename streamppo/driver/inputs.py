@@ -1,11 +1,11 @@
-"""Fingerprints of the files that a run reads besides its configuration: data, models, and functions of its user.
+"""Fingerprints of a run's input files besides its configuration: data, models and the user's functions.
 
-RUN/inputs.json    the SHA-256 of every file, as the newest driver found them
+RUN/inputs.json    the SHA-256 of every file, as computed by the newest driver
 
-Prompt number p stands for a row of the data, so other rows would be trained on under the same numbers: a run keeps its
-data and its models, unless a change is accepted on purpose. A reward, or a function of the user's own in `[algorithm]`,
-may change; that is noted. Data sets and models that are names on a hub have no files here, and are not looked at. Of a
-file above `WHOLE_BYTES` a fingerprint covers the size and `PLACES` pieces of a MiB, spread evenly.
+A prompt's number is the number of its data row, so changed data would put other rows under the same numbers. A run
+therefore keeps its data and models, unless the user accepts a change. A reward, or a custom function in `[algorithm]`,
+may change; the change is logged. Data sets and models that are names on a hub have no files here and are not checked.
+The fingerprint of a file above `WHOLE_BYTES` covers its size and `PLACES` evenly spread pieces of 1 MiB.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask
-from streamppo.errors import CheckpointError, RunError
+from streamppo.errors import UNREADABLE, CheckpointError, RunError
 
 INPUTS = "inputs.json"
 WHOLE_BYTES = 2**30
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 class Input(msgspec.Struct, frozen=True):
-    """One file or folder: the name that the configuration gives it, and the fingerprint of each of its files."""
+    """One file or folder: its name in the configuration, and the fingerprint of each of its files."""
 
     path: str
     files: dict[str, str]
 
 
 class NamedInput(NamedTuple):
-    """A place that the configuration names in `field`; the run keeps what is there if it is `kept`."""
+    """The file or folder named by the configuration field `field`; a change of a `kept` one is refused."""
 
     field: str
     path: str
@@ -52,9 +52,9 @@ class NamedInput(NamedTuple):
 
 
 def with_clock(config: Config, folder: Path) -> Config:
-    """Give a configuration without `model.clock` that of the run in `folder`, or the present time if it has none.
+    """Set an empty `model.clock` to the clock of the run in `folder`, or to the present time for a new run.
 
-    A chat template may write the date: a run that goes on has the same prompts the day after.
+    A chat template may write the date: a resumed run must render the same prompts on a later day.
     """
     if config.model.clock:
         return config
@@ -64,14 +64,14 @@ def with_clock(config: Config, folder: Path) -> Config:
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
-    """Compare all inputs with those that the run in `folder` had, and remember them.
+    """Compare all inputs with the recorded ones of the run in `folder`, and record them.
 
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """
     named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
-    present = {one.field: _find_input(one) for one in named}
-    changed = {one.field: _change(before.get(one.field), present[one.field]) for one in named}
-    refused = [f"{one.field}: {changed[one.field]}" for one in named if one.kept and changed[one.field]]
+    present = {entry.field: _find_input(entry) for entry in named}
+    changed = {entry.field: _change(before.get(entry.field), present[entry.field]) for entry in named}
+    refused = [f"{entry.field}: {changed[entry.field]}" for entry in named if entry.kept and changed[entry.field]]
     if refused and not accept_changes:
         raise CheckpointError(
             "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would stand for "
@@ -81,19 +81,19 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
     for field, change in changed.items():
         if change:
             log.info("%s: %s; the run goes on with it", field, change)
-    there = {field: found for field, found in present.items() if found.files}
-    if there != before:
+    to_record = {field: present_input for field, present_input in present.items() if present_input.files}
+    if to_record != before:
         with durable.naming(folder / INPUTS, RunError):
-            durable.write(folder / INPUTS, msgspec.json.format(msgspec.json.encode(there)))
+            durable.write(folder / INPUTS, msgspec.json.format(msgspec.json.encode(to_record)))
 
 
 def _recorded_inputs(folder: Path) -> dict[str, Input]:
     path = folder / INPUTS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Input])
+        return msgspec.json.decode(durable.read(path), type=dict[str, Input])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
 
 
@@ -124,11 +124,11 @@ def _named_inputs(config: Config, folder: Path) -> Iterator[NamedInput]:
 
 
 def _source(name: str) -> str:
-    """The file of `package.module:name` or `path/file.py:name`; nothing of it is imported."""
+    """The file of `package.module:name` or `path/file.py:name`, found without importing it."""
     where = name.rpartition(":")[0]
     relative = where if where.endswith(".py") else f"{where.replace('.', '/')}.py"
-    found = (Path(folder) / relative for folder in ("", *sys.path))
-    return str(next((path for path in found if path.is_file()), relative))
+    candidates = (Path(folder) / relative for folder in ("", *sys.path))
+    return str(next((path for path in candidates if path.is_file()), relative))
 
 
 def _find_input(named: NamedInput) -> Input:
@@ -136,28 +136,28 @@ def _find_input(named: NamedInput) -> Input:
     if path.is_file():
         return Input(named.path, {path.name: fingerprint(path)})
     names = [file.relative_to(path) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
-    # Hidden files are those of tools.
+    # Hidden files belong to tools such as git.
     shown = sorted(str(name) for name in names if not any(part.startswith(".") for part in name.parts))
     return Input(named.path, {name: fingerprint(path / name) for name in shown})
 
 
 def fingerprint(path: Path) -> str:
-    """The SHA-256 of a file; of a large one that of its size and of pieces of it."""
+    """The SHA-256 of a file; for one above `WHOLE_BYTES`, the SHA-256 of its size and of `PLACES` pieces."""
     size = path.stat().st_size
     if size <= WHOLE_BYTES:
         return durable.sha256(path)
-    found = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    digest = hashlib.sha256(str(size).encode())
+    with durable.reading(path) as file:
         for place in range(PLACES):
             file.seek((size - PIECE) * place // (PLACES - 1), os.SEEK_SET)
-            found.update(file.read(PIECE))
-    return f"pieces {found.hexdigest()}"
+            digest.update(file.read(PIECE))
+    return f"pieces {digest.hexdigest()}"
 
 
 def _change(before: Input | None, present: Input) -> str:
-    """Say how a place differs from what it was; nothing if it is the same, or if another one is named on purpose.
+    """Describe how an input has changed; "" if it is unchanged, or if the configuration names another file.
 
-    A file or folder that was moved has another path and the same name.
+    A moved file or folder has another path and the same name: it counts as the same input.
     """
     if before is None or Path(before.path).name != Path(present.path).name:
         return ""
@@ -169,5 +169,5 @@ def _change(before: Input | None, present: Input) -> str:
         "new": present.files.keys() - before.files.keys(),
         "gone": before.files.keys() - present.files.keys(),
     }
-    told = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
-    return f"{present.path} is not what the run had: {told}" if told else ""
+    text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
+    return f"{present.path} is not what the run had: {text}" if text else ""

@@ -1,4 +1,4 @@
-"""Looks at a run's folder before anything in it is changed: a run that cannot go on is left byte for byte as it was."""
+"""Checks a run's folder before anything in it changes: a run that cannot be resumed stays byte for byte as it was."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from streamppo.queue.store.journal import Journal
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
-    """Refuse to go on with the run in `folder` as `config` says, if that cannot be right; a new run always may.
+    """Refuse to resume the run in `folder` under `config` where the result would be wrong; a new run always passes.
 
-    Changed data and models are refused too, unless `accept_changes`; they are remembered from here on. Raises
+    Changed data and models are refused too, unless `accept_changes`; then they are recorded as the run's inputs. Raises
     `JournalError`, `CheckpointError` or `RunError`.
     """
     resume_checks.refuse_without_journal(folder)

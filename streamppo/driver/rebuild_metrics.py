@@ -1,7 +1,8 @@
-"""Lines of metrics.jsonl that were lost, made again of the archived batches, as far as those tell.
+"""Rebuilds lost lines of metrics.jsonl from the archived batches.
 
-A batch tells its rewards, lengths, tokens and lags. Losses, gradients and times are gone with the line: `streamppo
-replay` computes the first two. Nothing here holds a run back: it is told what cannot be made again.
+A batch has the rewards, lengths, tokens and lags of its update. Losses, gradients and times are lost with the line;
+`streamppo replay` computes losses and gradients again. A line that cannot be rebuilt is logged and does not stop the
+run.
 """
 
 import logging
@@ -20,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def lost_lines(record: RunRecord, folder: Path) -> None:
-    """Write a line for each update up to `record.version` that has none, and say which were lost."""
-    there = metrics_file.recorded_versions(metrics_file.read(folder))
-    lost = [version for version in range(1, int(record.version) + 1) if version not in there]
+    """Write the missing line of each update up to `record.version`, and log which lines were lost."""
+    recorded = metrics_file.recorded_versions(metrics_file.read(folder))
+    lost = [version for version in range(1, int(record.version) + 1) if version not in recorded]
     if not lost:
         return
     try:
@@ -43,8 +44,8 @@ def lost_lines(record: RunRecord, folder: Path) -> None:
 
 
 def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
-    """Write the line of an update again. False, with a log line, if its batch cannot be read."""
-    # Lines are seldom lost, and these import torch.
+    """Rebuild the line of update `version`. Returns False, with a log line, if its batch cannot be read."""
+    # Imported here because these import torch and lines are seldom lost.
     from streamppo.learner.batch.fetch import lag_histogram
     from streamppo.learner.batch.padded import pad
     from streamppo.learner.objective.metrics import describe
@@ -55,7 +56,7 @@ def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], 
     except JournalError as error:
         log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
         return False
-    config = configs[max(one for one in configs if one < version)]
+    config = configs[max(first for first in configs if first < version)]
     record.remade(version, describe(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
     return True
 

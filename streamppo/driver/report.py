@@ -1,6 +1,6 @@
-"""report.html of a run: its lines, journal, archive and configuration, as far as there are any, on one page.
+"""Writes report.html: a run's metrics, journal, archive and configuration, as far as they exist, on one page.
 
-A part that cannot be read is named in the report, and the rest of it is made.
+The report names each part that cannot be read, and shows the others.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import tokenizers
@@ -19,7 +19,8 @@ from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError, RunError
-from streamppo.queue import report
+from streamppo.queue import pairs, report
+from streamppo.queue.pairs import PairedDifference
 from streamppo.queue.rules.state import settings_of
 from streamppo.queue.store import archive, snapshot
 from streamppo.queue.store.journal import Journal
@@ -27,16 +28,16 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
-from streamppo.telemetry.report.view import NamedNumber, TextPiece, TrainedSample, View, attempt
+from streamppo.telemetry.report.view import NamedNumber, RunsTable, TextPiece, TrainedSample, View, attempt
 from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
 SAMPLES = 4
-"""Trajectories of each of the three batches that are shown."""
+"""Trajectories shown of each of the three sampled batches."""
 SHOWN_TOKENS = 1000
-"""Tokens of one completion that are shown."""
+"""Tokens shown of one completion."""
 REASONS = 20
-"""Reasons of failures that are shown."""
+"""Failure reasons shown."""
 TOKENIZER = "tokenizer.json"
 Decode: TypeAlias = Callable[[Ints], str]
 T = TypeVar("T")
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def write_after(folder: Path) -> None:
-    """Write the report of a run that has ended. A report that cannot be made is a warning, and the run's end stays."""
+    """Write the report of a run that has ended. A failure is a warning; the run's outcome stays."""
     path, why = attempt(lambda: write([folder], folder / REPORT))
     if path is None:
         log.warning("%s: not written: %s", folder / REPORT, why)
@@ -52,24 +53,79 @@ def write_after(folder: Path) -> None:
         log.info("report: %s", path)
 
 
-def write(found: Sequence[Path], to: Path) -> Path:
-    """Write the report of some runs, by their folders, and of replays, by their files, to `to`. Raises `RunError`."""
-    text = page.render([replay(path) if path.is_file() else _run(path) for path in found])
+def write(found: Sequence[Path], to: Path, told: "Sequence[RunDifference]" = ()) -> Path:
+    """Write the report of some runs, by their folders, and of replays, by their files, to `to`.
+
+    It has the `differences` that are `told`. Raises `RunError`.
+    """
+    views = [replay(path) if path.is_file() else _run(path) for path in found]
+    text = page.render(views, [_difference_table(one) for one in told])
     with durable.naming(to, RunError):
         durable.write(to, text.encode(errors="replace"))
     return to
 
 
+class RunDifference(NamedTuple):
+    """Two runs that are alike up to `version`, by their names, and what came to differ behind it (queue/pairs.py)."""
+
+    one: str
+    other: str
+    version: int
+    rows: Sequence[PairedDifference]
+
+    def sentence(self) -> str:
+        """The whole difference with its uncertainty, two standard errors."""
+        whole = self.rows[0] if self.rows else None
+        begin = f"{self.other} less {self.one} since version {self.version}"
+        if whole is None or whole.difference is None or whole.error is None:
+            return f"{begin}: no two prompts that both trained on"
+        told = f"reward {whole.difference:+.4f} ± {2 * whole.error:.4f}"
+        apart = f", ± {2 * whole.unpaired:.4f} unpaired" if whole.unpaired is not None else ""
+        return f"{begin}: {told} (2 standard errors, {whole.pairs:,} prompts in pairs{apart})"
+
+
+def differences(found: Sequence[Path]) -> list[RunDifference]:
+    """The first of the runs beside every other one that began as it did. Raises `StreamppoError` for damage."""
+    runs = [path for path in found if path.is_dir()]
+    rows: list[RunDifference] = []
+    for other in runs[1:]:
+        configs = tuple(configfile.load(path / configfile.CONFIG) for path in (runs[0], other))
+        version = pairs.common_version(runs[0], other, (configs[0], configs[1]))
+        if version is not None:
+            rows.append(RunDifference(runs[0].name, other.name, version, pairs.differences(runs[0], other, version)))
+    return rows
+
+
+def _difference_table(found: RunDifference) -> tuple[str, RunsTable]:
+    names = ("prompts", found.one, found.other, "difference", "± 2 errors", "± unpaired")
+    rows = [
+        (
+            f"updates {row.first} to {row.last}",
+            (
+                f"{row.pairs:,}",
+                *(_number(value) for value in (row.before, row.after, row.difference)),
+                *(_number(None if value is None else 2 * value) for value in (row.error, row.unpaired)),
+            ),
+        )
+        for row in found.rows
+    ]
+    return found.sentence(), RunsTable(names, rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
 def replay(path: Path) -> View:
-    """The updates that `streamppo replay --set` has made. Raises `RunError` for another file."""
+    """The view of a file written by `streamppo replay --set`. Raises `RunError` for any other file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(durable.read(path))
         lines = [
             msgspec.convert(
-                {"update": one["version"], "wall_s": 0.0, **ZEROS, **one["replayed"]}, metrics_file.UpdateLine
+                {"update": update["version"], "wall_s": 0.0, **ZEROS, **update["replayed"]}, metrics_file.UpdateLine
             )
-            | one["replayed"]
-            for one in content["updates"]
+            | update["replayed"]
+            for update in content["updates"]
         ]
         name = f"{path.parent.parent.name} replay {path.stem}: {' '.join(content['set'])}"
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -78,7 +134,7 @@ def replay(path: Path) -> View:
 
 
 ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_histogram": {}}
-"""The entries of an update's line that nobody times in a replay."""
+"""The entries of an update's line that a replay does not measure."""
 
 
 def _run(folder: Path) -> View:
@@ -86,9 +142,9 @@ def _run(folder: Path) -> View:
     config = try_part(view, lambda: configfile.load(folder / configfile.CONFIG))
     if config is not None:
         view.config = configfile.show(config)
-        # Before the lines: a running run writes the line of an update after its transaction.
-        told = try_part(view, lambda: read_counters(config, folder, view.notes))
-        view.queue, view.failures = told or (None, ())
+        # Before the lines, because a running run writes an update's line after its transaction.
+        counters = try_part(view, lambda: read_counters(config, folder, view.notes))
+        view.queue, view.failures = counters or (None, ())
     if content := try_part(view, lambda: metrics_file.content(folder)):
         view.lines = content.lines
         view.notes += content.damage
@@ -100,14 +156,14 @@ def _run(folder: Path) -> View:
 
 
 def try_part(view: View, part: Callable[[], T]) -> T | None:
-    """Make a part of the report, or note why it cannot be made."""
-    made, why = attempt(part)
+    """Return one part of the report; on failure add the reason to `view.notes` and return None."""
+    result, why = attempt(part)
     view.notes += [why] if why and why not in view.notes else []
-    return made
+    return result
 
 
 def read_counters(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[NamedNumber]]:
-    """The queue's counters and the reasons of its failures, both as of one transaction; `notes` get what lacks."""
+    """The queue's counters and failure reasons of one journal transaction; `notes` gets a line for each missing one."""
     with closing(Journal.open_run(folder)) as journal:
         parts = attempt(lambda: _counters(config, journal)), attempt(lambda: _failures(journal))
     notes += [why for _, why in parts if why]
@@ -120,8 +176,8 @@ def _counters(config: Config, journal: Journal) -> QueueReport | None:
 
 
 def _failures(journal: Journal) -> list[NamedNumber]:
-    """The reasons for which attempts came to nothing, the most frequent first."""
-    reasons = Counter((one.state.replace("_", " "), _first_line(one.reason)) for one in journal.ended_attempts())
+    """The reasons of failed attempts, the most frequent first."""
+    reasons = Counter((ended.state.replace("_", " "), _first_line(ended.reason)) for ended in journal.ended_attempts())
     rows = [NamedNumber(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:
         rows.append(NamedNumber(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))
@@ -133,17 +189,17 @@ def _first_line(reason: str) -> str:
 
 
 def _samples(config: Config, folder: Path) -> list[TrainedSample]:
-    """The first trajectories of the oldest batch that is kept, of the middle one and of the newest."""
-    found = archive.open(folder)
-    if not (versions := found.versions()):
+    """Samples of three archived batches: the oldest, the middle one and the newest."""
+    archived = archive.open(folder)
+    if not (versions := archived.versions()):
         raise JournalError(f"{folder}: no batch is kept in its archive")
     decode = decoder(Path(model_path(config, folder)))
     chosen = dict.fromkeys((versions[0], versions[len(versions) // 2], versions[-1]))
-    return [sample for version in chosen for sample in _batch_samples(found.batch(version), decode)]
+    return [sample for version in chosen for sample in _batch_samples(archived.batch(version), decode)]
 
 
 def decoder(model: Path) -> Decode:
-    """The text of tokens, special ones left out; of a folder without transformers, which takes 4 s of CPU to load."""
+    """A function from tokens to text without special tokens; avoids transformers, whose import takes 4 s of CPU."""
     if not (model / TOKENIZER).is_file():
         return Tokenizer(model).decode
     tokenizer = tokenizers.Tokenizer.from_file(str(model / TOKENIZER))
@@ -152,16 +208,19 @@ def decoder(model: Path) -> Decode:
 
 def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:
     step = max(1, len(batch.trajectories) // SAMPLES)
-    for one in batch.trajectories[::step][:SAMPLES]:
-        identity = one.identity
-        cut = f", the first {SHOWN_TOKENS} shown" if one.num_tokens > SHOWN_TOKENS else ""
-        title = f"prompt {identity.prompt} sample {identity.sample}: {one.num_tokens} tokens, {one.finish}{cut}"
-        prompt = decode(ints(one.prompt_tokens))
-        yield TrainedSample(batch.version + 1, title, one.reward, prompt, _pieces(batch, one, decode))
+    for trajectory in batch.trajectories[::step][:SAMPLES]:
+        identity = trajectory.identity
+        cut = f", the first {SHOWN_TOKENS} shown" if trajectory.num_tokens > SHOWN_TOKENS else ""
+        title = (
+            f"prompt {identity.prompt} sample {identity.sample}: "
+            f"{trajectory.num_tokens} tokens, {trajectory.finish}{cut}"
+        )
+        prompt = decode(ints(trajectory.prompt_tokens))
+        yield TrainedSample(batch.version + 1, title, trajectory.reward, prompt, _pieces(batch, trajectory, decode))
 
 
 def _pieces(batch: Batch, one: Trajectory, decode: Decode) -> list[TextPiece]:
-    """The completion, cut where the version changes or another than the policy speaks."""
+    """The completion, split where the version changes and between the policy's and other tokens."""
     tokens, mask = ints(one.tokens)[:SHOWN_TOKENS], flags(one.mask).tolist()
     lags = [batch.version - version for version in ints(one.versions).tolist()]
     pieces: list[TextPiece] = []

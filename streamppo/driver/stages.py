@@ -1,10 +1,10 @@
 """The stages of a run: started together, watched all the time, replaced when they die.
 
-a rollout actor dies, or is silent    another takes its place under another name; what it was sampling is sampled again
-another number of them is wanted      some come, or the newest go in the same way; no restart
-the queue dies                        Ray starts it again from its journal and repeats the calls that were under way
-a reward model dies                   Ray starts it again; the rollout actors' calls are retryable failures
-a learner rank dies, or is silent     LearnerLost: the loop starts all ranks again from the newest checkpoint
+a rollout actor dies, or is silent    an actor of another name replaces it; its unfinished samples are sampled again
+their wanted number changes           actors are added, or the newest are dismissed likewise; this counts as no restart
+the queue dies                        Ray restarts it from its journal and repeats the unfinished calls
+a reward model dies                   Ray restarts it; the rollout actors' calls are retryable failures
+a learner rank dies, or is silent     LearnerLost: the loop restarts all ranks from the newest checkpoint
 too many of these in a short time     RunError
 """
 
@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 
 
 class Stages:
-    """`queue`, learner `ranks` and rollout actors (`crew`) of one run, and the `calls` to them that are under way.
+    """`queue`, learner `ranks` and rollout actors (`crew`) of one run, and the unfinished `calls` to them.
 
-    Every actor is created at once, so that they import side by side; Ray is there. `config` is the run's, with the
-    number of rollout actors that is wanted at present.
+    Ray must be running. Every actor is created at once, so that they import concurrently. `config` is the run's, with
+    the currently wanted number of rollout actors.
     """
 
     def __init__(self, config: Config, folder: Path, record: RunRecord, interrupts: Interrupts) -> None:
@@ -95,7 +95,7 @@ class Stages:
     def begin(self, version: int) -> int:
         """Open the journal for a learner that starts from `version`.
 
-        Returns the newest version of the run, up to which updates have to be redone.
+        Returns the newest version of the run: the updates up to it must be redone.
         """
         (newest,) = self.calls.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow_queue("")
@@ -104,11 +104,11 @@ class Stages:
         return newest
 
     def history(self) -> History:
-        """All that the journal says of the run's versions at present."""
+        """The run's versions, as the journal has them at present."""
         return history.read_history(self.folder, self._told)
 
     def start_learner(self, checkpoint: Path | None) -> int:
-        """Load model and `checkpoint` in ranks that were never used, push the weights, let the rollout actors generate.
+        """Load model and `checkpoint` in fresh ranks, push the weights and start the rollout actors' generation.
 
         Returns the version of the weights.
         """
@@ -136,7 +136,7 @@ class Stages:
         return version
 
     def note(self, stage: RunStage, reason: str, who: str = "") -> None:
-        """Write down a restart of a stage, or of `who` in it. Raises `RunError` instead after too many of late."""
+        """Record a restart of a stage, or of `who` in it. Raises `RunError` instead after too many recent ones."""
         watchdog = self.config.watchdog
         if killed := self._memory.explain():
             reason = f"{reason}: {killed}"
@@ -148,7 +148,7 @@ class Stages:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def reports(self) -> tuple[QueueReport, list[EngineReport]]:
-        """Ask the queue, and the engines at work, for their counters."""
+        """Get the counters of the queue and of the engines at work."""
         engines: list[EngineReport] = []
 
         def collect(answer: bytes) -> None:
@@ -161,7 +161,7 @@ class Stages:
         return decode(queue, QueueReport), sorted(engines, key=lambda engine: engine.actor)
 
     def save_last(self, checkpoints: str) -> None:
-        """Write a checkpoint of the version that the learner has, if `watchdog.shutdown_s` is enough for it."""
+        """Write a checkpoint of the learner's version, if that takes no longer than `watchdog.shutdown_s`."""
         self._record.tick("a last checkpoint")
         self.queue.stop.remote()
         refs = [rank.save.remote(checkpoints) for rank in self.ranks]
@@ -172,14 +172,14 @@ class Stages:
         try:
             ray.get(ready)
         except RayError as error:
-            # Where one rank fails, the others may stand in a collective that never ends.
+            # After one rank's failure the others may wait in a collective for ever.
             log.info("no last checkpoint: %s", describe(error))
             return
         if late:
             log.info("no checkpoint in time; the journal and the archive have everything since the last one")
 
     def finished_reports(self, updates: Iterable[ObjectRef[bytes]]) -> list[UpdateReport]:
-        """Return the reports of those of `updates`, calls to one rank, that were made before the learner stopped."""
+        """Return the reports of the `updates`, calls to one rank, that ended before the learner stopped."""
         refs = list(updates)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         try:
@@ -190,7 +190,7 @@ class Stages:
         return sorted(reports, key=lambda report: report.version)
 
     def fetch_final(self) -> None:
-        """Have the exported model in the run's folder, also if it was written to the disk of another node."""
+        """Bring the exported model into the run's folder if it was written to another node's disk."""
         if self.config.cluster.own_disks:
             final = self.folder / store.FINAL
             with durable.naming(final, RunError):
@@ -198,7 +198,7 @@ class Stages:
             store.Store(self.address).fetch_folder(store.FINAL, final)
 
     def end(self) -> None:
-        """End rollout actors and ranks: Ray's own end may begin with the queue, and each of their calls complains."""
+        """Kill rollout actors and ranks first: if Ray ended the queue before them, each of their calls would fail."""
         with suppress(RunError):
             refuse_dead_ray()
             for actor in (*(seat.actor for seat in self.crew.seats), *self.ranks):
@@ -217,7 +217,7 @@ class Stages:
         return actor
 
     def _follow_queue(self, life: str) -> None:
-        """Learn of every new process of the queue."""
+        """Record a restart for each new process of the queue."""
 
         def follow(another: str) -> None:
             if life:
@@ -227,7 +227,7 @@ class Stages:
         self.calls.watch(self.queue.another_life.remote(life), RunStage.QUEUE, follow)
 
     def _follow_shard(self, number: int, life: str) -> None:
-        """Learn of every new process of one of the queue's shards."""
+        """Record a restart for each new process of one shard of the queue."""
 
         def follow(another: str) -> None:
             if life:
@@ -247,13 +247,13 @@ class Stages:
         self.crew.replace(error.actor_id, describe(error))
 
     def _silent(self, name: str, reason: str) -> None:
-        """Replace a rollout actor. Raises `LearnerLost` for a rank; one that was replaced already is nobody's loss."""
+        """Replace a rollout actor, unless it was replaced already. Raises `LearnerLost` for a rank."""
         if name in self._loaded_ranks:
             raise LearnerLost(f"{self._loaded_ranks[name]}: {reason}")
         self.crew.replace_silent(name, reason)
 
     def _tick(self, doing: str) -> None:
-        """Look at everything that no call tells of."""
+        """Check everything that no answer reports: signals, Ray, heartbeats, the wanted actors, reports and stalls."""
         self._interrupts.check()
         refuse_dead_ray()
         self._silence.check([*(seat.name for seat in self.crew.at_work()), *self._loaded_ranks])
@@ -263,10 +263,10 @@ class Stages:
         self.calls.check_stall(self.config.watchdog.stall_s + self._starts_within(), doing, self._explain_stall)
 
     def _starts_within(self) -> float:
-        """Seconds that what is starting now may take beyond those of a stall."""
+        """Seconds that a starting learner or engine may take beyond the limit of a stall."""
         if not self._loaded_ranks:
             return self.config.watchdog.load_s
-        # Engines that start have a limit and an error of their own.
+        # Starting engines have a limit and an error of their own.
         starting = self.crew.generating and not self.crew.at_work()
         return self.config.rollout.engine.start_s if starting else 0.0
 
@@ -279,19 +279,19 @@ class Stages:
         return f"the queue {queue}; rollout actors that have not started: {loading}{self._placement.waiting()}"
 
     def _check_scale(self) -> None:
-        """Have as many rollout actors as a command asks for, if a run may have as many; a resumed run has them too."""
+        """Apply a requested number of rollout actors if it is possible, and save it for resumed runs."""
         if not self.crew.generating:
             return
         try:
-            if (wanted := lock.accept(self.folder)) is None:
+            if (actors := lock.accept(self.folder)) is None:
                 return
-            changed = configfile.change(self.config, [f"rollout.actors={wanted}"])
+            changed = configfile.change(self.config, [f"rollout.actors={actors}"])
             refuse_impossible(changed)
         except (ConfigError, RunError) as error:
             log.info("rollout actors: %d stay: %s", len(self.crew.seats), error)
         else:
-            log.info("rollout actors: %d wanted, %d there", wanted, len(self.crew.seats))
+            log.info("rollout actors: %d wanted, %d there", actors, len(self.crew.seats))
             configfile.save(changed, self.folder)
             self.config = changed
-            self.crew.resize(wanted)
+            self.crew.resize(actors)
         lock.answer(self.folder)

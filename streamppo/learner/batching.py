@@ -43,8 +43,8 @@ class Division(NamedTuple):
         budget = self.config.learner.micro_batch_tokens
         cost = partial(work, 1, hidden=self.hidden) if self.ranks > 1 else float
         is_padded, ranks = self.is_padded, self.ranks
-        made = micro_batches(rows, tokens_B, budget, ranks, padded=is_padded, work=cost, lines_B=lines_B)
-        return made[self.rank]
+        by_rank = micro_batches(rows, tokens_B, budget, ranks, padded=is_padded, work=cost, lines_B=lines_B)
+        return by_rank[self.rank]
 
     def own_rows(
         self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch], chosen: IdleRows, lines_B: Tensor | None = None

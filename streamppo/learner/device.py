@@ -85,9 +85,9 @@ def interface_to(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as asked, suppress(OSError):
         # Connecting a UDP socket sends nothing; it only selects the route.
         asked.connect(where)
-        own = asked.getsockname()[0]
+        local = asked.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
-            if own in {one.address.partition("%")[0] for one in addresses}:
+            if local in {address.address.partition("%")[0] for address in addresses}:
                 return name
     return ""
 

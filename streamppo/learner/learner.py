@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamppo.algorithms.exploration import Bonus
 from streamppo.algorithms.lag import AdmittedLag, lr_share
 from streamppo.config.sections import LOCAL, Config
+from streamppo.learner import memory
 from streamppo.learner.batch.fetch import OwnRows
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.checkpoint import checkpoint
@@ -54,7 +55,7 @@ class Learner:
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or update everything that depends on it."""
-        torch.set_num_threads(config.learner.threads)
+        torch.set_num_threads(config.learner.thread_count)
         optimizer.configure(self.optimizer, config)
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head
@@ -94,13 +95,13 @@ class Learner:
 
         Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
-        made: dict[str, float] = {}
+        steered: dict[str, float] = {}
         if self.lag is not None or adaptive_lag.is_lowered_by_ess(self.config):
-            made["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
+            steered["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
         if self.lag is not None:
             self.lag = adaptive_lag.lag_after_update(self.config, self.lag, self.version, metrics, tokens_by_lag)
-            made["admitted_lag"] = float(self.lag.admitted)
-        return made
+            steered["admitted_lag"] = float(self.lag.admitted)
+        return steered
 
     def speed(self, updated: UpdateResult, metrics: Mapping[str, float]) -> dict[str, float]:
         """The speed of an update with these `metrics`."""
@@ -165,9 +166,8 @@ def build(
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     slices = context_parallel.slices_of(mesh.device_type, config.learner.mesh)
     lora, offload = config.model.lora, config.learner.offload
-    loaded = load_policy.load(
-        config.model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices
-    )
+    model = memory.choose_checkpointing(config, model_path, mesh.device_type)
+    loaded = load_policy.load(model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)
     has_moved = resume_from is not None and checkpoint.reference_has_moved(Path(resume_from))

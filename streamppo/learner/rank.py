@@ -47,10 +47,13 @@ class Rank:
     """
 
     def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
+        process.log_to_stdout(f"learner-{rank}")
         self._config = msgspec.msgpack.decode(config, type=Config)
         if self._config.learner.gpus and not any(name in os.environ for name in ALLOCATOR):
             # torch reads it at import.
             os.environ[ALLOCATOR[0]] = GROWS
+        if self._config.learner.gpus:
+            os.environ.update(process.compile_caches())
 
         import torch
         import transformers
@@ -58,7 +61,6 @@ class Rank:
         from streamppo.learner.batch.fetch import Fetcher
         from streamppo.learner.learner import build
 
-        process.log_to_stdout(f"learner-{rank}")
         self._rank = rank
         self._queue = queue
         self._epoch = epoch
@@ -66,7 +68,7 @@ class Rank:
         self._build = build
         self._built: Learner | None = None
         self._history = History({0: self._config})
-        torch.set_num_threads(self._config.learner.threads)
+        torch.set_num_threads(self._config.learner.thread_count)
         transformers.utils.logging.disable_progress_bar()
 
     @ray.method
@@ -198,8 +200,8 @@ class Rank:
 
     def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> PublishReply:
         # With shards the queue holds records only: it forwards a reference to its shards.
-        told = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
-        return decode(ray.get(self._queue.publish.remote(push, refs, told, self._epoch)), PublishReply)
+        record = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
+        return decode(ray.get(self._queue.publish.remote(push, refs, record, self._epoch)), PublishReply)
 
     def _beat(self) -> None:
         """Send heartbeats to the queue forever, concurrently with all work; they do not detect a hanging collective."""

@@ -78,9 +78,9 @@ class Scorer(NamedTuple):
         """The scores of every rank's rows, whole and detached, on every rank."""
         whole = empty_output(batch)
         for rows, scored in zip(self.pieces, scores, strict=True):
-            here = to_device(rows, batch.mask_BT.device)
+            device_rows = to_device(rows, batch.mask_BT.device)
             for into, part in zip(whole, scored, strict=True):
-                where = (here, slice(part.shape[1])) if part.dim() == 2 else (here,)
+                where = (device_rows, slice(part.shape[1])) if part.dim() == 2 else (device_rows,)
                 into[where] = part[: len(rows)].detach().to(into.dtype)
         for column in whole:
             add_up(column, self.group)

@@ -55,9 +55,9 @@ def policy_flops(size: ModelSize, updated: UpdateResult) -> float:
     """
     width_B = updated.batch.on_host.start_B + updated.batch.on_host.length_B
     before = updated.chosen.scored_B.nonzero()[:, 0]
-    made = forward_flops(size, width_B[before]) if updated.objective.scores_policy else 0.0
-    steps = [one.rows for one in updated.minibatches if one.part != "critic"]
-    return made + (2 + size.trained) * sum(forward_flops(size, width_B[rows]) for rows in steps)
+    scoring = forward_flops(size, width_B[before]) if updated.objective.scores_policy else 0.0
+    steps = [minibatch.rows for minibatch in updated.minibatches if minibatch.part != "critic"]
+    return scoring + (2 + size.trained) * sum(forward_flops(size, width_B[rows]) for rows in steps)
 
 
 def speed(size: ModelSize, updated: UpdateResult, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -65,17 +65,17 @@ def speed(size: ModelSize, updated: UpdateResult, metrics: Mapping[str, float], 
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
     tflops = policy_flops(size, updated) / seconds / ranks / 1e12
-    made = {
+    speeds = {
         "learner_tokens_per_s": float(width_B.sum()) / seconds,
         "learner_tflops": tflops,
     }
-    return made | (_gpu_speed(tflops) if batch.reward_B.is_cuda else {})
+    return speeds | (_gpu_speed(tflops) if batch.reward_B.is_cuda else {})
 
 
 def _gpu_speed(tflops: float) -> dict[str, float]:
     """The share of the GPU's peak, if its peak is known, and the peak memory of tensors since the last update."""
-    made = {"peak_memory_mib": torch.cuda.max_memory_allocated() / MIB}
+    speeds = {"peak_memory_mib": torch.cuda.max_memory_allocated() / MIB}
     torch.cuda.reset_peak_memory_stats()
     name = torch.cuda.get_device_name()
     peak = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
-    return made if peak is None else made | {"mfu": tflops / peak}
+    return speeds if peak is None else speeds | {"mfu": tflops / peak}

@@ -148,6 +148,7 @@ class Updater:
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []
+        frozen = targets.policy_waits or batch.version < self.config.algorithm.critic.warmup_updates
         for epoch in objective.epochs if epochs is None else epochs:
             for rows in self.division.minibatches(len(batch.reward_B), batch.version, epoch):
                 if _has_ended(epoch, minibatches):
@@ -160,7 +161,7 @@ class Updater:
                     share = loss.share(to_device(piece, self.device), epoch.part, current, counts)
                     self.backward(share.loss)
                     shares.append(share._replace(loss=share.loss.detach()))
-                minibatches.append(self._step(epoch, batch.version, rows, shares, chosen))
+                minibatches.append(self._step(epoch, rows, shares, chosen, frozen=frozen))
         self._warn_empty_steps(batch.version, minibatches)
         return UpdateResult(objective, batch, chosen, targets, minibatches, age, start, scored)
 
@@ -180,7 +181,7 @@ class Updater:
             # In warm-up the policy's only pass is the one before the critic's steps.
             steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
             steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
-        made = {
+        metrics = {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.age),
             **steps,
             **dropped_shares(self.objective.rules, minibatches, batch, self.group),
@@ -189,12 +190,13 @@ class Updater:
             **self._exploration_metrics(batch.version, targets, steps["entropy"]),
             **distances(batch, targets.teacher_BT, targets.right_BT, scored, passed_B),
             **self.policy.routers.metrics(self.device),
+            **({} if targets.explained is None else {"outcomes_explained": targets.explained}),
             "lr": self.optimizer.param_groups[0]["lr"],
             "score_s": updated.scored - updated.start,
             "train_s": time.perf_counter() - updated.scored,
         }
         self._move_reference(batch.version)
-        return made
+        return metrics
 
     def token_record(self, updated: UpdateResult) -> TokenRecord:
         """The per-token numbers from before the first step, as far as the archive keeps them."""
@@ -244,9 +246,18 @@ class Updater:
         loss.backward()
 
     def _step(
-        self, epoch: Epoch, version: int, whole: Tensor, shares: Sequence[MicroBatchLoss], chosen: idle_rows.IdleRows
+        self,
+        epoch: Epoch,
+        whole: Tensor,
+        shares: Sequence[MicroBatchLoss],
+        chosen: idle_rows.IdleRows,
+        *,
+        frozen: bool,
     ) -> Minibatch:
-        """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective."""
+        """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective.
+
+        A `frozen` policy stays as it is, and its critic learns.
+        """
         sums, rows, idle = Sums.zero(self.device), chosen.select(whole), whole[~chosen.taught_B[whole]]
         for share in shares:
             sums = sums.plus(share.sums)
@@ -259,12 +270,12 @@ class Updater:
             norm = self._skip_step(epoch.part, moved)
             return Minibatch(epoch.part, rows, sums, passes, norm, stopped_early=False, idle=idle)
         too_far = stop_early(moved, target_kl or None)
-        norm = None if too_far else self._optimize(epoch, version)
+        norm = None if too_far else self._optimize(epoch, frozen=frozen)
         return Minibatch(epoch.part, rows, sums, passes, norm, too_far, idle=idle)
 
     def _has_tokens(self, sums: Sums, passes: Sequence[PolicyPass]) -> bool:
         """True if a token of a minibatch has a weight in the policy's loss, or is in the critic's. A collective."""
-        tokens = sums.values_2[:1] + sum(one.kept for one in passes)
+        tokens = sums.values_2[:1] + sum(policy_pass.kept for policy_pass in passes)
         add_up(tokens, self.group)
         return bool(tokens.item())
 
@@ -285,12 +296,12 @@ class Updater:
         return update_statistics_of(tokens_6).k3
 
     @phase("optimizer")
-    def _optimize(self, epoch: Epoch, version: int) -> float | None:
+    def _optimize(self, epoch: Epoch, *, frozen: bool) -> float | None:
         """Clip and step. Returns the gradient's norm, or None where no step is due.
 
         A step with a gradient that is not finite is counted and skipped. Raises `UpdateError` after too many in a row.
         """
-        if epoch.part == "critic" or version < self.config.algorithm.critic.warmup_updates:
+        if epoch.part == "critic" or frozen:
             # No gradient, not zero: the policy and its moments must not change before the critic is trained.
             for parameter in self.policy.lm.parameters():
                 parameter.grad = None
@@ -352,7 +363,7 @@ class Updater:
             return metrics
         metrics["entropy_weight"] = self.bonus.weight
         # During warm-up the bonus cannot change the entropy.
-        if version >= self.config.algorithm.critic.warmup_updates:
+        if version >= self.config.algorithm.critic.warmup_updates and not targets.policy_waits:
             coefficient, within = self.bonus.coefficient, control.range
             self.bonus = next_bonus(coefficient, entropy, target=control.target, step=control.step, within=within)
         return metrics

@@ -1,15 +1,16 @@
-"""The Ray actor around queue, ledger, journal and archive: a mailbox, one event loop, no rules of its own.
+"""The Ray actor around queue, ledger, journal and archive: a mailbox with one event loop; the rules are in rules/.
 
     consumes     trajectories and failures from rollout actors, versions from the learner
     produces     tickets, batches, weights; the journal and the archive
-    waits for    nothing but the disk; its callers wait here, each for what it asked for (waiting.py)
+    waits for    the disk only; its callers wait here for tickets, batches and versions (waiters.py)
 
-    nothing is acknowledged before it is in the journal: callers that come while one transaction runs share the next
-    no version is published before the batch that made it is in the archive, with the learner's numbers of it
+    A change is in the journal before it is acknowledged: calls that arrive during a transaction share the next one.
+    A batch is in the archive, with the learner's record of its tokens, before its version is published.
 
-Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
-engines pull it in one step. A queue with shards (shard.py) has records alone: tokens pass this process by. A new
-process fences out the one before it and rebuilds the queue from the journal; the learner brings the weights again.
+Queue and ledger share a process, so that publishing is one step: the version becomes known, the lease of its batch
+ends, and engines can pull it. A queue with shards (shard.py) holds only records; tokens bypass this process. A
+restarted process fences out its predecessor and rebuilds the queue from the journal; the learner pushes the weights
+again.
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -49,20 +50,20 @@ from streamppo.queue.token_limits import limits_of
 from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Batch, Failure, Identity, Push, TokenRecord, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, PublishReply
-from streamppo.weights.shares import RankShare, ShareCollector, Told
+from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
 
 log = logging.getLogger(__name__)
 PushedRefs: TypeAlias = "tuple[bytes, list[BucketRef]]"
-"""An encoded `Push`, and the references of its buckets."""
+"""An encoded `Push` and the references of its buckets."""
 POLL_S = 5.0
-"""A long poll comes back empty after this, so that a caller that has died does not wait here for ever."""
+"""A long poll returns empty after this many seconds, so that no dead caller waits here forever."""
 
 
 class QueueActor(ArchivedRuns):
-    """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
+    """Every method may be called twice with the same arguments: Ray repeats calls when this process dies."""
 
     def __init__(
         self,
@@ -99,10 +100,10 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Begin anew with a driver whose learner starts from `version`: nobody samples. Returns the newest version.
+        """Start with a new driver whose learner starts at `version`; no actor samples yet. Returns the newest version.
 
-        Versions between the two are made again, each with the configuration that it was made with. Raises
-        `CheckpointError` if the configuration changes what a run keeps.
+        The learner redoes the versions between the two, each under its original configuration. Raises
+        `CheckpointError` if the new configuration changes a setting that is fixed for the run.
         """
         self._queue.lost_all()
         self._tickets.lost_all()
@@ -117,20 +118,20 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def another_life(self, known: str) -> str:
-        """The name of this process, as soon as it is not `known`: that is how a restart is noticed."""
+        """The name of this process, once it differs from `known`; callers detect a restart this way."""
         while self._life == known:
             await asyncio.sleep(POLL_S)
         return self._life
 
     @ray.method
     async def silent(self, actors: list[str], limit_s: float) -> list[str]:
-        """The names of `actors` that have not called for `limit_s`."""
+        """Those of `actors` that have not called for more than `limit_s` seconds."""
         present = time.monotonic()
         return [actor for actor in actors if present - self._heard.setdefault(actor, present) > limit_s]
 
     @ray.method
     async def lost(self, actor: str) -> None:
-        """Have others sample again what `actor` was sampling; it never gets another ticket."""
+        """Mark `actor` as dead: its tickets go to other actors, and it never gets another one."""
         self._queue.mark_dead(actor)
         self._tickets.refuse_dead(actor)
         self._serve()
@@ -138,19 +139,21 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def stop(self) -> None:
-        """Lease no more batches: a rank that waits for one, or asks for a new one, gets none."""
+        """Lease no more batches: a rank that waits for a batch, or requests a new one, gets None."""
         self._batches.stopped = True
         self._serve()
 
     @ray.method
     async def forget(self, before: int) -> None:
-        """Drop the archived batches of versions below `before`, and the endings of attempts that are older."""
-        kept = [made.archived for made in self._made.values() if made.archived and made.version > before]
-        if len(kept) == len(self._archive.checksums):
+        """Drop the archived batches of versions below `before`, and the endings of older attempts."""
+        archived = [
+            version.archived for version in self._made.values() if version.archived and version.version > before
+        ]
+        if len(archived) == len(self._archive.checksums):
             return
         samples = self._queue.settings.samples_per_prompt
         first_held = self._queue.state.first_prompt(samples)
-        first_slot = min([first_held, *(one.first_prompt for one in kept)]) * samples
+        first_slot = min([first_held, *(batch.first_prompt for batch in archived)]) * samples
         async with self._commits.alone:
             await asyncio.to_thread(self._journal.forget, before, first_slot)
         await asyncio.to_thread(self._archive.drop, before)
@@ -170,10 +173,10 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
-        """Up to `limit` tickets, as soon as there is one; none after a while.
+        """Up to `limit` tickets, as soon as there is one; an empty tuple after a timeout.
 
-        A swap may happen while the call waits here: `weights_after` says so, and admits more. An actor counts `call` up
-        when it has received tickets; until then it gets the same ones again.
+        The engine may swap while the call waits: `weights_after` then reports its new version, which may admit more
+        slots. An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
         """
         self._hear(actor, engine_version)
         try:
@@ -186,7 +189,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Note that `actor` lives. Returns the number of actors that sample."""
+        """Record a heartbeat of `actor`. Returns the number of actors that sample."""
         self._heard[actor] = time.monotonic()
         return len(self._queue.state.issued)
 
@@ -202,11 +205,11 @@ class QueueActor(ArchivedRuns):
         limit: int = 0,
         call: int = 0,
     ) -> bytes:
-        """Store all that `actor` has finished since it last called; in the journal when this returns.
+        """Store everything that `actor` has finished since its last call; it is in the journal when this returns.
 
-        All segments that were due to be cut for the version `cut_for` have come with it. A queue with shards gets
-        records as `trajectories`. Returns what `issue` would for the other arguments, but never waits for a ticket:
-        one call, and one transaction, for both.
+        With this delivery all segments due for the version `cut_for` have arrived. For a queue with shards,
+        `trajectories` are records. The other arguments are those of `issue`: this returns the tickets that are
+        available and never waits, so that both take one call and one transaction.
         """
         self._heard[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
@@ -215,15 +218,15 @@ class QueueActor(ArchivedRuns):
             self._store(actor, cut_for, trajectories, failures)
             tickets = self._tickets.at_once(actor, engine_version, limit, call) if limit else ()
         finally:
-            # If these were too many failures, the letters that say why are kept.
+            # Commit also when TooManyFailures is raised: the dead letters with its reasons are kept.
             await self._commits.commit()
         return encode(tickets)
 
     @ray.method
     async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
-        """Return, in order, all that version `have` (-1: nothing) needs to become the newest version.
+        """The pushes, in order, that lead from version `have` (-1: no weights) to the newest version.
 
-        It comes as soon as there is one above `version`, which the engine holds; nothing after a while.
+        Waits until there is a version above `version`, the engine's own; returns an empty list after a timeout.
         """
         self._hear(actor, version)
         if (newest := self._newest()) is None or newest <= version:
@@ -238,20 +241,20 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """The batch of the update that starts at `version`, as soon as it is whole, in parts; None after `stop`.
+        """The parts of the batch of the update that starts at `version`, once it is complete; None after `stop`.
 
-        A batch that one rank has got before `stop` all ranks get. A batch that was trained on comes from the archive.
+        A batch that one rank received before `stop` is given to all ranks. A consumed batch comes from the archive.
         """
         return await self._hand_out(version, lambda read: self._handout.batch(version, read), self._shards.take)
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """The outline of the same batch, in the same way, for a rank that reads some of its rows."""
+        """As `take`, for the outline of the batch: for a rank that reads only some of its rows."""
         return await self._hand_out(version, lambda read: self._handout.outline(version, read), self._shards.outline)
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """The token ids of the trajectories at `rows` (int32) of the same batch, in the same way."""
+        """As `take`, for the token ids of the batch's trajectories at `rows` (int32)."""
         return await self._hand_out(
             version,
             lambda read: self._handout.tokens(version, rows, read),
@@ -259,20 +262,19 @@ class QueueActor(ArchivedRuns):
         )
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
-        """Publish a version, once every rank has called with its share: archive and consume its batch, free its slots,
-        and let engines pull its weights. Returns a `PublishReply`, to all ranks.
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
+        """Publish a version once every rank has called with its share. Returns a `PublishReply` to all ranks.
 
-        `learned` is the encoded `TokenRecord` of its batch; empty without a batch. A version that was published before
-        must have the same weights again where `learner.exact` held for it, and keeps its first digest elsewhere. Raises
-        `Diverged` if it has others, `QueueError` for a learner that was given up for dead, and `WeightsError` if the
-        shares are not those of one version.
+        Archives and consumes the version's batch, frees its slots, and lets engines pull its weights. `learned` is the
+        encoded `TokenRecord` of the batch; empty without a batch. A version that is published again keeps its first
+        digest; where `learner.exact` held for it, it must have the same weights. Raises `Diverged` if they differ,
+        `QueueError` for a learner marked as dead, and `WeightsError` if the shares do not belong to one version.
         """
         share = RankShare(decode(push, Push), refs, learned)
         if learner < self._learner:
             raise QueueError(f"version {share.push.version} comes from learner {learner}, which was given up for dead")
         if learner > self._learner:
-            # Weights of a learner that has died are gone with it.
+            # The buckets of a dead learner are lost with its process.
             self._learner, self._ledger = learner, Ledger[PushedRefs]()
             self._joining = ShareCollector(self._publish)
         return encode(await self._joining.result(share))
@@ -280,7 +282,7 @@ class QueueActor(ArchivedRuns):
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _store(self, actor: str, cut_for: int, trajectories: bytes, failures: bytes) -> None:
-        """Store a delivery, and give what it has made to those that wait: they come before who delivers."""
+        """Store a delivery, then serve the waiting callers, which come before the delivering actor."""
         try:
             if self._shards:
                 self._queue.put_records(decode(trajectories, tuple[TrajectoryRecord, ...]))
@@ -316,7 +318,7 @@ class QueueActor(ArchivedRuns):
         return ledger.reply_to(digest)
 
     def _newest(self) -> int | None:
-        """The newest version that engines can pull; none while a learner makes again what was there before."""
+        """The newest version that engines can pull; None while a learner redoes versions."""
         newest = self._ledger.newest
         return newest if newest is not None and newest >= self._queue.state.version else None
 
@@ -326,42 +328,42 @@ class QueueActor(ArchivedRuns):
         whole: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
         by_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
     ) -> list[BatchRef] | None:
-        """Wait for a batch, and hand it out: `whole`, with a function that reads it, or `by_shards`.
+        """Wait for a batch and return its references, from `whole` (called with a reader of it) or from `by_shards`.
 
         None after `stop`.
         """
         if version < self._queue.state.version:
-            # The files have their names when their version is in the journal.
+            # The archive's files get their names in the transaction that records their version.
             await self._commits.commit()
             return [await whole(lambda: self._archive.batch(version))]
-        found = self._batches.batch(version)
-        # Trajectories that were too old for it are to be sampled again.
+        future = self._batches.batch(version)
+        # The take may have reopened slots of stale trajectories.
         self._tickets.serve()
-        if (batch := await asyncio.shield(found)) is None:
+        if (batch := await asyncio.shield(future)) is None:
             return None
         await self._commits.commit()
         return await by_shards(batch) if self._shards else [await whole(lambda: batch)]
 
     def _serve(self) -> None:
-        """Give what a change has made to those that wait for it; a batch first, which may open slots again."""
+        """Serve the waiting callers after a change; batches first, because taking one may reopen slots."""
         self._batches.serve()
         self._tickets.serve()
 
     def _write_down(self, one: Transaction) -> None:
-        """Write a transaction. Files of the archive get their names within it."""
+        """Write a transaction; the archive's files get their names within it."""
         self._journal.write(one.changes, one.made, self._archive.settle)
 
     def _first_prompt(self) -> int:
-        """The first prompt of which the shards need anything."""
+        """The first prompt whose trajectories the shards must keep; 0 without shards."""
         return self._queue.state.first_prompt(self._queue.settings.samples_per_prompt) if self._shards else 0
 
     def _drop(self, one: Transaction) -> None:
-        """Have the shards drop what a transaction has ended."""
+        """Have the shards drop the trajectories that a transaction has consumed or ended."""
         if self._shards and (one.consumed or one.changes.ended):
             self._shards.drop([*one.consumed, *(ended.identity for ended in one.changes.ended)], one.horizon)
 
-    async def _archive_of(self, version: int, learned: Told) -> ArchivedBatch:
-        """Write a leased batch, once; what failed is begun anew by the next call."""
+    async def _archive_of(self, version: int, learned: EncodedRecord) -> ArchivedBatch:
+        """Write a leased batch to the archive, once; after a failure the next call tries again."""
         if version not in self._archiving:
             self._archiving[version] = asyncio.create_task(self._write(self._queue.leased_batch(version), learned))
         task = self._archiving[version]
@@ -370,10 +372,10 @@ class QueueActor(ArchivedRuns):
             del self._archiving[version]
         return task.result()
 
-    async def _write(self, batch: Batch, learned: Told) -> ArchivedBatch:
+    async def _write(self, batch: Batch, learned: EncodedRecord) -> ArchivedBatch:
         if self._shards:
-            told = [] if isinstance(learned, bytes) else learned
-            return self._archive.gather(batch.version, await self._shards.archive(batch, told))
+            refs = [] if isinstance(learned, bytes) else learned
+            return self._archive.gather(batch.version, await self._shards.archive(batch, refs))
         numbers = decode(learned, TokenRecord) if isinstance(learned, bytes) and learned else TokenRecord()
         return await asyncio.to_thread(self._archive.write, batch, numbers)
 
@@ -387,7 +389,7 @@ def _names(batch: Batch) -> list[Identity]:
 
 
 def _rebuilt(settings: QueueSettings, journal: Journal) -> QueueRules:
-    """The queue as of the journal's last transaction; a new one where there is none."""
+    """The queue as of the journal's last transaction; a new one if the journal is empty."""
     saved = journal.read()
     if saved is None:
         return QueueRules(settings, QueueState())

@@ -1,7 +1,7 @@
-"""Sources of a learner's batches: the protocol, and the archive in the place of the queue.
+"""Sources of a learner's batches: the protocol, and the archive as a source.
 
-The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`; neither knows which of the
-two the learner has.
+The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`, and the learner treats
+them alike.
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -19,63 +19,63 @@ from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
 from streamppo.queue.store import archive
 from streamppo.types import Push, decode, encode
 from streamppo.weights.ledger import PublishReply
-from streamppo.weights.shares import RankShare, ShareCollector, Told
+from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
 
 
 BEAT_S = 5.0
-"""Seconds between two signs of life of a rollout actor or a rank, however long its work takes."""
+"""Seconds between two heartbeats of a rollout actor or a rank, however long its work takes."""
 
 
 class BatchSource(Protocol):
-    """The calls that a learner makes: batches in, versions out. A Ray actor answers them."""
+    """The learner's calls to a Ray actor: batches in, versions out."""
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """Return the batch of the update that starts at `version`, in parts, as soon as it is whole; None after a stop.
+        """Return the parts of the batch of the update that starts at `version`, once it is complete; None after a stop.
 
-        References are lost with the process that made them: then the next one has the same batch.
+        References are lost with the process that made them; the process that replaces it has the same batch.
         """
         ...
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """Return the `Outline` of the same batch, in the same way, for a rank that reads some of its rows."""
+        """As `take`, for the `Outline` of the batch: for a rank that reads only some of its rows."""
         ...
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """Return the `Tokens` of the trajectories at `rows` (int32) of the same batch."""
+        """As `take`, for the `Tokens` of the batch's trajectories at `rows` (int32)."""
         ...
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
         """Receive one rank's share of a new version: its `Push`, its buckets, and the `TokenRecord` of its batch.
 
-        `learner` counts the groups of ranks that the run has had. Returns a `PublishReply` when all shares have come.
+        `learner` numbers the groups of ranks that the run has had. Returns a `PublishReply` when all shares have come.
         """
         ...
 
     @ray.method
     async def another_life(self, known: str) -> str:
-        """Return the name of this process, as soon as it is not `known`."""
+        """Return the name of this process, once it differs from `known`."""
         ...
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Note that `actor` lives. Returns the number of actors that sample."""
+        """Record a heartbeat of `actor`. Returns the number of actors that sample."""
         ...
 
     @ray.method
     async def archived_versions(self, run: str) -> list[int]:
-        """Return the versions whose batches the run in the folder `run` has archived."""
+        """Return the versions whose batches are archived in the folder `run`."""
         ...
 
     @ray.method
     async def archived_batch(self, run: str, version: int) -> bytes:
-        """Return one of these, a `Batch`."""
+        """Return the archived batch of `version`, an encoded `Batch`."""
         ...
 
 
@@ -83,27 +83,27 @@ Source = TypeVar("Source", bound=BatchSource)
 
 
 def as_source(actor: ActorProxy[Source]) -> ActorProxy[BatchSource]:
-    """The handle of a live queue or an archive, as the learner sees it."""
-    # Ray's proxies do not say that a handle of a more special actor may stand for a handle of a more general one.
+    """The handle of a live queue or an archive, typed as the protocol."""
+    # Ray's proxies are not covariant: a handle of a subtype does not pass for a handle of its protocol.
     return cast("ActorProxy[BatchSource]", actor)
 
 
 class ArchivedRuns:
-    """Batches of any run by its folder: the same for every source. Raises `JournalError` for a damaged run."""
+    """Archived batches of any run, by its folder; shared by all sources. Raises `JournalError` for a damaged run."""
 
     @ray.method
     async def archived_versions(self, run: str) -> list[int]:
-        """The versions whose batches the run in the folder `run` has archived."""
+        """The versions whose batches are archived in the folder `run`."""
         return (await asyncio.to_thread(_open_archive, run)).versions()
 
     @ray.method
     async def archived_batch(self, run: str, version: int) -> bytes:
-        """The `Batch` from which the run went on at `version`."""
+        """The encoded `Batch` that the run trained on from `version`."""
         return await asyncio.to_thread(lambda: encode(_open_archive(run).batch(version)))
 
 
 class ArchiveSource(ArchivedRuns):
-    """The batches of one run in their order, for a learner that makes its versions again; it keeps their digests."""
+    """The batches of one run in order, for a learner that replays its versions; it keeps their digests."""
 
     def __init__(self, run: str, put: Put = batch_refs.put) -> None:
         self._archive = archive.open(Path(run))
@@ -113,22 +113,22 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
-        """The batch that was trained on from `version`."""
+        """The batch that the run trained on from `version`."""
         return [await self._handout.batch(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
-        """The outline of the batch that was trained on from `version`."""
+        """The outline of the batch that the run trained on from `version`."""
         return [await self._handout.outline(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
-        """The token ids of some of its rows."""
+        """The token ids of the batch's trajectories at `rows` (int32)."""
         return [await self._handout.tokens(version, rows, lambda: self._archive.batch(version))]
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
-        """Keep the digest of a version; its weights go nowhere. Returns a `PublishReply`."""
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
+        """Keep the digest of a version and discard its weights. Returns a `PublishReply`."""
         return encode(await self._joining.result(RankShare(decode(push, Push), refs, learned)))
 
     async def _publish(self, whole: "RankShare[BucketRef]") -> PublishReply:
@@ -137,23 +137,23 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def another_life(self, known: str) -> str:
-        """Name the only process there is, and never another one."""
+        """The constant name of this process; a caller that knows it waits forever."""
         if known:
             await asyncio.Event().wait()
         return "only"
 
     @ray.method
     async def beat(self, actor: str) -> int:
-        """Note nothing: nobody asks, and nobody samples."""
+        """Ignore the heartbeat. Returns 0: no actor samples."""
         return 0
 
     @ray.method
     async def digests(self) -> dict[int, str]:
-        """The digest of every version that was made."""
+        """The digest of every replayed version."""
         return self._digests
 
 
 @lru_cache(maxsize=1)
 def _open_archive(run: str) -> archive.Archive:
-    """The archive of `run`, opened once: its whole journal is checked, and all ranks must see the same batches."""
+    """The archive of `run`, opened once: opening checks the whole journal, and all ranks must see the same batches."""
     return archive.open(Path(run))

@@ -1,10 +1,10 @@
-"""Changes of the queue become transactions of its journal: callers that come while one is written share the next.
+"""Group commit: callers that arrive while a journal transaction is written share the next one.
 
     changed -> commit -> drained -> written -> acknowledged
 
-A caller's change is in the journal when its `commit` returns. A transaction that would say nothing,
-because one before has said all of it, is not written. Changes that were drained and not written are lost: from then on
-every commit raises, and nothing is acknowledged any more.
+A caller's change is in the journal when its `commit` returns. A transaction without changes is skipped: an earlier one
+has written them. If a write fails, its drained changes are lost: from then on every `commit` raises, and nothing is
+acknowledged.
 """
 
 import asyncio
@@ -19,10 +19,9 @@ from streamppo.types import Identity
 
 
 class Transaction(NamedTuple):
-    """Changes, the versions `made` among them, and the trajectories that these consumed.
+    """Changes, the versions `made` among them, and the trajectories that these versions consumed.
 
-    `horizon` is as of the moment in which they were drained: what changes while they are written may still be undone
-    by a death.
+    `horizon` is taken when the changes are drained: later changes are not in the journal and may be lost in a crash.
     """
 
     changes: Changes
@@ -32,7 +31,7 @@ class Transaction(NamedTuple):
 
 
 class Commits:
-    """Drains `rules` into transactions, gives each to `write`, in a thread, and then to `written`."""
+    """Drains the changes of `rules` into transactions; calls `write` with each, in a thread, and then `written`."""
 
     def __init__(
         self,
@@ -49,15 +48,15 @@ class Commits:
         """Held while the journal is written."""
         self._broken: JournalError | None = None
         self._nothing: Changes | None = None
-        """What is drained where nothing has changed since the last transaction: its counters alone."""
+        """The changes drained if nothing has changed since the last transaction: its counters alone."""
 
     def publish(self, made: PublishedVersion, consumed: Sequence[Identity]) -> None:
-        """Have the next transaction say that a version was made of what was `consumed`."""
+        """Add to the next transaction the version `made` and the trajectories that it consumed."""
         self._made.append(made)
         self._consumed += consumed
 
     async def commit(self) -> None:
-        """Return when everything that has changed so far is in the journal. Raises `JournalError` if it is not."""
+        """Return when all changes so far are in the journal. Raises `JournalError` if writing them fails."""
         self._asked += 1
         mine = self._asked
         async with self.alone:
@@ -78,8 +77,8 @@ class Commits:
         self._then(transaction)
 
     def _wait_until_written(self) -> Transaction:
-        made, self._made = self._made, []
+        versions, self._made = self._made, []
         consumed, self._consumed = self._consumed, []
         return Transaction(
-            snapshot.take_changes(self._rules.settings, self._rules.state), made, consumed, self._horizon()
+            snapshot.take_changes(self._rules.settings, self._rules.state), versions, consumed, self._horizon()
         )

@@ -1,4 +1,4 @@
-"""The queue's state for people: its counters, and the sentence that says what the next batch waits for."""
+"""The queue's state for display: its counters, and a sentence about what the next batch waits for."""
 
 from collections import Counter
 
@@ -8,9 +8,9 @@ from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.types import QueueReport
 
 DROPPED: tuple[Ending, ...] = ("too_old", *GIVEN_UP)
-"""Why a trajectory that was stored was not trained on."""
+"""Reasons why a stored trajectory was not trained on."""
 REFUSED = ("failed", "dead_letters", "duplicates")
-"""Why a delivery was not stored."""
+"""Reasons why a delivery was not stored."""
 
 
 def report(state: QueueState) -> QueueReport:
@@ -38,7 +38,7 @@ def report(state: QueueState) -> QueueReport:
 
 
 def _ledger(state: QueueState) -> dict[str, int]:
-    """All sampled tokens that were delivered, and each of them once more under its end or the place where it is."""
+    """All sampled tokens that were delivered, and each of them once more under its ending or its present state."""
     ready = [slot.trajectory for slot in state.waiting() if slot.trajectory is not None]
     leased = [trajectory for batch in state.leases.values() for trajectory in batch.batch.trajectories]
     return {

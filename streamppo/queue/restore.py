@@ -1,4 +1,4 @@
-"""Makes the folder of a run of its copies at an address (standby.py): `resume` goes on with it."""
+"""Restores the folder of a run from its copies at an address (standby.py), so that `resume` can continue it."""
 
 import logging
 import shutil
@@ -12,7 +12,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.config import file as configfile
-from streamppo.errors import CheckpointError, JournalError
+from streamppo.errors import UNREADABLE, CheckpointError, JournalError
 from streamppo.queue import resume_checks
 from streamppo.queue.replication import copies
 from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS
@@ -42,26 +42,26 @@ log = logging.getLogger(__name__)
 
 
 def restore(address: str, run: Path) -> None:
-    """Make the folder of a run, at `run`, of its copies at `address`; the copies of its shards, in its new life, too.
+    """Restore the folder of a run, at `run`, from its copies at `address`; copy its shards again under its new life.
 
-    Raises `CheckpointError` if `run` exists, or there are no copies, and `JournalError` if they lack something.
+    Raises `CheckpointError` if `run` exists or there are no copies, and `JournalError` if the copies are incomplete.
     """
     if run.exists():
         raise CheckpointError(f"{run}: exists; name a folder that does not")
-    found = Store(address)
-    if earlier := set(FILES).intersection(found.names(RUN)):
+    source = Store(address)
+    if earlier := set(FILES).intersection(source.names(RUN)):
         raise CheckpointError(
-            f"{found.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo, which alone can make a "
+            f"{source.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo, which alone can make a "
             "run's folder of it"
         )
-    lives = list(filter(copies.is_life, found.names(LIVES)))
+    lives = list(filter(copies.is_life, source.names(LIVES)))
     if not lives:
         raise CheckpointError(f"{address}: no copy of a journal is there: only a run with queue.standby makes one")
     aside = durable.aside(run.with_name(f"{run.name}.{uuid4().hex}"))
     try:
         with durable.naming(run, CheckpointError):
             durable.folder(aside)
-        _fill(found, lives[-1], aside)
+        _fill(source, lives[-1], aside)
         with durable.naming(run, CheckpointError):
             durable.rename(aside, run)
     finally:
@@ -69,7 +69,7 @@ def restore(address: str, run: Path) -> None:
 
 
 def _fill(found: Store, life: str, run: Path) -> None:
-    """Make all files of a run in the folder `run` of the copies of a `life`."""
+    """Restore all files of a run in the folder `run` from the copies of a `life`."""
     owner.hand_over(found, run)
     with durable.naming(run, CheckpointError):
         durable.write(run / LIFE, copies.next_life(life).encode())
@@ -85,7 +85,7 @@ def _fill(found: Store, life: str, run: Path) -> None:
 
 
 def _restore_archive(found: Store, archive: Path, journal: Journal) -> None:
-    """Fetch the file of every batch, by the name of its copy."""
+    """Fetch the files of every archived batch and rename each copy to its name in the archive."""
     for version, files in checksums(journal.versions().values()).items():
         for path, checksum in zip(Archive(archive, {}).paths(version, len(files)), files, strict=True):
             name = copy_name(path, checksum)
@@ -95,9 +95,9 @@ def _restore_archive(found: Store, archive: Path, journal: Journal) -> None:
 
 
 def _restore_files(found: Store, folder: str, run: Path, journal: Journal) -> None:
-    """Make what else a resume reads, as the newest whole copies have it.
+    """Restore the other files that a resume reads, each from its newest intact copy.
 
-    A configuration of which there is none is the newest one of the journal.
+    Without an intact copy of the configuration, the newest one in the journal is saved.
     """
     for file in FILES:
         if (content := _newest_whole(found, folder, file)) is not None:
@@ -119,37 +119,37 @@ def _newest_whole(found: Store, folder: str, file: str) -> bytes | None:
 
 
 def _restore_journal(found: Store, folder: str, run: Path) -> tuple[Journal, str]:
-    """Make the journal of a run of the newest copy that is whole, and of the transactions behind it.
+    """Restore the journal of a run from its newest intact copy and the transactions that follow it.
 
-    Returns the token of the claim under which they were written too.
+    Returns the journal, and the token of the claim under which both were written.
     """
     names, claims = list(filter(is_of_journal, found.names(folder))), found.names(owner.OWNERS)
-    bases = [one for one in names if one.endswith(BASE)]
-    # Those of the folder that claimed the address last; of the one before if it has copied nothing yet.
+    bases = [name for name in names if name.endswith(BASE)]
+    # Copies of the folder that claimed the address last are tried first; it may have copied nothing yet.
     bases.sort(key=lambda base: token_of(base) == owner.newest(claims))
     journal, token = _restore_base(found, folder, bases, run)
-    by_it = [one for one in names if not one.endswith(BASE) and token_of(one) == token]
-    for one, entry in _read_transactions(found, folder, [one for one in by_it if number_of(one) > journal.number]):
-        if number_of(one) != journal.number + 1:
+    by_it = [name for name in names if not name.endswith(BASE) and token_of(name) == token]
+    for name, entry in _read_transactions(found, folder, [name for name in by_it if number_of(name) > journal.number]):
+        if number_of(name) != journal.number + 1:
             raise JournalError(f"{found.address}/{folder}: transaction {journal.number + 1} is missing")
         _repeat(journal, entry)
     return journal, token
 
 
 def _read_transactions(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
-    """Read transactions; the last one may be cut off: its writer has died, and acknowledged it to nobody."""
-    for one in names:
-        row = copies.read(found, folder, one)
+    """Read transactions; the last one may be truncated: its writer died before it acknowledged it."""
+    for name in names:
+        row = copies.read(found, folder, name)
         if row is not None:
-            with _naming(found, f"{folder}/{one}"):
+            with _naming(found, f"{folder}/{name}"):
                 entry = msgspec.msgpack.decode(row, type=Entry)
-            yield one, entry
-        elif one != names[-1]:
-            raise JournalError(f"{found.address}/{folder}/{one}: damaged, and transactions follow")
+            yield name, entry
+        elif name != names[-1]:
+            raise JournalError(f"{found.address}/{folder}/{name}: damaged, and transactions follow")
 
 
 def _restore_base(found: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
-    """The journal of the last of `bases` that is whole, and the token of the claim under which it was written."""
+    """The journal of the last intact copy in `bases`, and the token of the claim under which it was written."""
     for base in reversed(bases):
         checksum = base[DIGITS + 1 :].partition(".")[0]
         found.fetch(folder, base, run)
@@ -163,8 +163,8 @@ def _restore_base(found: Store, folder: str, bases: Sequence[str], run: Path) ->
 
 def _repeat(journal: Journal, entry: Entry) -> None:
     match entry:
-        case WriteEntry(changes=changes, made=made):
-            journal.write(changes, made)
+        case WriteEntry(changes=changes, made=versions):
+            journal.write(changes, versions)
         case ConfigureEntry(version=version, config=config):
             journal.configure(version, config)
         case ForgetEntry(before=before, first_slot=first_slot):
@@ -172,34 +172,34 @@ def _repeat(journal: Journal, entry: Entry) -> None:
 
 
 def _restore_shards(found: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
-    """Make the journals of a run's shards. Raises `JournalError` if one lacks what the queue has a record of."""
+    """Restore the journals of a run's shards. Raises `JournalError` if one lacks a trajectory of the queue."""
     config = resume_checks.newest_config(journal)
     held = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
-        # Written again as by the shard itself, it is copied for the life that begins.
+        # Written as by the shard itself, so that each trajectory is copied under the new life.
         bodies = CopiedBodies(run, number, found.address)
         for trajectories in _shard_trajectories(found, f"{folder}/{number}", token):
             bodies.write(trajectories)
-        bodies.read([one for one in held if one.prompt % len(numbers) == number])
+        bodies.read([identity for identity in held if identity.prompt % len(numbers) == number])
         bodies.close()
 
 
 def _shard_trajectories(found: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
-    """The encoded trajectories of each file of a shard's; one that is cut off was acknowledged to nobody.
+    """The encoded trajectories of each of a shard's files, without truncated files: those were never acknowledged.
 
-    Files under the claim of `token` come first, and count: another folder may have gone on with the address.
+    Files under the claim of `token` come first and take precedence: another folder may also have used the address.
     """
-    for one in sorted(found.names(folder), key=lambda one: token_of(one) != token):
+    for name in sorted(found.names(folder), key=lambda name: token_of(name) != token):
         try:
-            row = copies.read(found, folder, one)
+            row = copies.read(found, folder, name)
         except CheckpointError:
-            if one in found.names(folder):
+            if name in found.names(folder):
                 raise
-            # A shard that lives has deleted it meanwhile, because nobody needs it.
+            # A live shard has deleted the file meanwhile, because it is no longer needed.
             continue
         if row is not None:
-            with _naming(found, f"{folder}/{one}"):
+            with _naming(found, f"{folder}/{name}"):
                 rows = [bytes(raw) for raw in decode(row, tuple[msgspec.Raw, ...])]
                 encoded = {decode(row, Trajectory).identity: row for row in rows}
             yield encoded
@@ -207,8 +207,8 @@ def _shard_trajectories(found: Store, folder: str, token: str) -> Iterator[dict[
 
 @contextmanager
 def _naming(found: Store, name: str) -> Generator[None]:
-    """Raise `JournalError` for a copy that is whole and not as streamppo writes it."""
+    """Raise `JournalError` for an intact copy whose content cannot be decoded."""
     try:
         yield
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise JournalError(f"{found.address}/{name}: not as this version of streamppo writes it: {error}") from error

@@ -1,4 +1,4 @@
-"""Rules for going on with a run: what it keeps, and what must be there."""
+"""Checks before a run is resumed: the settings that it must keep, and the files that must exist."""
 
 import shlex
 from collections.abc import Mapping
@@ -8,20 +8,20 @@ import msgspec
 
 from streamppo.config.diff import fixed_values
 from streamppo.config.sections import Config
-from streamppo.errors import CheckpointError, JournalError
+from streamppo.errors import UNREADABLE, CheckpointError, JournalError
 from streamppo.queue.shards import shards
 from streamppo.queue.store import trajectory_store
 from streamppo.queue.store.journal import Journal
 
 
 def configs(journal: Journal) -> dict[int, Config]:
-    """The configurations that the run has had, by the version from which each of them held.
+    """The run's configurations, each by the first version from which it held.
 
-    Raises `JournalError` for one that another version of streamppo wrote.
+    Raises `JournalError` for a configuration written by another version of streamppo.
     """
     try:
-        return {version: msgspec.msgpack.decode(one, type=Config) for version, one in journal.configs().items()}
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return {version: msgspec.msgpack.decode(encoded, type=Config) for version, encoded in journal.configs().items()}
+    except UNREADABLE as error:
         raise JournalError(
             f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "
             "run can go on with it"
@@ -29,17 +29,17 @@ def configs(journal: Journal) -> dict[int, Config]:
 
 
 def newest_config(journal: Journal) -> Config | None:
-    """The configuration that the run had last; None if it never began. Raises the errors of `configs`."""
+    """The run's last configuration; None if it never began. Raises the errors of `configs`."""
     return next(reversed(configs(journal).values()), None)
 
 
 def is_exact(recorded: Mapping[int, Config], version: int) -> bool:
-    """True if `version` has the same weights whenever it is made: every configuration on the way to it is exact."""
+    """True if redoing `version` gives the same weights: every configuration up to it has `learner.exact`."""
     return all(config.learner.exact for since, config in recorded.items() if since < max(version, 1))
 
 
 def refuse_other(before: Config | None, config: Config) -> None:
-    """Raise `CheckpointError` if `config` changes what a run keeps that had `before` last."""
+    """Raise `CheckpointError` if `config` changes a fixed setting of a run whose last configuration is `before`."""
     if before is None:
         return
     was, becomes = fixed_values(before), fixed_values(config)
@@ -50,7 +50,7 @@ def refuse_other(before: Config | None, config: Config) -> None:
 
 
 def refuse_without_journal(run: Path) -> None:
-    """Raise `JournalError` if the run in the folder `run` has trained, and its journal is not there."""
+    """Raise `JournalError` if the run in the folder `run` has trained but its journal is missing."""
     path = run / "journal.sqlite"
     trained = next((run / "archive").glob("*.zarr.zip"), None) or next((run / "checkpoints").glob("[0-9]*"), None)
     if trained is not None and not path.is_file():
@@ -62,7 +62,7 @@ def refuse_without_journal(run: Path) -> None:
 
 
 def refuse_without_shards(run: Path, config: Config) -> None:
-    """Raise `JournalError` if a run that has begun lacks the journal of one of its queue's shards."""
+    """Raise `JournalError` if `run`, the folder of a run that has begun, lacks the journal of one of its shards."""
     for number in shards.numbers(config):
         if not (path := trajectory_store.path(run, number)).is_file():
             raise JournalError(f"{path}: missing: the tokens of trajectories that wait are there. Put it back to go on")

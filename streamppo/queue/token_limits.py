@@ -1,4 +1,4 @@
-"""Reads the limits of a run's tokens: from its configuration, and from the model's config.json."""
+"""Reads a run's token limits from its configuration and from the model's config.json."""
 
 # transformers leaves parts of its signatures untyped, and exports what it does not list.
 # pyright: standard
@@ -6,6 +6,7 @@
 import json
 from pathlib import Path
 
+from streamppo import durable
 from streamppo.config.sections import Config, longest_completion
 from streamppo.config.task import DataTask
 from streamppo.errors import ModelError
@@ -13,13 +14,13 @@ from streamppo.queue.rules.validation import TokenLimits
 
 
 def limits_of(config: Config, model_path: str) -> TokenLimits:
-    """The limits by the configuration and the model's config.json, in a folder or under a hub name.
+    """The limits from the configuration and the model's config.json; `model_path` is a folder or a hub name.
 
-    Raises `ModelError` if that cannot be read.
+    Raises `ModelError` if config.json cannot be read or has no vocabulary size.
     """
     try:
-        settings = json.loads(_config_file(model_path).read_bytes())
-        # Models of more than text keep the settings of their text apart.
+        settings = json.loads(durable.read(_config_file(model_path)))
+        # Multimodal models keep the settings of their text model in `text_config`.
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
@@ -37,7 +38,7 @@ def limits_of(config: Config, model_path: str) -> TokenLimits:
 
 def _config_file(model_path: str) -> Path:
     if (folder := Path(model_path)).is_dir():
-        # The queue has no other need of transformers, which takes most of a second to import.
+        # Importing transformers takes most of a second, and the queue needs it for nothing else.
         return folder / "config.json"
     from transformers.utils.hub import cached_file
 

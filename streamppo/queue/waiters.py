@@ -1,11 +1,12 @@
-"""Callers of the queue that wait, each woken by what it waits for and by nothing else.
+"""The queue's waiting callers; each is woken only by the event that it waits for.
 
-    tickets     an engine of version v waits until a slot is to be sampled again, or one more may open for v
-    batches     all ranks that wait for the batch of a version wait for one future
-    versions    all engines that wait for a version above theirs wait for one event
+    tickets     an actor whose engine holds version v waits until a slot is reopened, or may open for v
+    batches     all ranks that wait for the batch of one version share one future
+    versions    all engines that hold version v share one event, set when a version above v is published
 
-A change of the queue is followed by `serve` before anything is awaited: so nobody waits for what is there. A change
-that concerns nobody costs a look at each engine version and each batch that is waited for, however many callers wait.
+After each change of the queue `serve` runs before anything is awaited, so that no caller waits for a result that is
+there. A change that serves no caller costs one check per engine version and per requested batch, however many callers
+wait.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ Tickets = tuple[Ticket, ...]
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """An actor that waits for tickets. A smaller `place` is nearer to the head of the line."""
+    """An actor that waits for tickets; callers with a smaller `place` are served first."""
 
     actor: str
     engine_version: int
@@ -34,9 +35,9 @@ class Caller:
 
 
 class TicketLine:
-    """Actors that wait for tickets, in the order in which they first asked; one that asks again keeps its place.
+    """Actors that wait for tickets, in the order of their first calls; a repeated call keeps its place.
 
-    An actor waits once: its newest request is the one that counts, and the one before gets no tickets.
+    An actor has at most one waiting request: a newer one replaces it, and the older one returns no tickets.
     """
 
     def __init__(self, rules: QueueRules) -> None:
@@ -47,26 +48,26 @@ class TicketLine:
         self._next_place = count()
 
     async def tickets(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
-        """See `QueueRules.issue`; waits until there is a ticket. A wait that is cancelled leaves the line."""
+        """As `QueueRules.issue`, but waits until there is a ticket. A cancelled call leaves the line."""
         if tickets := self.at_once(actor, engine_version, limit, call):
             return tickets
         self._turn_away(actor)
-        found: asyncio.Future[Tickets] = asyncio.get_running_loop().create_future()
-        caller = Caller(actor, engine_version, limit, call, self._place(actor, call), found)
+        future: asyncio.Future[Tickets] = asyncio.get_running_loop().create_future()
+        caller = Caller(actor, engine_version, limit, call, self._place(actor, call), future)
         self._enter(caller)
         try:
-            return await found
+            return await future
         finally:
             self._leave(caller)
 
     def at_once(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
-        """See `QueueRules.issue`: the tickets that are there, if any."""
+        """As `QueueRules.issue`: the tickets that are available, if any; never waits."""
         if tickets := self._rules.issue(actor, engine_version, limit, call):
             self._places.pop(actor, None)
         return tickets
 
     def serve(self) -> None:
-        """Give out all tickets that there are, the longest waiting first."""
+        """Issue all available tickets, first to the actor that has waited longest."""
         served = [version for version in self._by_version if self._rules.has_ticket(version)]
         if not served:
             return
@@ -78,7 +79,7 @@ class TicketLine:
                 self._ask(caller)
 
     def hear(self, actor: str, engine_version: int) -> None:
-        """The engine of `actor` holds `engine_version`, which may let it have tickets."""
+        """Record that the engine of `actor` holds `engine_version`; that may admit it to tickets."""
         caller = self._callers.get(actor)
         if caller is not None and caller.engine_version != engine_version:
             self._leave(caller)
@@ -87,21 +88,21 @@ class TicketLine:
             self._ask(caller)
 
     def refuse_dead(self, actor: str) -> None:
-        """Refuse the tickets that `actor` waits for: it was given up for dead."""
+        """Make the waiting call of `actor`, which was marked dead, raise the rules' refusal."""
         if (caller := self._callers.get(actor)) is not None:
             self._ask(caller)
         self._places.pop(actor, None)
 
     def lost_all(self) -> None:
-        """Turn everybody away."""
+        """Return no tickets to every waiting caller, and empty the line."""
         for actor in list(self._callers):
             self._turn_away(actor)
         self._places.clear()
 
     def _ask(self, caller: Caller) -> None:
-        """Give `caller` its tickets, if there are any, or the rules' refusal."""
+        """Give `caller` its tickets, if there are any; make it raise if the rules refuse."""
         if caller.tickets_future.done():
-            # Cancelled, and on its way out of the line.
+            # Cancelled: `tickets` is about to take it out of the line.
             return
         try:
             tickets = self._rules.issue(caller.actor, caller.engine_version, caller.limit, caller.call)
@@ -142,13 +143,13 @@ class TicketLine:
 
 
 class Polls:
-    """Calls that wait here and come back empty after `shortest_s`; after longer if they are very many.
+    """Long polls: each returns empty after `shortest_s`, or later if many calls wait.
 
-    An empty answer costs as much as any other, and says nothing.
+    An empty reply costs as much as any other, so that their rate is bounded by `EMPTY_PER_S`.
     """
 
     EMPTY_PER_S = 50
-    """Calls that come back empty in a second, at most."""
+    """Most empty replies per second."""
 
     def __init__(self, shortest_s: float) -> None:
         self.waiting = 0
@@ -156,7 +157,7 @@ class Polls:
 
     @asynccontextmanager
     async def bound_wait(self) -> AsyncGenerator[None]:
-        """Raise `TimeoutError` if the block waits for longer than it may."""
+        """Raise `TimeoutError` in the block after max(shortest_s, waiting / EMPTY_PER_S) seconds."""
         self.waiting += 1
         try:
             async with asyncio.timeout(max(self._shortest_s, self.waiting / self.EMPTY_PER_S)):
@@ -166,7 +167,7 @@ class Polls:
 
 
 class BatchWaiters:
-    """Ranks that wait for batches; nobody waits any more once the run is `stopped`."""
+    """Ranks that wait for batches; once the run is `stopped`, no rank waits."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -174,18 +175,18 @@ class BatchWaiters:
         self.stopped = False
 
     def batch(self, version: int) -> asyncio.Future[Batch | None]:
-        """The batch of `QueueRules.take` as soon as it is whole; None after a stop, unless it is leased.
+        """The batch of `QueueRules.take` once it is complete; None after a stop, unless it is leased.
 
-        All share one future: shield it. To look for a batch may open slots again, so that there are tickets after it.
+        All callers share one future: shield it. The call may reopen slots, so serve tickets afterwards.
         """
         if version not in self._wanted:
             self._wanted[version] = asyncio.get_running_loop().create_future()
-        wanted = self._wanted[version]
+        future = self._wanted[version]
         self._look(version)
-        return wanted
+        return future
 
     def serve(self) -> None:
-        """Hand over every batch that has become whole, the earliest first."""
+        """Return every batch that has become complete to its ranks, the earliest version first."""
         for version in sorted(self._wanted):
             self._look(version)
 
@@ -199,7 +200,7 @@ class BatchWaiters:
                 self._wanted.pop(version).set_result(batch)
 
     def _take(self, version: int) -> Batch | None:
-        # A learner may ask for its next batch before the version that it starts from is published.
+        # A learner may prefetch its next batch before the version that it starts from is published.
         if version > self._rules.state.version + 1:
             return None
         return self._rules.take(version, leased_only=self.stopped)
@@ -216,6 +217,6 @@ class VersionWaiters:
         await self._events.setdefault(version, asyncio.Event()).wait()
 
     def wake(self, version: int) -> None:
-        """Wake all that wait for `version` or one before it."""
+        """Wake all engines that hold a version below `version`."""
         for waited in [waited for waited in self._events if waited < version]:
             self._events.pop(waited).set()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class RolloutActor:
     """A mailbox: `start` makes the worker, and every other call waits for it. All calls share one event loop.
 
-    torch is imported where an actor is made: the driver knows the class alone, and starts seconds earlier without it.
-    So is all else that `start` needs, while the learner loads the model or makes it.
+    The constructor imports torch and the other libraries of `start`, while the learner loads or makes the model. The
+    driver imports only this module, and so starts seconds earlier.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RolloutActor:
 
     @ray.method
     async def run(self) -> None:
-        """Generate until the actor is killed. Ends only by an exception: the driver watches for it."""
+        """Generate until the actor is killed. Returns only by an exception, which the driver handles."""
         await (await self._start()).run()
 
     @ray.method

@@ -1,7 +1,7 @@
-"""The tensors that an engine loads of a version: those that were pushed, or adapters merged into frozen weights.
+"""The tensors that an engine loads for a version: the pushed ones, or pushed adapters merged into frozen weights.
 
 pushed      checked against the learner's hashes -> merged, tensor by tensor -> hashed -> checked in the engine
-frozen      read once from the model's files, and compared with what the learner froze, by hash
+frozen      read once from the model's files; their hashes are compared with the learner's
 """
 
 import asyncio
@@ -22,37 +22,40 @@ from streamppo.weights.replica import Replica
 
 
 class Loadable(NamedTuple):
-    """The tensors of a model (HF names), and the hash that each of them must have where it ends up."""
+    """The tensors of a model (HF names), and the hash that each must have in the engine."""
 
     tensors: Mapping[str, Tensor]
     contents: Mapping[str, int]
 
 
 class EngineTensors(Protocol):
-    """Makes the tensors that an engine loads of the version in `replica`. Raises `WeightsError` if it is damaged."""
+    """Makes the tensors of a version for an engine."""
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """Make it; it may change with the next version that `replica` takes."""
+        """Return the tensors of the version in `replica`; the next version in `replica` may overwrite them.
+
+        Raises `WeightsError` if the version is damaged.
+        """
         ...
 
 
 class WholeModel:
-    """Versions that are whole models."""
+    """Pushes of whole models."""
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `Source.of`. The engine compares what it has copied: here nothing is read."""
+        """See `EngineTensors.materialize`. Nothing is checked here: the engine checks its copies."""
         return Loadable(replica.tensors, replica.contents)
 
 
 class MergedAdapters:
-    """Versions that are adapters of `frozen` weights, which count `scale` times."""
+    """Pushes of LoRA adapters, merged as `frozen` + `scale` * B A."""
 
     def __init__(self, frozen: Mapping[str, Tensor], scale: float) -> None:
         self._frozen, self._scale = frozen, scale
         self._contents = {name: hash_tensor(tensor) for name, tensor in frozen.items()}
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `Source.of`. The event loop stays free for rewards and deliveries."""
+        """See `EngineTensors.materialize`. Merges in a thread: the event loop stays free for rewards and deliveries."""
         return await asyncio.to_thread(self._merge, replica)
 
     @phase("merge")
@@ -79,10 +82,10 @@ class MergedAdapters:
 
 
 def source(config: Config, model_path: str) -> EngineTensors:
-    """Choose by the configuration. With adapters the model at `model_path` is read: raises `ModelError`."""
+    """Choose by the configuration. With adapters, reads the model at `model_path`, and may raise `ModelError`."""
     if config.model.lora is None:
         return WholeModel()
-    # As the learner does: read in float32, then rounded once.
+    # As in the learner: read in float32, then rounded once.
     lm = models.load(model_path).model
     dtype = getattr(torch, config.model.dtype)
     return MergedAdapters(

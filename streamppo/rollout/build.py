@@ -1,4 +1,4 @@
-"""Builds the engine that the configuration chooses: the one place that asks which it is."""
+"""Builds the configuration's engine: the only place that depends on `engine.kind`."""
 
 import asyncio
 import logging
@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 
 
 def sampling(config: Config) -> Sampling:
-    """Give the sampling parameters of training."""
+    """Return the sampling parameters of training."""
     rollout = config.rollout
     return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
 
 
 def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
-    """Find all that ends a completion. Raises `ModelError` for an end that is no token."""
+    """Return the tokens and strings that end a completion. Raises `ModelError` for an end that is no token."""
     return _stop(config, model_path, read_settings(model_path), tokenizer)
 
 
@@ -61,9 +61,9 @@ async def engine(
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None = None,
 ) -> Engine:
-    """Build the engine of `actor`, holding `tensors` as `version`; of `urls` there is that of this actor alone.
+    """Build the engine of `actor`, which begins with `tensors` as `version`. `urls` in `config` has one entry at most.
 
-    Without a `tokenizer` it is that of the model, if it has one. Raises `ModelError` for a model that it cannot run,
+    `tokenizer` defaults to the model's, if it has one. Raises `ModelError` for a model that the engine cannot run,
     and `WeightsError` for tensors that do not fit the model.
     """
     if config.rollout.gpus and not torch.cuda.is_available():
@@ -116,9 +116,10 @@ async def engine(
 
 
 class EngineModel(NamedTuple):
-    """The settings of a model, and the bounds of its rows: `room` tokens by the configuration, `context` by the model.
+    """The settings of a model, and the bounds of its rows in tokens: `context` is the model's.
 
-    `unknown` are the tokens of its `vocabulary` that the tokenizer does not have; `completes` is that of `EndTokens`.
+    `room` is the smaller of `context` and the configuration's longest row. `unknown` are token ids below `vocabulary`
+    that the tokenizer lacks. `completes` is as in `EndTokens`.
     """
 
     hf_config: "PreTrainedConfig"
@@ -131,7 +132,7 @@ class EngineModel(NamedTuple):
 
 
 def _model(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> EngineModel:
-    """Read the model, and tell the log once of its ends and of the tokens that are never sampled."""
+    """Read the model's settings; log its end tokens and the number of tokens that are never sampled."""
     ends, longest = _stop(config, model_path, hf_config, tokenizer), longest_row(config)
     vocabulary, context = hf_config.get_text_config().vocab_size, positions.longest(hf_config, longest)
     model = EngineModel(hf_config, ends, vocabulary, context, min(context, longest))
@@ -147,7 +148,7 @@ def _tokenizer(model_path: str) -> Tokenizer | None:
     try:
         return Tokenizer(model_path)
     except TaskError:
-        # Token ids go in and come out: an engine needs none.
+        # An engine takes and returns token ids, and works without a tokenizer.
         return None
 
 
@@ -160,9 +161,10 @@ def _start(
     *,
     untied: bool,
 ) -> Start:
-    """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own.
+    """Choose how SGLang starts: connect to the running server in `urls`, or launch it in child processes of the actor.
 
-    A model is `untied` that has a head of its own, against its config.json. Raises `ModelError` for one in a server.
+    `untied`: the model has a separate head although its config.json says that it is tied. Raises `ModelError` if an
+    `untied` model is to run in a server.
     """
     slots, strings = config.rollout.slots, model.stop.strings
     if chosen.urls:
@@ -190,7 +192,7 @@ def _start(
 
 
 def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:
-    """Choose the way of weights into SGLang."""
+    """Choose the transport of weights into SGLang."""
     bucket_bytes = config.learner.bucket_bytes
     match chosen.transport:
         case "tensor":

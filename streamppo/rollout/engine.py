@@ -10,40 +10,45 @@ from streamppo.types import Floats, Ints, Routes
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off."""
+    """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off.
+
+    Completions of one `seed` (random_numbers.py) are drawn with the same random numbers; without a seed the engine
+    takes the next one of its own.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    seed: int | None = None
 
     @property
     def cuts(self) -> bool:
-        """True if top-p or top-k leave tokens of the vocabulary out."""
+        """True if top-p or top-k exclude tokens of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
 
 class TokenCandidates(NamedTuple):
-    """The tokens that each of T tokens could have been drawn from.
+    """For each of T tokens, the candidates that it was drawn from.
 
-    `tokens` are those of token 0 in rising order, then those of token 1, and so on; `counts` [T] says how many each
-    has. A count of 0 stands for the whole vocabulary.
+    `tokens` holds the candidates of token 0 in rising order, then those of token 1, and so on; `counts` [T] is their
+    number for each token. A count of 0 stands for the whole vocabulary.
     """
 
     tokens: Ints
     counts: Ints
 
     def first(self, count: int) -> "TokenCandidates":
-        """Keep those of the first `count` tokens."""
+        """Return the candidates of the first `count` tokens."""
         return TokenCandidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
 
     def drop_first(self, count: int) -> "TokenCandidates":
-        """Leave out the first `count` tokens."""
+        """Return the candidates of all but the first `count` tokens."""
         return TokenCandidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
 
     @classmethod
     def concatenate(cls, parts: "Sequence[TokenCandidates]") -> "TokenCandidates":
-        """Lay those of consecutive tokens end to end."""
+        """Concatenate the candidates of consecutive runs of tokens."""
         return cls(np.concatenate([one.tokens for one in parts]), np.concatenate([one.counts for one in parts]))
 
 
@@ -51,11 +56,10 @@ class Completion(NamedTuple):
     """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
 
     `logprobs[t]` is under the distribution that token t was sampled from (after temperature, top-k and top-p);
-    greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. If
-    the engine does not know it (`versions_known` is false), it is the oldest version that can have been. `candidates`
-    are there exactly if the sampling parameters cut the distribution. `routes_SE` are the experts to which the S tokens
-    of prompt and completion but the last were sent, if the engine was asked for them. `cached` tokens of the prompt
-    were in the cache of a server.
+    greedy tokens have their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t; with
+    `versions_known` false it is the oldest possible one. `candidates` is set exactly if the sampling parameters cut
+    the distribution. `routes_SE` are the experts of the S tokens of prompt and completion, without the last; None if
+    the engine does not record them. `cached` is the number of prompt tokens found in a server's cache.
     """
 
     tokens: Ints
@@ -73,12 +77,12 @@ NEVER = 2**62
 
 
 class Cuts(NamedTuple):
-    """One completion is cut after `max_tokens` tokens (0: never), and by its age (`max_age` = 0: never; see cuts.py).
+    """When one completion is cut into segments: every `max_tokens` tokens, and by age up to `max_age`; 0 is never.
 
-    `take` gets all tokens of the completion so far, with `finish` "cut", in the engine's event loop. `share` are the
-    segments of a batch that one engine makes; `aim` gives the age from which they are cut if there is room, 0 for none.
-    `oldest` is the version of tokens of earlier calls that were not handed
-    over. The last token never is: the completion that `generate` returns has it.
+    See segment_cuts.py. `take` is called in the engine's event loop with all tokens of the completion so far, `finish`
+    "cut". `share` is the number of a batch's segments that one engine makes. `aim` returns the age from which segments
+    are cut if there is room, 0 for none. `oldest` is the oldest version of earlier calls' tokens that no segment has.
+    No segment has the last token: the completion that `generate` returns has it.
     """
 
     take: Callable[[Completion], None]
@@ -89,19 +93,19 @@ class Cuts(NamedTuple):
     oldest: int | None = None
 
     def next_by_length(self, handed: int) -> int:
-        """The number of tokens at which the segment behind `handed` of them is long enough to be cut."""
+        """The number of tokens at which the segment that begins at token `handed` has its `max_tokens`."""
         return handed + self.max_tokens if self.max_tokens else NEVER
 
     def oldest_behind(self, handed: int, version: int) -> int:
-        """The version of the oldest token behind `handed` of this call; the first of those is of `version`."""
+        """The oldest version after the first `handed` tokens of this call; token `handed` is of `version`."""
         return version if handed or self.oldest is None else self.oldest
 
 
 class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
-    `restarts` counts how often its processes have died and were started again. Of the `prompted` tokens of prompts
-    `reused` came from the cache.
+    `restarts` is the number of restarts after its processes died. `prompted` is the number of prompt tokens, and
+    `reused` the number of those that came from the cache.
     """
 
     tokens: int
@@ -119,22 +123,19 @@ class Engine(Protocol):
 
     consumes     requests by `generate`, weights by `update_weights`
     produces     completions, in the order in which they finish
-    waits for    requests alone
+    waits for    requests only
     unblocks     the caller of `generate` or `update_weights`
     """
 
     @property
     def version(self) -> int:
-        """The version of the weights that the next token will be sampled with.
-
-        The segments that were due at it have been handed over.
-        """
+        """The version of the weights that sample the next token. All segments that were due at it are handed over."""
         ...
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
-        """Sample one completion of the token ids `prompt` [P], with segments where `cuts` says.
+        """Sample one completion of the token ids `prompt` [P], cut into segments by `cuts`.
 
-        Raises `ModelError` if it cannot fit.
+        Raises `ModelError` if the prompt does not fit the model.
         """
         ...
 
@@ -143,9 +144,8 @@ class Engine(Protocol):
     ) -> None:
         """Swap to `tensors` (HF names) at the next token boundary; return when they are in use.
 
-        `contents` are the hashes that they should have (weights/content.py), by default those that they have. Raises
-        `WeightsError`, and keeps the old version, if names or shapes do not fit, or what the engine would have other
-        contents.
+        `contents` are their expected hashes (weights/content.py), by default those of `tensors`. Raises `WeightsError`,
+        and keeps the old version, if names or shapes do not fit, or if the engine's copies have other hashes.
         """
         ...
 

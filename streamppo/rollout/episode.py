@@ -18,6 +18,7 @@ from msgspec import structs
 from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
+from streamppo.rollout import random_numbers
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling, TokenCandidates
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
@@ -43,17 +44,17 @@ if TYPE_CHECKING:
     from streamppo.rollout.agents import Agents
 
 FAILURES = (TaskError, ModelError)
-"""Errors that cost one trajectory and nothing else, while it is played or scored."""
+"""Errors that fail one trajectory only, while it is played or scored."""
 NO_STOP = Stop()
 EXPLAINED = 2000
-"""Characters of a reward's explanation that go with its trajectory."""
+"""The most characters of a reward's explanation in a trajectory."""
 
 
 class Episode(NamedTuple):
-    """A finished completion of T tokens before it is scored. `turn_ends` are the places of the turns' last tokens.
+    """A finished completion of T tokens before it is scored. `turn_ends` are the indices of the turns' last tokens.
 
-    `opening` is the environment's wording of the prompt, and `observations` are its messages after the turns.
-    `branches` are those of the trajectory.
+    `opening` is the environment's version of the prompt, and `observations` are its messages after the turns.
+    `branches` is as in `Trajectory`.
     """
 
     prompt_tokens: Ints
@@ -79,7 +80,7 @@ class Episode(NamedTuple):
         return int(np.count_nonzero(self.mask))
 
     def until(self, end: int) -> "Episode":
-        """The first `end` tokens, as a cut leaves them."""
+        """The first `end` tokens, with `finish` "cut"."""
         return self._replace(
             tokens=self.tokens[:end],
             logprobs=self.logprobs[:end],
@@ -91,9 +92,9 @@ class Episode(NamedTuple):
         )
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer, stop: Stop = NO_STOP) -> ScoredText:
-        """Decode the part of it that rewards see. It has come to its end.
+        """Decode a finished episode for its rewards.
 
-        Of several turns the tokens that end each are left out, and a string that ends the last.
+        The text is without the end tokens of all turns but the last, and without the stop string of the last turn.
         """
         assert self.finish != "cut"
         sampled = self.tokens[self.mask]
@@ -128,7 +129,7 @@ class Episode(NamedTuple):
     def trajectory(
         self, identity: Identity, actor: str, reward: Reward, teacher_logprobs: bytes = b"", *, prefix: int = 0
     ) -> Trajectory:
-        """Make the scored trajectory that crosses to the queue, of the tokens behind the first `prefix` of them."""
+        """Make the scored trajectory for the queue; the first `prefix` tokens become part of its prompt."""
         rest = slice(prefix, None)
         candidates = None if self.candidates is None else self.candidates.drop_first(prefix)
         return Trajectory(
@@ -155,21 +156,21 @@ class Episode(NamedTuple):
 
 
 class Cutter(Protocol):
-    """Hands an episode's segments over as it is played: see `segment_writer.SegmentWriter`."""
+    """Hands over an episode's segments while it is played: see `segment_writer.SegmentWriter`."""
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
-        """Say where the engine is to cut the turn that comes."""
+        """Return where the engine cuts the next turn."""
         ...
 
     def wait(self, episode: Episode) -> None:
-        """Note that a turn has ended: `episode` so far waits for the environment's answer."""
+        """Note that a turn has ended, and that `episode` waits for the environment's answer."""
         ...
 
 
 class Player:
-    """Plays prompts with one engine and, if there is one, a new environment for each, or an agent.
+    """Plays each prompt with one engine, and with a new environment or an agent, if one is configured.
 
-    Without `scored`, which says that scorers give a reward, an agent has to give one.
+    `scored`: the configuration has scorers; without them an agent must give a reward.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Player:
         self._stalls: EventLoopStalls | None = None
         self._environment = environment if isinstance(environment, EnvironmentConfig) else None
         if isinstance(environment, AgentEnvironment):
-            # Brings a web server, which other runs never start.
+            # This imports a web server, which other runs do not need.
             from streamppo.rollout import agents
             from streamppo.rollout.endpoint.session import SampledPolicy
 
@@ -197,17 +198,17 @@ class Player:
             self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)
 
     def stalls(self) -> dict[str, int]:
-        """Count the steps of environments that held the event loop, by file and line."""
+        """Return the number of environment steps that blocked the event loop, by file and line."""
         return dict(self._stalls.counts) if self._stalls else {}
 
     def prepare(self, prompt: Prompt) -> None:
-        """Find the tokens of `prompt` before its samples are played. Raises `TaskError`, as `play` will."""
-        # An environment words its prompts itself.
+        """Tokenize `prompt` once, before its samples are played. Raises `TaskError`, as `play` does."""
+        # Environments and agents write their own prompts.
         if self._environment is None and self.agents is None:
             self.tokenizer.encode(prompt)
 
     async def play(self, prompt: Prompt, sampling: Sampling, cutter: Cutter | None = None) -> Episode:
-        """Play one episode, whose segments `cutter` hands over. Raises one of `FAILURES`."""
+        """Play one episode; `cutter` hands over its segments. Raises one of `FAILURES`."""
         if self.agents is not None:
             return Episode(**(await self.agents.play(prompt, sampling))._asdict())
         if self._environment is None or self._stalls is None:
@@ -226,9 +227,9 @@ class Player:
         for turn in range(1, limits.max_turns + 1):
             room = limits.max_tokens - columns.length
             cuts = cutter.cuts(columns.cut, columns.versions()) if cutter else None
-            completion = await self._engine.generate(
-                columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room)), cuts
-            )
+            seed = random_numbers.seed_of_turn(sampling.seed, turn - 1)
+            drawing = sampling._replace(max_tokens=min(sampling.max_tokens, room), seed=seed)
+            completion = await self._engine.generate(columns.context(), drawing, cuts)
             text = self.stop.text(completion.tokens, completion.finish, self.tokenizer.completion)
             columns.add_turn(completion, text)
             if completion.finish == "length":
@@ -272,7 +273,7 @@ class Columns:
         return np.concatenate([np.zeros(0, np.int32), *(part[2] for part in self._parts)])
 
     def cut(self, completion: Completion) -> Episode:
-        """The episode so far, with a turn that goes on."""
+        """The episode so far, with the running turn's tokens."""
         columns = copy(self)
         columns.turns, columns._parts = [*self.turns], [*self._parts]
         columns._turn_ends, columns._candidates = [*self._turn_ends], [*self._candidates]
@@ -280,11 +281,11 @@ class Columns:
         return columns.episode("cut", Done())
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """Add a turn of the policy, which reads `text`."""
+        """Add a turn of the policy with its text."""
         self._add(completion.tokens, completion.logprobs, completion.versions, sampled=True)
         self._candidates.append(completion.candidates)
         if completion.routes_SE is not None:
-            # Those under which earlier turns were sampled stay, whatever a later version made of them.
+            # Tokens of earlier turns keep the routes under which they were sampled.
             known = 0 if self._routes is None else len(self._routes)
             before = completion.routes_SE[:0] if self._routes is None else self._routes
             self._routes = np.concatenate([before, completion.routes_SE[known:]])
@@ -293,7 +294,7 @@ class Columns:
         self._turn_ends.append(self.length - 1)
 
     def add_observation(self, tokens: Ints, said: Said = ()) -> None:
-        """Add an observation: it has no log-prob, the version of the token before it, and is never trained on."""
+        """Add an observation: log-probs of 0, the version of the token before it, and masked."""
         self.observations.append((Message(role="user", content=said),) if isinstance(said, str) else said)
         version = self._parts[-1][2][-1]
         self._candidates.append(None)
@@ -304,7 +305,7 @@ class Columns:
         self.length += len(tokens)
 
     def episode(self, finish: Literal["stop", "length", "cut"], end: Done) -> Episode:
-        """Join the columns; a turn that was cut off has no reward of its own."""
+        """Join the columns; a turn that was cut off has a reward of 0."""
         tokens, logprobs, versions, mask = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         rewards = (*self.rewards, *[0.0] * (len(self.turns) - len(self.rewards)))
         return Episode(
@@ -326,14 +327,14 @@ class Columns:
         )
 
     def _whole_routes(self) -> Routes | None:
-        """Routes of all tokens but the last; an observation at the end went through no engine."""
+        """Routes of all tokens but the last; -1 for an observation at the end, which no engine has processed."""
         if self._routes is None:
             return None
         missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)
         return np.pad(self._routes, ((0, missing), (0, 0)), constant_values=-1)
 
     def _joined_candidates(self) -> TokenCandidates | None:
-        """Join the candidates of all turns; an observation was drawn from nothing, and nothing is left out of it."""
+        """Join the candidates of all turns; tokens of observations have a count of 0."""
         if all(found is None for found in self._candidates):
             return None
         none = np.zeros(0, np.int32)
@@ -362,7 +363,7 @@ def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
 
 
 def _opening(prompt: Prompt, worded: Said, environment: EnvironmentConfig) -> Prompt:
-    """Replace the prompt's content by the environment's wording of it."""
+    """Replace the prompt's content by the environment's opening."""
     template = structs.replace(
         prompt.template,
         arguments=prompt.template.arguments | environment.template,
@@ -375,10 +376,11 @@ def _opening(prompt: Prompt, worded: Said, environment: EnvironmentConfig) -> Pr
 
 
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:
-    """Place a trajectory's rewards: [T] as a bytes column; empty when all of it stands on the last sampled token.
+    """Return a trajectory's rewards by token, [T - prefix] as a bytes column that sums to `reward.total`.
 
-    `mask` [T] is true for sampled tokens, `turn_ends` are the places of the turns' last tokens. The column sums to
-    `reward.total`. Rewards of the first `prefix` tokens, which are not in it, stand on the first sampled one behind.
+    The column is empty if the whole reward belongs to the last sampled token. `mask` [T] is true for sampled tokens,
+    `turn_ends` are the indices of the turns' last tokens. Rewards of the first `prefix` tokens are added to the first
+    sampled token after them.
     """
     if not reward.tokens and not reward.turns:
         return b""

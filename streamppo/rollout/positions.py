@@ -1,9 +1,9 @@
-"""The places in a row that a model has positions for, and those that an engine computes as transformers does.
+"""The longest row of a model, and the longest row that an engine computes as transformers does.
 
-default, linear, llama3, yarn   the same at every place
-dynamic                         the same within max_position_embeddings; SGLang scales it at every length
-longrope                        the same within original_max_position_embeddings: behind, one long row changes others
-a sliding window                a row that is no longer than it sees all of itself
+default, linear, llama3, yarn   equal at every position
+dynamic                         equal within max_position_embeddings; SGLang scales at every length
+longrope                        equal within original_max_position_embeddings; beyond, one long row changes the others
+sliding window                  equal within the window, where a row attends to all of its tokens
 """
 
 import math
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FULL = ("llama",)
-"""Values of model_type without sliding windows, whatever their settings have."""
+"""Values of model_type without sliding windows, even if their settings have one."""
 SLIDING = (
     "afmoe",
     "exaone4",
@@ -27,11 +27,11 @@ SLIDING = (
     "gpt_oss",
     "olmo3",
 )
-"""Values of model_type whose sliding windows SGLang 0.5.21 computes; in others, such as mistral, it sees whole rows."""
+"""Values of model_type with sliding windows in SGLang 0.5.21; it computes others, such as mistral, over whole rows."""
 
 
 def longest(hf_config: "PreTrainedConfig", otherwise: int) -> int:
-    """Tokens that a row may have, prompt and completion; `otherwise` of a model without a bound."""
+    """The most tokens of a row, prompt and completion; `otherwise` if the model has no bound."""
     text_config = hf_config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or otherwise
     for rope in _ropes(hf_config):
@@ -41,19 +41,19 @@ def longest(hf_config: "PreTrainedConfig", otherwise: int) -> int:
 
 
 def window(hf_config: "PreTrainedConfig") -> int | None:
-    """The tokens that a layer with a sliding window looks back on; None if none has one shorter than the context."""
+    """The width of the sliding window in tokens; None if no layer has one shorter than the context."""
     text_config = hf_config.get_text_config()
     layers = getattr(text_config, "layer_types", None)
-    # A family without sliding windows may have one in its settings, which nobody looks at.
+    # The settings of a family without sliding windows may have an unused one.
     slides = "sliding_attention" in layers if layers is not None else text_config.model_type not in FULL
     width = getattr(text_config, "sliding_window", None) if slides else None
     return None if width is None or width >= longest(hf_config, width) else width
 
 
 def embedded_limit(hf_config: "PreTrainedConfig", longest_row: int) -> int:
-    """Tokens that a row of the embedded engine may have: it sees all of it, and so may no layer look back on less.
+    """The most tokens of a row in the embedded engine, which attends to whole rows: at most the sliding window.
 
-    Raises `ModelError` if the configuration's `longest_row` has more than that.
+    Raises `ModelError` if a sliding window is shorter than the configuration's `longest_row`.
     """
     context, width = longest(hf_config, longest_row), window(hf_config)
     if width is None:
@@ -67,7 +67,7 @@ def embedded_limit(hf_config: "PreTrainedConfig", longest_row: int) -> int:
 
 
 def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
-    """Say what SGLang would compute otherwise than transformers in rows of so many tokens; empty if nothing."""
+    """Return what SGLang computes differently from transformers in rows of `longest_row` tokens; empty if nothing."""
     kind, width = hf_config.get_text_config().model_type, window(hf_config)
     if any(rope.get("rope_type") == "dynamic" for rope in _ropes(hf_config)):
         return (
@@ -90,13 +90,16 @@ def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
 
 
 def check(hf_config: "PreTrainedConfig", longest_row: int) -> None:
-    """Raise `ModelError` for what SGLang would compute otherwise than transformers."""
+    """Raise `ModelError` if SGLang computes rows of `longest_row` tokens differently from transformers."""
     if refused := refusal(hf_config, longest_row):
         raise ModelError(refused)
 
 
 def _scales_alike(rope: Mapping[str, Any]) -> bool:
-    """Compare the scale of yarn's attention: in SGLang the usual one times attn_factor, else attention_factor."""
+    """True if yarn's attention scale is equal in both: default * attn_factor (SGLang), attention_factor (transformers).
+
+    default = 0.1 * log(factor) + 1 if factor > 1, else 1; it also stands in for a missing attention_factor.
+    """
     told, times = rope.get("attention_factor"), rope.get("attn_factor") or 1.0
     factor = rope.get("factor") or 1.0
     usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
@@ -104,7 +107,7 @@ def _scales_alike(rope: Mapping[str, Any]) -> bool:
 
 
 def _ropes(hf_config: "PreTrainedConfig") -> Iterator[Mapping[str, Any]]:
-    """The parameters of rotary embeddings; some models have others for each kind of layer."""
+    """The parameters of rotary embeddings; some models have a set for each kind of layer."""
     rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     yield rope
     yield from (one for one in rope.values() if isinstance(one, Mapping))

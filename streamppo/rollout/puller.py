@@ -1,9 +1,9 @@
-"""Makes new versions of what ranks have put, bucket by bucket, while the engine decodes.
+"""Assembles new versions from the learner ranks' buckets, while the engine decodes.
 
 consumes     versions from the ledger
 produces     the newest version in a replica
 waits for    a version that is newer than the engine's
-unblocks     the follower's next swap
+unblocks     the next swap of `WeightSync`
 """
 
 import asyncio
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from streamppo.queue.actor import QueueActor
 
 RETRY_S = 0.5
-"""Seconds between two attempts to get weights that are lost."""
+"""Seconds between two attempts to pull lost weights."""
 AHEAD = 2
-"""Buckets that are on their way while one is used."""
+"""Buckets that are fetched while one is unpacked."""
 
 
 class Puller:
@@ -37,9 +37,9 @@ class Puller:
         self._inlet = inlet
 
     async def newer(self, version: int) -> Push:
-        """Wait for a version above `version`, which the engine holds, and make it in the replica. Returns it.
+        """Wait for a version above `version`, which the engine holds; pull it into the replica and return it.
 
-        Raises `WeightsError` if what came does not make a version.
+        Raises `WeightsError` if the buckets do not make up the version.
         """
         while True:
             found = await self.queue.weights_after.remote(self.name, version, self.replica.version)
@@ -47,7 +47,7 @@ class Puller:
                 for push, refs in found:
                     await self._take(decode(push, Push), refs)
             except BucketGone:
-                # The learner died with its weights, or has newer ones.
+                # The learner has died with its weights, or has replaced them by newer ones.
                 await asyncio.sleep(RETRY_S)
                 continue
             if found:
@@ -56,7 +56,7 @@ class Puller:
 
     async def _take(self, push: Push, refs: Sequence[BucketRef]) -> None:
         if push.base_version is not None:
-            # A delta changes the version that is there: all of it has to have come.
+            # A delta changes the present version in place: it is applied once all its buckets are here.
             fetched = await asyncio.gather(*map(self._inlet.fetch, refs))
             await asyncio.to_thread(self._take_all, push, fetched)
             return
@@ -67,7 +67,7 @@ class Puller:
         self.replica.finish()
 
     async def _fetch_buckets(self, refs: Sequence[BucketRef]) -> AsyncGenerator[Bytes]:
-        """Fetch buckets in their order, some of them ahead."""
+        """Yield buckets in order, with `AHEAD` more being fetched."""
         left, under_way = deque(refs), deque[asyncio.Future[Bytes]]()
         try:
             while left or under_way:

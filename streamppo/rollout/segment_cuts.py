@@ -1,17 +1,20 @@
-"""The places at which a completion that has not ended hands over what is sampled so far. Pure.
+"""Where running completions are cut into segments, so that the learner can train on each in time. Pure.
 
-A segment whose oldest token is `age` versions old has `max_age` - `age` versions left. If many became due at once, the
-learner could not train on them in time. So at every swap as many are cut as a batch has room for, the oldest first:
+A segment's age is the engine's version minus the version of its oldest token; it is due at `max_age`. If many segments
+became due at once, they would not fit into one batch. So every swap cuts about as many as a batch has room for, the
+oldest first, with `share` the segments of a batch that one actor makes:
 
-    under way                                                          at most max_age * share
-    of those whose segment is of an age a or more, without a cut       at most (max_age - a) * share
-    of those of an age `aim` or more, which is the lag that is wanted  as many as then still fit into `share`
+    completions under way                                   at most max_age * share
+    uncut segments of an age of a or more, for each a       at most (max_age - a) * share
+    segments of an age of `aim` (the wanted lag) or more    cut, up to `share` cuts in all
 
-The first line makes the second cost no more than `share` cuts at a swap. An actor that had got the tickets of others
-would cut more than a batch has room for at every swap, until tokens grow too old.
+With the first bound, the second needs at most `share` cuts at a swap. Without it, an actor that had received the
+tickets of other actors would cut more than a batch has room for at every swap, until tokens were too old.
 
-A completion that waits for its reward, or for an environment, may have no token to come, and the reward needs one to
-stand on. So it keeps its tokens of the newest version, and the queue waits for them before they are too old.
+Example: max_age 2, share 1. Of segments of ages 1 and 1, one is cut: at most (2 - 1) * 1 may stay uncut.
+
+A completion that waits for its reward or its environment may sample no more tokens, and its reward needs a token to be
+placed on. It therefore keeps its tokens of the newest version, and the queue waits for them before they are too old.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +24,7 @@ from streamppo.types import Ints
 
 
 def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[int]:
-    """The places in `running` of those to be cut before a swap to `version`; each with its segment's oldest version."""
+    """The indices in `running` to cut before a swap to `version`; `running` has each segment's oldest version."""
     if not running:
         return []
     one, _ = running[0]
@@ -29,14 +32,14 @@ def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[i
 
 
 def most_under_way(max_age: int, share: float) -> int:
-    """The completions that an actor may have under way, so that a batch has room for all that it has to cut."""
+    """The most completions under way in an actor, so that a batch has room for its cuts."""
     return max(1, int(max_age * share))
 
 
 def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[int]:
-    """The places in `ages` of the segments to be cut, with the ages that they have under the new version.
+    """The indices in `ages` of the segments to cut; `ages` are counted from the new version.
 
-    Without an `aim` none is cut before it has to be.
+    With `aim` 0, only the bound on uncut segments cuts.
     """
     oldest_first = sorted(range(len(ages)), key=lambda place: -ages[place])
     cut: list[int] = []
@@ -50,13 +53,15 @@ def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[i
 
 
 def kept_from(versions: Ints) -> int:
-    """The first of the tokens that a waiting completion keeps: `versions` [T] rise from token to token."""
+    """The index of the first token that a waiting completion keeps; `versions` [T] must not fall."""
     return int(versions.searchsorted(versions[-1]))
 
 
 def cut_for(version: int, oldest: Iterable[int], flow_lag: int) -> int:
-    """The newest version for which all is cut, of an engine at `version` that keeps tokens of these versions.
+    """The newest version for which an engine at `version` has cut all that is due.
 
-    Behind a cut for version v, tokens are of v - `flow_lag` + 1 or later.
+    `oldest` are the oldest versions that its waiting completions keep.
+
+    After the cuts for version v, all uncut tokens are of v - `flow_lag` + 1 or later.
     """
     return min([version, *(kept + flow_lag - 1 for kept in oldest)])

@@ -1,7 +1,7 @@
-"""The segments of one ticket's completion: handed over before it has ended, each once, in their order.
+"""The segments of one ticket's completion: handed over before the completion ends, each once, in order.
 
-The engine cuts what is being sampled, and `cut_waiting` cuts what waits for a reward or an environment. All but the
-last are trajectories with `finish` "cut" and no reward. The last one is made when the whole is scored.
+The engine cuts completions that are being sampled; `cut_waiting` cuts one that waits for a reward or an environment.
+All segments but the last are trajectories with `finish` "cut" and no reward. The last one is made after scoring.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,11 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 
 
 class SegmentWriter:
-    """Makes trajectories of what is sampled of a ticket; without segments in `config`, none before the end.
+    """Makes the segments of a ticket; without segments in `config`, none before the end.
 
-    `identity` is that of the segment to come, and `prefix` are the tokens before it, which were handed over. `share`
-    are the segments of a batch that this actor makes; `aim` gives the age from which they are cut if there is room.
+    `identity` is the next segment's, and `prefix` the number of tokens before it, which were handed over. `share` is
+    the number of a batch's segments that this actor makes. `aim` returns the age from which segments are cut if there
+    is room.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class SegmentWriter:
         self._waiting: Episode | None = None
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
-        """Say where the engine is to cut the turn that comes; None for nowhere.
+        """Return where the engine cuts the next turn; None for nowhere.
 
-        `so_far` adds the turn, as far as it is sampled, to the episode; `before` are the versions of its tokens before.
+        `so_far` adds the turn's tokens so far to the episode; `before` are the versions of the episode's tokens.
         """
         queue, waiting, self._waiting = self._config.queue, before[self.prefix :], None
         if queue.segments is None:
@@ -55,11 +56,11 @@ class SegmentWriter:
         )
 
     def wait(self, episode: Episode) -> None:
-        """Note that `episode` waits for a reward or an environment, and nothing of it is sampled."""
+        """Note that `episode` waits for a reward or an environment, and is not being sampled."""
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:
-        """Hand over what is due at `version`; returns the oldest version of what it keeps, None if nothing waits."""
+        """Hand over a segment that is due at `version`; return the oldest version kept, None if nothing waits."""
         queue, episode = self._config.queue, self._waiting
         if episode is None or queue.segments is None or not queue.segments.just_in_time:
             return None

@@ -1,9 +1,9 @@
-"""A teacher that is a server: it scores every finished completion, and its log-probs travel with the trajectory.
+"""A teacher on a server: it scores every finished completion, and the trajectory carries its log-probs.
 
-    POST URL/generate     prompt + completion and max_new_tokens = 0: SGLang's log-probs of the tokens that it is given
+    POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
     POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
 
-The learner never asks it, so that an update can be made again from the archive when the server is gone.
+The learner does not call the server, so updates can be redone from the archive without it.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Floats, Ints, ScorerReport, branches, utf8_safe
 
 COMPARED = 4096
-"""Tokens at most whose texts are compared, evenly over the policy's."""
+"""The most tokens whose texts are compared, evenly spread over the policy's vocabulary."""
 LAST = 0
-"""SGLang gives this in place of the id of its vocabulary's last token."""
+"""SGLang returns this in place of the id of its vocabulary's last token."""
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class TeacherScores(NamedTuple):
-    """The log-probs of T tokens, or else the `reason` why there are none."""
+    """The log-probs [T] of T tokens, or the `reason` why there are none."""
 
     logprobs: Floats | None = None
     reason: str = ""
@@ -43,7 +43,7 @@ class TeacherScores(NamedTuple):
 
 
 class MetaInfo(msgspec.Struct):
-    """The part of SGLang's answer that is read: (log-prob, id, text) of every token; the first has no log-prob."""
+    """The fields of SGLang's answer in use: (log-prob, id, text) of every token; the first log-prob is null."""
 
     input_token_logprobs: list[tuple[float | None, TokenId, str | None]]
 
@@ -61,7 +61,10 @@ class Texts(msgspec.Struct):
 
 
 class TeacherClient:
-    """Asks the server at `config.url` for log-probs, within the bounds of `config`; `connect` makes it."""
+    """Gets log-probs from the server at `config.url`, with `config`'s timeout, concurrency and retries.
+
+    Made by `connect`.
+    """
 
     def __init__(self, config: TeacherConfig) -> None:
         self._url = config.url.rstrip("/")
@@ -70,9 +73,9 @@ class TeacherClient:
         self._guard = Guard("teacher", config, self._ask)
 
     async def score(self, episode: Episode) -> bytes:
-        """Return the column [T] of log-probs of an episode, 0 for tokens that the policy did not sample.
+        """Return the log-probs [T] of an episode as a bytes column, 0 for tokens that the policy did not sample.
 
-        Each path of an episode with branches is a call of its own. Raises `TeacherFailed`.
+        An episode with branches takes one call for each path. Raises `TeacherFailed`.
         """
         if episode.branches:
             logprobs = await self._score_paths(episode)
@@ -84,7 +87,7 @@ class TeacherClient:
         return column.astype("<f4").tobytes()
 
     async def _score_paths(self, episode: Episode) -> Floats:
-        """The log-probs [T]: each sampled token's by the first path that has it."""
+        """The log-probs [T]; each sampled token's come from the first path with that token."""
         prompt, width = len(episode.prompt_tokens), len(episode.prompt_tokens) + len(episode.tokens)
         row, sampled = np.concatenate([episode.prompt_tokens, episode.tokens]), np.zeros(width, np.bool_)
         sampled[prompt:] = episode.mask
@@ -106,14 +109,14 @@ class TeacherClient:
         return scored.logprobs
 
     async def check(self, tokenizer: Tokenizer) -> None:
-        """Raise `ModelError` if the server gives no log-probs, or reads the policy's tokens as other texts."""
+        """Raise `ModelError` if the server gives no log-probs, or its tokenizer differs from the policy's."""
         probed = np.asarray(tokenizer.spread(2), np.int32)
         scored = await self._guard.score(probed[:1], probed[1:])
         if scored.logprobs is None:
             raise ModelError(f"the teacher cannot be asked: {scored.reason}")
         tokens = tokenizer.spread(COMPARED)
         theirs = await self._texts(tokens)
-        # How spaces are cleaned up is no matter of the vocabulary.
+        # Servers may clean up spaces: a difference in them does not mean another vocabulary.
         pairs = zip(tokens, tokenizer.texts(tokens), theirs, strict=True) if theirs else ()
         strange = [found for found in pairs if found[1].strip() != found[2].strip()]
         if strange:
@@ -135,7 +138,7 @@ class TeacherClient:
         body = {
             "input_ids": [*prompt.tolist(), *tokens.tolist()],
             "return_logprob": True,
-            # The last token of the prompt is the first of the answer, and has no log-prob.
+            # The answer begins with the prompt's last token, which has no log-prob.
             "logprob_start_len": len(prompt) - 1,
             "sampling_params": {"max_new_tokens": 0},
         }
@@ -150,7 +153,7 @@ class TeacherClient:
             return TeacherScores(reason=reason, retryable=isinstance(error, Retryable))
 
     async def _texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each of `tokens` by the server's tokenizer; none if it does not tell."""
+        """Return the text of each of `tokens` by the server's tokenizer; empty if the call fails."""
         body = {"tokens": [[token] for token in tokens], "skip_special_tokens": False}
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -165,7 +168,7 @@ class TeacherClient:
 
 
 def read(content: bytes, tokens: Ints) -> Floats:
-    """Read the log-probs of `tokens` [T] in SGLang's answer. Raises `TaskError` unless they are of these."""
+    """Read the log-probs [T] of `tokens` [T] in SGLang's answer. Raises `TaskError` if they are of other tokens."""
     entries = msgspec.json.decode(content, type=TeacherAnswer).meta_info.input_token_logprobs[1:]
     ids = np.array([entry[1] for entry in entries], np.int64)
     if len(ids) != len(tokens):
@@ -177,7 +180,7 @@ def read(content: bytes, tokens: Ints) -> Floats:
 
 
 async def connect(config: TeacherConfig, tokenizer: Tokenizer) -> TeacherClient | None:
-    """Return the teacher that is a server, checked; None without one. Raises `ModelError` or `TaskError`."""
+    """Return the client of the teacher's server, checked; None without a `url`. Raises `ModelError` or `TaskError`."""
     if not config.url:
         return None
     made = TeacherClient(config)

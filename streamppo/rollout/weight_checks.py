@@ -1,4 +1,4 @@
-"""Checks that a prompt, or a push of weights, fits the model before an engine takes it."""
+"""Checks that a prompt or a push fits the model, before an engine loads it."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Architecture:
-    """The parameters of a model, by the names of its modules and by those of its files; no weights are loaded."""
+    """Names and shapes of a model's parameters, as in its modules and as in its files; no weights are loaded."""
 
     def __init__(self, config: "PreTrainedConfig") -> None:
         from transformers import AutoModelForCausalLM
@@ -27,13 +27,13 @@ class Architecture:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name and shape of every tensor that a push of this model holds; tied ones stand in it once."""
+        """Name and shape of every tensor in a push of this model; tied tensors appear once."""
         return {name: parameter.shape for name, parameter in self._model.named_parameters()}
 
     def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Name and cut the tensors of a push as the model's files do: engines load those.
+        """Convert the tensors of a push to the names and shapes of the model's files, which engines load.
 
-        Modules may differ from files: transformers keeps the experts of a layer in one tensor.
+        Example: transformers keeps all experts of a layer in one tensor, and files may have one for each expert.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -42,8 +42,8 @@ class Architecture:
     def check_names(self, model: str) -> None:
         """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
 
-        transformers reads files in several ways, and does not undo all of them: an engine would look for such a tensor
-        under another name, and keep what it has. The files' first bytes are read alone, in a folder or from the hub.
+        transformers converts some tensors at load and cannot convert all of them back: an engine would find no
+        parameter of that name, and keep its old weights. Reads the headers of the files, in a folder or on the hub.
         """
         files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
         for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():
@@ -66,7 +66,7 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
-    """The same of a model by its name; where the hub is out of reach, of the files in its cache."""
+    """Name and shape of every tensor of a model on the hub; if the hub cannot be reached, of its files in the cache."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
@@ -77,7 +77,7 @@ def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
         raise ModelError(f"{model} has no safetensors files, by whose names SGLang goes: {error}") from error
     except (httpx.TransportError, HfHubHTTPError, OfflineModeIsEnabled) as error:
         with suppress(OSError):
-            # A cache may have a model's configuration alone.
+            # The cache may have the model's configuration without its weights.
             if cached := _shapes_in_files(Path(snapshot_download(model, local_files_only=True))):
                 return cached
         raise ModelError(f"{model}: its files are neither on the hub nor in its cache here: {error}") from error
@@ -85,7 +85,7 @@ def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    """Raise `WeightsError` unless `tensors` are exactly the `expected` ones."""
+    """Raise `WeightsError` unless `tensors` have exactly the `expected` names and shapes."""
     if missing := sorted(expected.keys() - tensors.keys()):
         raise WeightsError(f"the push has no tensor {missing[0]!r} ({len(missing)} are missing)")
     if unknown := sorted(tensors.keys() - expected.keys()):
@@ -96,9 +96,9 @@ def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor])
 
 
 def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:
-    """Raise `ModelError` for a prompt that would crash the engine, and with it the completions of others."""
+    """Raise `ModelError` for a prompt that would crash the engine and all its completions."""
     if not 1 <= len(prompt) <= longest:
         raise ModelError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
-    # Negative ids are large ones without their sign: one look at the tokens is enough.
+    # As unsigned numbers negative ids are large: one comparison finds both mistakes.
     if prompt.view(np.uint32).max() >= vocabulary:
         raise ModelError(f"a prompt holds a token that is not one of the model's {vocabulary}")

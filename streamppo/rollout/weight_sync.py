@@ -1,6 +1,6 @@
 """Keeps an engine at the newest version.
 
-consumes     versions that a puller makes
+consumes     versions of a puller
 produces     swaps of the engine
 waits for    a version that is newer than the engine's
 unblocks     evaluations that wait for a version, and tickets that wait for a newer engine
@@ -17,17 +17,17 @@ from streamppo.rollout.puller import Puller
 from streamppo.types import Push
 
 PULLS = 3
-"""A version is pulled this often at most."""
+"""`WeightSync` fails after this number of successive pulls or swaps that raise `WeightsError`."""
 SWAP_S, SLOWEST_BYTES_PER_S = 300.0, 50e6
-"""A swap that takes longer than this, and a second for so many bytes, hangs."""
+"""Timeout of a swap: `SWAP_S` + bytes / `SLOWEST_BYTES_PER_S` seconds."""
 log = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Swaps every new version of `puller` into `engine`, which has begun with the one that is there.
+    """Swaps every new version of `puller` into `engine`, which has begun with the version in the puller's replica.
 
-    `digest` follows the engine, and `admitted_lag` the lag that the learner admits, if it steers it; `push_ms` are the
-    milliseconds that all swaps took together.
+    `digest` is the digest of the engine's version. `admitted_lag` is the newest push's, if the learner steers it.
+    `push_ms` is the time of all swaps together, in milliseconds.
     """
 
     def __init__(self, puller: Puller, engine: Engine, source: EngineTensors) -> None:
@@ -40,10 +40,10 @@ class WeightSync:
         self._swapped = asyncio.Condition()
 
     async def run(self) -> None:
-        """Swap to the newest version without end; versions that came and went during a swap are never pulled alone.
+        """Swap to the newest version without end; versions replaced during a swap are not loaded on their own.
 
-        After bytes that were damaged on the way a whole version is asked for. Raises `WeightsError` after `PULLS`
-        refusals in a row: then the way is not the reason. Raises `RunError` if a swap hangs.
+        After a `WeightsError` the next pull is a full version, in case bytes were damaged on the way. Raises
+        `WeightsError` after `PULLS` failures in a row, and `RunError` if a swap hangs.
         """
         refusals = 0
         while True:

@@ -1,13 +1,13 @@
-"""The work of one rollout actor: a set number of trajectories is always in flight.
+"""The work of one rollout actor: it keeps `rollout.in_flight` trajectories under way, if it gets tickets for them.
 
-consumes     tickets from the queue, which it asks for with each delivery, and by themselves where it got too few
+consumes     tickets of the queue, requested with each delivery, or in a call of their own if a delivery brings too few
 produces     scored trajectories and failures, in the order in which they finish
-waits for    tickets, which the queue's admission rule gives out; never for the learner, another actor or a batch
+waits for    tickets, which the queue's admission rule limits; never for the learner, another actor or a batch
 unblocks     the queue's next take
 
     ticket -> prompt -> generate -> score -> deliver      one coroutine for each trajectory in flight: `_sample`
 
-A teacher that is a server is asked beside the rewards.
+A teacher's server is called concurrently with the rewards.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, Teacher
 from streamppo.process import phase
 from streamppo.queue.batch_source import BEAT_S
 from streamppo.queue.shards.shards import Shards
-from streamppo.rollout import adapters, build, teacher
+from streamppo.rollout import adapters, build, random_numbers, teacher
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.puller import Puller
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.05
-"""Seconds for which free places and finished trajectories gather: each call costs the queue and this actor a fixed sum.
+"""Seconds in which free places and finished trajectories are collected into one call, since each call has a fixed cost.
 
-A completion of a language model takes a hundred times as long."""
+A completion of a language model takes about a hundred times as long."""
 
 
 class GreedyAnswer(NamedTuple):
-    """A greedy answer: true if it is right, None if it failed for `reason`; its oldest and its newest version."""
+    """A greedy answer: whether it is correct (None: failed, see `reason`), and its oldest and newest version."""
 
     correct: bool | None
     oldest: int
@@ -78,7 +78,7 @@ class GreedyAnswer(NamedTuple):
 
 
 def load_libraries() -> None:
-    """Import what `start` needs of transformers. It takes seconds, which are free as long as there is no model."""
+    """Import what `start` needs of transformers. It takes seconds: do it while the learner makes or loads the model."""
     for name in ("auto.tokenization_auto", "llama.modeling_llama"):
         import_module(f"transformers.models.{name}")
 
@@ -150,11 +150,11 @@ class Worker:
 
     @property
     def version(self) -> int:
-        """The version that the engine holds."""
+        """The engine's version."""
         return self._engine.version
 
     async def run(self) -> None:
-        """Sample and follow the weights without end. Ends only by an exception."""
+        """Sample, and swap to new versions, without end. Returns only by an exception."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
             group.create_task(self._follower.run())
@@ -164,18 +164,18 @@ class Worker:
             await self._issue(group)
 
     async def _beat(self) -> None:
-        """Tell the queue without end that this actor lives: one that is full calls it for nothing else in a swap."""
+        """Send heartbeats to the queue without end: during a swap, an actor without free places makes no other call."""
         while True:
             sampling = await self._queue.beat.remote(self._name)
             if self._config.queue.segments:
-                # Actors that have been added share the batches; those that are not there yet will.
+                # Actors share the batches: count added ones, and configured ones that have not started yet.
                 self._sharing = max(sampling, self._config.rollout.actors)
-                # A queue that begins anew must hear up to which version they were cut.
+                # A restarted queue needs the version up to which segments were cut.
                 self._delivery_due.set()
             await asyncio.sleep(BEAT_S)
 
     async def _report_cuts(self) -> None:
-        """Deliver after every swap: the learner may wait to hear that nothing was due, or that it was cut."""
+        """Deliver after every swap: the learner may wait for the report that all due segments are cut."""
         while True:
             await self._follower.reach(self.version + 1)
             self._delivery_due.set()
@@ -183,7 +183,7 @@ class Worker:
     # --- the life of a trajectory ----------------------------------------------------------------------------
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
-        """Ask for tickets wherever a delivery has brought too few, without end: the queue answers when it has some."""
+        """Without end: request tickets when a delivery has brought too few; the queue answers when it has some."""
         while True:
             await self._lacks.wait()
             await asyncio.sleep(GATHER_S)
@@ -191,7 +191,7 @@ class Worker:
                 continue
             self._lacks.clear()
             if self._num_wanted:
-                # Places that have become free meanwhile, for which no delivery has asked.
+                # Places have become free in the meantime: a delivery requests their tickets.
                 self._delivery_due.set()
 
     async def _request_tickets(self, wanted: int) -> bytes:
@@ -199,7 +199,7 @@ class Worker:
 
     @property
     def _num_wanted(self) -> int:
-        """The tickets to ask for, of those that there is room for."""
+        """The number of tickets to request: free places, within `most_under_way` if segments are cut by age."""
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments and queue.segments.just_in_time:
             under_way = in_flight - self._room
@@ -208,43 +208,44 @@ class Worker:
 
     @property
     def _share(self) -> float:
-        """The segments of a batch that this actor makes."""
+        """The number of a batch's segments that this actor makes."""
         return self._config.queue.batch_size / self._sharing
 
     def _aim(self) -> int:
         return self._config.queue.aim(self._follower.admitted_lag)
 
     def _admit(self, answer: bytes, group: asyncio.TaskGroup) -> int:
-        """Begin the trajectories of the tickets in `answer`. Returns how many there are."""
+        """Begin the trajectories of the tickets in `answer`. Returns the number of tickets."""
         with phase("admit"):
             tickets = decode(answer, tuple[Ticket, ...])
             for ticket in tickets:
                 group.create_task(self._sample(ticket))
         with phase("tokenize"):
-            # At once: to look at the clock for each prompt would cost as much as its tokens.
+            # One phase for all prompts: reading the clock for each would cost as much as its tokens.
             self._prepare({ticket.identity.prompt for ticket in tickets})
         if tickets and self._config.queue.segments:
-            # The queue asks of an actor that has some up to which version it has cut.
+            # The queue needs the cut version of every actor that has tickets.
             self._delivery_due.set()
         self._room -= len(tickets)
-        # A call that gave tickets is over. The same call again gives the same tickets, if they did not arrive.
+        # A new number once tickets have arrived: a retry with the same number gets the same tickets.
         self._call += bool(tickets)
         return len(tickets)
 
     def _prepare(self, prompts: Iterable[int]) -> None:
         for number in prompts:
-            # It is raised again where it costs a trajectory.
+            # `play` raises the error again, and it fails the trajectory there.
             with suppress(*FAILURES):
                 self._player.prepare(self._task.prompt(number))
 
     async def _sample(self, ticket: Ticket) -> None:
-        """Take one trajectory from its ticket to the next delivery."""
+        """Sample and score the trajectory of one ticket, and hand it to the next delivery."""
         episode: Episode | None = None
         handing = SegmentWriter(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
         self._under_way.add(handing)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
-            sampling = self._with_length_limit(self._sampling, prompt, ticket.identity)
+            seed = random_numbers.seed_of(self._config.seed, ticket.identity)
+            sampling = self._with_length_limit(self._sampling._replace(seed=seed), prompt, ticket.identity)
             episode = await self._player.play(prompt, sampling, handing if self._config.queue.segments else None)
             handing.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
@@ -260,7 +261,7 @@ class Worker:
         self._room += 1
 
     def _with_length_limit(self, sampling: Sampling, prompt: Prompt, identity: Identity | None) -> Sampling:
-        """`sampling` with the limit of one completion, which most tasks leave as it is."""
+        """Return `sampling` with the length limit of this completion; by default it is unchanged."""
         most = self._limit(prompt, identity)
         return sampling if most == sampling.max_tokens else sampling._replace(max_tokens=most)
 
@@ -269,7 +270,7 @@ class Worker:
         self._delivery_due.set()
 
     async def _score_and_teach(self, prompt: Prompt, episode: Episode) -> tuple[Reward, bytes]:
-        """Ask for the rewards, and beside them for the log-probs of a teacher's server; without one these are empty."""
+        """Return the reward and, from concurrent calls, the log-probs of a teacher's server; empty without one."""
         if self._teacher is None:
             return await self._score(prompt, episode), b""
         return await asyncio.gather(self._score(prompt, episode), self._teacher.score(episode))
@@ -284,16 +285,16 @@ class Worker:
         return reward
 
     async def _deliver(self, group: asyncio.TaskGroup) -> None:
-        """Make one delivery after another, without end; before and during a delivery, results and free places gather.
+        """Make one delivery after another, without end; each has all results since the one before.
 
-        It brings the tickets for these places, unless `_issue` asks for some.
+        Its answer has tickets for the free places, unless `_issue` is requesting some.
         """
         while True:
             await self._delivery_due.wait()
             await asyncio.sleep(GATHER_S)
             self._delivery_due.clear()
             with phase("deliver"):
-                # All segments that were cut for this version are among the results, or were before.
+                # All segments that were cut for this version are in this delivery or an earlier one.
                 version = self._cut_waiting()
                 results, self._finished = self._finished, []
                 trajectories = tuple(result for result in results if isinstance(result, Trajectory))
@@ -308,7 +309,7 @@ class Worker:
                 self._lacks.set()
 
     def _cut_waiting(self) -> int:
-        """Cut what is due of the completions that wait; returns the version for which all is cut."""
+        """Cut the waiting completions that are due; return the version up to which all due segments are cut."""
         if self._config.queue.segments is None:
             return self.version
         kept = [handing.cut_waiting(self.version) for handing in self._under_way]

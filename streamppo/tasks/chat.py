@@ -1,4 +1,4 @@
-"""Messages, tools and template arguments as the rows of data sets write them: OpenAI's form, and transformers'."""
+"""Reads messages, tools and template arguments from rows of data sets, in OpenAI's and transformers' forms."""
 
 import json
 from collections.abc import Mapping
@@ -11,50 +11,50 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Template
 
 ARGUMENTS = "chat_template_kwargs"
-"""TRL's column of the arguments of the chat template."""
+"""TRL's column of chat template arguments."""
 
 
 def message(item: object, where: str) -> Message:
-    """Read one message with all its fields, those that are null left out. Raises `TaskError` if it is none."""
+    """Read one message with all its fields that are not null. Raises `TaskError` if `item` is no message."""
     match item:
         case {"role": str(role), **rest}:
-            given = cast("dict[str, object]", _without_nulls(rest))
+            fields = cast("dict[str, object]", _without_nulls(rest))
         case _:
             raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
-    content = given.pop("content", None)
-    if not isinstance(content, str) and (content is not None or not given.get("tool_calls")):
+    content = fields.pop("content", None)
+    if not isinstance(content, str) and (content is not None or not fields.get("tool_calls")):
         raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
-    known = {name: given.pop(name) for name in ("name", "tool_calls", "tool_call_id") if name in given}
+    known = {name: fields.pop(name) for name in ("name", "tool_calls", "tool_call_id") if name in fields}
     try:
-        made = msgspec.convert({"role": role, "content": content, **known, "fields": given}, Message)
-        # It crosses processes.
-        msgspec.msgpack.encode(made)
+        converted = msgspec.convert({"role": role, "content": content, **known, "fields": fields}, Message)
+        # It must be encodable, because it is sent to other processes.
+        msgspec.msgpack.encode(converted)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise TaskError(f"{where}: no message that a chat template gets: {error}: {item!r}") from error
-    return made
+    return converted
 
 
 def template(row: Row, tools: str, base: Template, where: str) -> Template:
-    """Add to `base` the tools in the column `tools` of a row, and its `ARGUMENTS`. Raises `TaskError` for others."""
+    """Add a row's tools (its column `tools`) and its `ARGUMENTS` to `base`. Raises `TaskError` if they are invalid."""
     listed, arguments = _parse_column(row.get(tools)) if tools else None, _parse_column(row.get(ARGUMENTS))
     if not listed and not arguments:
         return base
     try:
-        given = msgspec.convert(_without_nulls(listed or []), tuple[dict[str, object], ...])
+        row_tools = msgspec.convert(_without_nulls(listed or []), tuple[dict[str, object], ...])
         more = msgspec.convert(_without_nulls(arguments or {}), dict[str, object])
-        msgspec.msgpack.encode((given, more))
+        msgspec.msgpack.encode((row_tools, more))
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise TaskError(
             f"{where}: the column {tools!r} is a list of JSON schemas and {ARGUMENTS!r} has arguments by name, for the "
             f'chat template; here {error}. Name another column, or none: tools = ""'
         ) from error
     return Template(
-        arguments={**base.arguments, **more}, tools=(*base.tools, *given), control_tokens=base.control_tokens
+        arguments={**base.arguments, **more}, tools=(*base.tools, *row_tools), control_tokens=base.control_tokens
     )
 
 
 def _parse_column(value: object) -> object:
-    """A column may hold JSON as a text: rows of one schema need that."""
+    """Parse a column that holds JSON as text, as tables with a fixed schema do."""
     if not isinstance(value, str):
         return value
     try:
@@ -64,7 +64,7 @@ def _parse_column(value: object) -> object:
 
 
 def _without_nulls(value: object) -> object:
-    """Tables fill up what a row does not have with nulls, in structs too."""
+    """Remove nulls at any depth: tables fill a row's missing fields with them."""
     match value:
         case Mapping():
             return {key: _without_nulls(item) for key, item in value.items() if item is not None}

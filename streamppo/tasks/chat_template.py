@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SENTINEL = "qk7vAssistantTurn"
-"""An assistant's words that are looked for in a rendered conversation: no template writes them by itself."""
+"""An assistant's text to find in a rendered conversation; it occurs in no template."""
 WORDS = "qk7vWords"
 """In place of what is said, to see that a template writes it."""
 PLAIN = Template()
@@ -29,11 +29,11 @@ RESERVED = {
     *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
 }
-"""Arguments of transformers' `apply_chat_template` that are not the configuration's to give."""
+"""Arguments of transformers' `apply_chat_template` that a configuration may not set."""
 Calls: TypeAlias = Sequence[Mapping[str, Any]]
 """Calls of tools, as a message has them."""
 FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-"""Errors of a template, and of transformers for a chat that it does not take."""
+"""Errors of a template, and of transformers for an invalid chat."""
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class AfterTurn(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders messages by the chat template of `tokenizer`; one that writes the time writes that of `clock`."""
+    """Renders messages by the chat template of `tokenizer`; a template that writes the time writes `clock`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens, clock: str) -> None:
         self._tokenizer = tokenizer
@@ -64,10 +64,10 @@ class ChatTemplate:
         )
 
     def render(self, messages: Sequence[Message], template: Template) -> str:
-        """Render a prompt: the opening of the answer follows, or the last message goes on if it is an assistant's.
+        """Render a prompt with the opening of the answer; a final assistant message is left open instead.
 
-        Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` if there is no
-        template, or one that refuses the messages.
+        Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` without a template,
+        or if it rejects the messages.
         """
         continues = bool(messages) and messages[-1].role == "assistant"
         if continues and not messages[-1].content:
@@ -75,7 +75,7 @@ class ChatTemplate:
         return self._apply(messages, template, add_generation_prompt=not continues, continue_final_message=continues)
 
     def render_conversation(self, messages: Sequence[Message], template: Template) -> str:
-        """Render a conversation that is over. Raises `TaskError` as `render` does."""
+        """Render a finished conversation. Raises `TaskError` as `render` does."""
         return self._apply(messages, template, add_generation_prompt=False)
 
     def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
@@ -139,23 +139,23 @@ class ChatTemplate:
         if wrong := RESERVED & template.arguments.keys():
             raise TaskError(f"{min(wrong)!r} is no argument of a chat template: it is not the configuration's to give")
         chat: Any = [message.plain() for message in messages]
-        # Templates take an empty list for tools, too.
+        # Templates would treat an empty list as tools.
         tools = list(template.tools) or None
-        given = {**self._clock, **template.arguments, **how}
-        rendered = self._render_checked(chat, tools, given)
+        arguments = {**self._clock, **template.arguments, **how}
+        rendered = self._render_checked(chat, tools, arguments)
         if template.control_tokens == "parse":
             return rendered
         escaped = [self._control.escape(message, str(message["role"])) for message in chat]
         escaped_tools = self._control.escape(tools, "tool")
         if (escaped, escaped_tools) == (chat, tools):
             return rendered
-        kept = self._render_checked(escaped, escaped_tools, given)
-        if self._control.restore(kept) != rendered:
+        private = self._render_checked(escaped, escaped_tools, arguments)
+        if self._control.restore(private) != rendered:
             raise TaskError(
                 "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "
                 'as text: take it out of the row, or choose control_tokens = "parse"'
             )
-        return kept
+        return private
 
     def _render_checked(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         try:
@@ -192,8 +192,8 @@ def _marked(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the texts of the chat templates that a tokenizer has: none, one, or several by name."""
-    found: object = tokenizer.chat_template
-    if isinstance(found, Mapping):
-        return [str(one) for one in found.values()]
-    return [str(found)] if found else []
+    """Return the texts of a tokenizer's chat templates: none, one, or several named ones."""
+    templates: object = tokenizer.chat_template
+    if isinstance(templates, Mapping):
+        return [str(text) for text in templates.values()]
+    return [str(templates)] if templates else []

@@ -1,8 +1,8 @@
-"""Columns of a row as rewards get them: plain values of Python, and the same in every process.
+"""Converts a row's columns for rewards to plain Python values, the same in every process.
 
 plain         values of any library     ->   None, bool, int, float, str, bytes, list, dict, Decimal, Fraction, UUID,
                                              datetime, date, time, timedelta
-pack, unpack  these                    <->   msgpack, whose extensions carry what it does not hold itself
+pack, unpack  these                    <->   msgpack, with extensions for types that it lacks
 """
 
 import datetime
@@ -19,18 +19,18 @@ from streamppo.tasks.dataset_files import Row, Unread
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})
-"""Types that `plain` leaves as they are; a datetime may have a zone that is no plain offset."""
+"""Types that `plain` leaves unchanged; datetime is not among them, because its zone may be no plain offset."""
 
 EXTENDED: Mapping[type, Callable[..., object]] = {kind: kind for kind in (int, float, bytes, Decimal, Fraction)}
-"""Makes a plain value of one of a class that extends its type."""
+"""Converts a value of a subclass to its plain type."""
 
 
 class NotPlain(Exception):
-    """A value that is no plain one; the message names its type."""
+    """A value cannot be made plain; the message names its type."""
 
 
 class Plain(NamedTuple):
-    """The columns of a row that are plain, and the reason why each other one is left out."""
+    """The plain columns of a row, and for each omitted column the reason."""
 
     columns: Row
     left_out: Mapping[str, str]
@@ -64,7 +64,7 @@ def plain(value: object) -> object:
         case datetime.datetime():
             return _moment(value)
         case np.datetime64():
-            # Of nanoseconds numpy makes a whole number.
+            # Nanoseconds would become an integer in numpy.
             return plain(value.astype("datetime64[us]").item())
         case np.timedelta64():
             return plain(value.astype("timedelta64[us]").item())
@@ -77,7 +77,7 @@ def plain(value: object) -> object:
 
 
 def _plain_subclass(value: object) -> object:
-    """Return a value of a class that extends a plain one, or of a library's array."""
+    """Convert a value of a subclass of a plain type, or a library's array."""
     if isinstance(value, str):
         return str.__str__(value)
     for kind, make in EXTENDED.items():
@@ -91,26 +91,26 @@ def _plain_subclass(value: object) -> object:
 
 def _numbers(value: np.generic | np.ndarray) -> object:
     listed = value.tolist()
-    # A long double is a number of numpy's also then.
+    # `tolist` leaves a long double as a numpy number.
     return float(listed) if isinstance(listed, np.floating) else plain(listed)
 
 
 def _moment(value: datetime.datetime) -> datetime.datetime | None:
-    """Return a moment with a plain offset in place of a zone; None for pandas' NaT."""
+    """Return a datetime with a fixed offset in place of its zone; None for pandas' NaT."""
     text = value.isoformat()
     return None if text == "NaT" else datetime.datetime.fromisoformat(text)
 
 
 def _key(name: object) -> object:
-    made = plain(name)
-    return tuple(made) if isinstance(made, list) else made
+    key = plain(name)
+    return tuple(key) if isinstance(key, list) else key
 
 
 # --- between processes ---------------------------------------------------------------------------------------
 
 
 INTEGER, TEXT, PAIRS, DECIMAL, FRACTION, IDENTIFIER, DATETIME, DATE, TIME, TIMEDELTA = range(1, 11)
-"""Numbers of the extensions."""
+"""Codes of the msgpack extensions."""
 TEXTS: Mapping[type, tuple[int, Callable[..., str]]] = {
     Decimal: (DECIMAL, str),
     Fraction: (FRACTION, str),
@@ -133,7 +133,7 @@ READ: Mapping[int, Callable[[str], object]] = {
 
 
 def pack(value: object) -> object:
-    """Return a plain value as msgpack holds it; others are returned as they are."""
+    """Convert a plain value for msgpack; return other values unchanged."""
     kind = type(value)
     if kind is str:
         return value if _is_utf8(str(value)) else msgspec.msgpack.Ext(TEXT, _bytes(str(value)))
@@ -155,7 +155,7 @@ def pack(value: object) -> object:
 
 
 def unpack(code: int, data: memoryview) -> object:
-    """Return the value of an extension: an `ext_hook` of msgspec."""
+    """Return the value of an extension; used as msgspec's `ext_hook`."""
     if code == TEXT:
         return bytes(data).decode(errors="surrogatepass")
     if code == PAIRS:

@@ -1,11 +1,11 @@
-"""Control tokens of a tokenizer, kept apart from other people's text that spells them.
+"""Keeps control tokens of a tokenizer apart from untrusted text that spells them.
 
-A row, a tool's output or a data text may hold "<|im_end|>" or "<tool_call>". A tokenizer reads the name of a control
-token as the token, whoever wrote it. Here a text has the token only where the chat template wrote it:
+A row or a tool's output may contain "<|im_end|>" or "<tool_call>". A tokenizer turns such a name into the control
+token, whatever its origin. Here a control token is produced only where the chat template wrote it:
 
-    escape    the names in the messages are replaced by letters and a number before the template is rendered
-    ids       a twin of the tokenizer, whose control tokens have private names, reads the rendered text:
-              the template's names become private ones, the escaped ones become names again, which are plain text there
+    escape    names in the messages are replaced by letters and a number before the template is rendered
+    ids       a twin of the tokenizer, whose control tokens have private names, tokenises the rendered text:
+              the template's names become private names; escaped names become names again, plain text for the twin
 
 The twin splits, merges and normalises as the tokenizer does. It is made when the first name is found.
 """
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARK = "qk7vTextOfControlToken"
-"""Begins an escaped name. Letters and digits pass through every template, JSON too."""
+"""Prefix of an escaped name. Letters and digits pass unchanged through every template, also through JSON."""
 ESCAPED = re.compile(f"{MARK}(\\d+)z")
 SIGN = "\U0010fffd"
-"""Stands around the private names of control tokens: a sign of no alphabet."""
+"""Delimiter of private names of control tokens: a private-use character."""
 RENAMED = ("Unigram", "WordLevel", "WordPiece")
-"""Models that find the name of a control token in a text as one of their own words."""
+"""Models whose vocabulary may contain the name of a control token as a word."""
 OWN_ROLES = ("system", "assistant")
-"""Roles whose messages may hold the markers of a template, thinking tags for example: they do not end a turn."""
+"""Roles whose messages may contain markers that are not special, such as thinking tags: they do not end a turn."""
 T = TypeVar("T")
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer: its special ones, and other added ones that a chat template writes."""
+    """The control tokens of a tokenizer: its special tokens, and other added tokens that a chat template writes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, backend: Backend | None, templates: Iterable[str]) -> None:
         self._backend = backend
@@ -55,14 +55,14 @@ class ControlTokens:
         self._unknown = self._ids.get(str(tokenizer.unk_token))
 
     def find(self, text: str) -> str | None:
-        """Return the first name of a special token in `text`, if there is one."""
+        """Return the first special token's name in `text`, if there is one."""
         return match[0] if self._special_names and (match := self._special_names.search(text)) else None
 
     def escape(self, value: T, role: str) -> T:
-        """Replace the names in a text of a message of that role, or in every text of a dict or list.
+        """Escape the names in a text of a message with `role`, or in every text of a dict or list.
 
-        Names of special tokens are replaced in every role, those of other markers in all but `OWN_ROLES`. Raises
-        `TaskError` for a text that holds `MARK` or `SIGN`.
+        Names of special tokens are escaped in every role, names of other markers in all but `OWN_ROLES`. Raises
+        `TaskError` for a text that contains `MARK` or `SIGN`.
         """
         pattern = self._special_names if role in OWN_ROLES else self._all_names
         return value if pattern is None else cast(T, self._escape(value, pattern))
@@ -71,7 +71,7 @@ class ControlTokens:
         match value:
             case str():
                 _refuse_marks(value)
-                return pattern.sub(lambda found: f"{MARK}{self._names.index(found[0])}z", value)
+                return pattern.sub(lambda match: f"{MARK}{self._names.index(match[0])}z", value)
             case dict():
                 return {self._escape(key, pattern): self._escape(item, pattern) for key, item in value.items()}
             case list() | tuple():
@@ -80,30 +80,30 @@ class ControlTokens:
                 return value
 
     def restore(self, text: str) -> str:
-        """Write the names in place of the escaped ones."""
-        return ESCAPED.sub(lambda found: self._names[int(found[1])], text) if MARK in text else text
+        """Replace escaped names by the names."""
+        return ESCAPED.sub(lambda match: self._names[int(match[1])], text) if MARK in text else text
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text, none of which is a control token. Raises `TaskError` as `ids` does."""
+        """Return the ids of a text without any control token. Raises `TaskError` as `ids` does."""
         _refuse_marks(text)
         return self._read(text, 0)
 
     def ids(self, rendered: str) -> list[int]:
         """Return the ids of a rendered template with escaped names.
 
-        Raises `TaskError` if this tokenizer has no other way to write one of them.
+        Raises `TaskError` if the tokenizer can represent an escaped name only by the control token.
         """
         private, written = rendered, 0
         if self._all_names is not None:
-            private, written = self._all_names.subn(lambda found: _private(self._names.index(found[0])), rendered)
+            private, written = self._all_names.subn(lambda match: _private(self._names.index(match[0])), rendered)
         return self._read(self.restore(private), written)
 
     def _read(self, text: str, written: int) -> list[int]:
         twin, numbers = self._twin
         read: list[int] = twin.encode(text, add_special_tokens=False).ids
-        ids = [numbers.get(one, one) for one in read]
+        ids = [numbers.get(token, token) for token in read]
         control = {self._ids[name] for name in self._names if self._ids[name] != self._unknown}
-        if sum(one in control for one in ids) != written:
+        if sum(token in control for token in ids) != written:
             raise TaskError(
                 f"the tokenizer has no other way to write {self._all_names and self._all_names.findall(text)[:3]} than "
                 'by its control tokens: take it out of the text, or choose control_tokens = "parse"'
@@ -112,7 +112,7 @@ class ControlTokens:
 
     @cached_property
     def _twin(self) -> tuple[Backend, dict[int, int]]:
-        """The tokenizer whose control tokens have private names, and the ids of this one by those of the twin."""
+        """(twin whose control tokens have private names, {id in the twin: id in the tokenizer})."""
         from tokenizers import Tokenizer as Backend
 
         if self._backend is None:
@@ -137,13 +137,13 @@ def _number(backend: Backend, name: str) -> int:
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern of the longest name at each place, as tokenizers find them."""
+    """A pattern that matches the longest name at each position, as tokenizers do."""
     ordered = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 def _private(number: int) -> str:
-    """The name of a control token in the twin."""
+    """The twin's name of control token `number`."""
     return f"{SIGN}{number}{SIGN}"
 
 
@@ -154,7 +154,7 @@ def _refuse_marks(text: str) -> None:
 
 
 def _rename(model: dict[str, object], renamed: Mapping[str, str]) -> None:
-    """Rename the words of the model that are names of control tokens."""
+    """Rename words in the model's vocabulary that are names of control tokens."""
     if model["type"] not in RENAMED:
         return
     match model["vocab"]:

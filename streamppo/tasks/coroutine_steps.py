@@ -1,4 +1,4 @@
-"""The steps of a coroutine, seen from outside: code that runs between two waits of it, and holds the event loop."""
+"""Observes the steps of a coroutine: the code between two of its waits, which blocks the event loop."""
 
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -9,19 +9,19 @@ T = TypeVar("T")
 
 
 class Steps(Protocol):
-    """Told of every step."""
+    """Observer of steps."""
 
     def enter(self) -> None:
-        """A step begins."""
+        """Called before a step."""
         ...
 
     def leave(self) -> None:
-        """A step has ended."""
+        """Called after a step."""
         ...
 
 
 async def watch_steps(coroutine: Coroutine[Any, Any, T], steps: Steps) -> T:
-    """Run `coroutine`, and tell `steps` of each of its steps."""
+    """Run `coroutine`; call `steps` before and after each of its steps."""
     return await _stepwise(coroutine, steps)
 
 
@@ -38,6 +38,6 @@ def _stepwise(coroutine: Coroutine[Any, Any, T], steps: Steps) -> Generator[obje
             steps.leave()
         try:
             step = partial(coroutine.send, (yield waits_for))
-        # Also a cancellation: it is the coroutine's.
+        # A cancellation too must reach the coroutine.
         except BaseException as error:
             step = partial(coroutine.throw, error)

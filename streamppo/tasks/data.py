@@ -1,4 +1,4 @@
-"""From the rows of data sets to prompts."""
+"""Converts rows of data sets to prompts."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -13,11 +13,11 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Prompt, Template
 
 SPECIALS = 8
-"""Tokens that a tokenizer may add to a text; all others stand for at least a byte of it."""
+"""Tokens that a tokenizer may add to a text; every other token covers at least one byte of it."""
 
 
 class Measure(Protocol):
-    """The part of a tokenizer that measures a prompt."""
+    """The methods of a tokenizer that measure a prompt."""
 
     def render(self, prompt: Prompt) -> str:
         """Return the whole text of a prompt."""
@@ -29,14 +29,14 @@ class Measure(Protocol):
 
 
 Look: TypeAlias = Callable[[str, Prompt], object]
-"""Told of every prompt, after the words that say where its row stands."""
+"""Called for every prompt: (location of its row, prompt)."""
 
 
 class Data:
-    """The rows of one source, or its first `limit`. Raises `TaskError` with file and row for one it cannot use.
+    """The rows of one source, or its first `limit`. Raises `TaskError` with file and row for an unusable row.
 
-    `lengths` counts the training prompts that were "skipped" or will be "truncated"; `keys` are those of the training
-    prompts by `split.key`, `held_out_keys` those of the others. `notes` are sentences about files and columns.
+    `lengths` counts the training prompts that are "skipped" or "truncated". `keys` are `split.key` of the training
+    prompts, `held_out_keys` of the held-out ones. `notes` are sentences about files and columns.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Data:
         self.held_out: Sequence[Prompt]
         self.is_divided = source.evaluation is None and source.evaluation_split is None
         if self.is_divided:
-            # The first rows of a large file tell nothing of the number of its different prompts.
+            # The first rows of a large file may all have the same prompt.
             share = source.held_out if limit is None or len(set(self.keys)) > 1 else 0.0
             try:
                 divided = split.divide(self.training, self.keys, share, seed)
@@ -77,7 +77,7 @@ class Data:
         ]
 
     def leave(self, taken: set[bytes]) -> None:
-        """Train on none of the prompts whose keys are `taken`. Raises `TaskError` if no other is left."""
+        """Remove training prompts whose keys are in `taken`. Raises `TaskError` if none is left."""
         self.training = split.drop_taken(self.training, self.keys, taken)
         self.keys = split.drop_taken(self.keys, self.keys, taken)
         if not self.training:
@@ -86,32 +86,32 @@ class Data:
             )
 
     def _keys(self, prompts: Sequence[Prompt]) -> list[bytes]:
-        """Hash the prompts without the system message that the source adds to all of them."""
-        return [split.key(one.text.removeprefix(self._source.system)) for one in prompts]
+        """`split.key` of the prompts without the source's system message."""
+        return [split.key(prompt.text.removeprefix(self._source.system)) for prompt in prompts]
 
     def _read(self, data: str, of_split: str) -> Sequence[Prompt]:
         folder = Path(data)
         if folder.is_dir() and (doubtful := files.find(folder, of_split).doubtful):
             self.notes.append(f"{self._name}: not read as of the split {of_split!r} in {folder}: {', '.join(doubtful)}")
         rows = islice(dataset_files.rows(data, of_split, self._source.subset), self._limit)
-        fitting = [made for where, row in rows if (made := self._prompt(row, where)) is not None]
+        fitting = [prompt for where, row in rows if (prompt := self._prompt(row, where)) is not None]
         if not fitting:
             raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))
         return fitting
 
     def _prompt(self, row: Row, where: str) -> Prompt | None:
-        """Make the prompt of a row; None for one that is left out."""
+        """Make the prompt of a row; None for a skipped one."""
         plain = columns.plain_columns(row)
         self._left_out |= plain.left_out
-        made = prompt(plain.columns, where, self._name, self._source)
-        if self._tokenizer is not None and not self._fits(made, where, self._source, self._tokenizer):
+        converted = prompt(plain.columns, where, self._name, self._source)
+        if self._tokenizer is not None and not self._fits(converted, where, self._source, self._tokenizer):
             return None
         if self._look is not None:
-            self._look(where, made)
-        return made
+            self._look(where, converted)
+        return converted
 
     def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
-        """Tell if the prompt is used at all, and count it if it is too long."""
+        """Return True if the prompt is used; count it if it is too long."""
         limit = source.max_prompt_tokens
         if len(tokenizer.render(made).encode(errors="surrogatepass")) + SPECIALS <= limit:
             return True
@@ -133,7 +133,7 @@ class Data:
 
 
 def _evaluation(source: Source) -> tuple[str, str]:
-    """Return data and split of the evaluation. Raises `TaskError` for those that are trained on."""
+    """Return data and split of the evaluation. Raises `TaskError` if they are the training rows."""
     data, of_split = source.evaluation or source.data, source.evaluation_split or source.split
     if source.evaluation is None and not dataset_files.has_splits(data):
         raise TaskError(
@@ -150,7 +150,7 @@ def _evaluation(source: Source) -> tuple[str, str]:
 
 
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
-    """Map one row as the source says. Raises `TaskError` that names a column that is missing."""
+    """Convert one row according to `source`. Raises `TaskError` with the name of a missing column."""
     text, messages = content(_column(row, source.prompt, where), where, source)
     columns = {key: value for key, value in row.items() if key != source.prompt}
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
@@ -168,13 +168,13 @@ def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
 
 
 def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
-    """Return the inputs of the chat template besides the messages; a text has none of its row's."""
+    """Return the chat template's inputs besides the messages; a plain text ignores its row's."""
     base = Template(arguments=source.template, control_tokens=source.control_tokens)
     return chat.template(row, source.tools, base, where) if chats else base
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """Name the column of the answer, which verl keeps one level down."""
+    """The name of the answer's column, which in verl's rows is nested."""
     nested = row.get("reward_model")
     if name not in row and isinstance(nested, Mapping) and "ground_truth" in nested:
         return "reward_model.ground_truth"
@@ -192,9 +192,9 @@ def _column(row: Row, name: str, where: str) -> object:
 
 
 def content(value: object, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
-    """Return (text, messages) of a prompt as the source writes it; no messages for a plain text.
+    """Return (text, messages) of a prompt's value; no messages for a plain text.
 
-    The text of messages is their contents, one after another. Raises `TaskError` for a value that is no prompt.
+    The text of messages is their joined contents. Raises `TaskError` for a value that is no prompt.
     """
     if isinstance(value, str) and value:
         if not source.chat and not source.system and not _as_json(value):
@@ -211,12 +211,12 @@ def content(value: object, where: str, source: Source) -> tuple[str, tuple[Messa
 
 
 def _as_json(text: str) -> list[object]:
-    """Return the messages of a text that is a JSON list of them; [] for every other text."""
+    """Return the messages of a text that is a JSON list of messages; [] for any other text."""
     if not text.lstrip().startswith("["):
         return []
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    is_chat = isinstance(listed, list) and all(isinstance(one, dict) and "role" in one for one in listed)
+    is_chat = isinstance(listed, list) and all(isinstance(item, dict) and "role" in item for item in listed)
     return listed if is_chat else []

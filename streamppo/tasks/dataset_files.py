@@ -1,9 +1,9 @@
-"""Rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
+"""Reads rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     import pyarrow
 
 Row: TypeAlias = Mapping[str, Any]
-"""The columns of one row of data, by name: any values, which the user's own functions take."""
+"""The columns of one row of data, by name; the user's functions take values of any type."""
 BATCH = 1024
-"""Rows of a parquet file that are in memory as Python objects at one time."""
+"""Rows of a parquet file in memory as Python objects at one time."""
 SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow")
 
 
 class Unread(NamedTuple):
-    """Stands for a value of a column that cannot be read."""
+    """Replaces an unreadable value of a column."""
 
     reason: str
 
 
 def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
-    """Yield every row, after the words that say where it stands. Raises `TaskError` for data that cannot be read."""
+    """Yield (location, row) for every row. Raises `TaskError` for data that cannot be read."""
     path = Path(data)
     if not path.exists():
         yield from ((f"{data}, row {number}", row) for number, row in enumerate(_hub(data, split, subset), start=1))
@@ -37,12 +37,14 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 
 
 def has_splits(data: str) -> bool:
-    """Tell if there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
+    """Return True if a split can be chosen: not for a single file or a `save_to_disk` folder of one split."""
     path = Path(data)
     return not path.is_file() and not files.is_saved_dataset(path)
 
 
 def _file(path: Path) -> Iterator[Row]:
+    if path.exists() and not path.is_file():
+        raise TaskError(f"{path}: not a file: a pipe or a device can be read once, and a run reads its data again")
     match files.ending(path):
         case ".jsonl" | ".jsonl.gz":
             return _jsonl(path)
@@ -55,22 +57,24 @@ def _file(path: Path) -> Iterator[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-        for number, line in enumerate(_lines(lines, path), start=1):
-            if line.strip():
-                yield parse(line, f"{path}, line {number}")
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            yield parse(line, f"{path}, line {number}")
 
 
-def _lines(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, which may be compressed."""
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, which may be gzipped. Raises `TaskError` if it cannot be read."""
     try:
-        yield from lines
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            yield from lines
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise TaskError(f"{path}: not a gzip file, or a part of one: {error}") from error
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def parse(text: bytes, where: str) -> Row:
-    """Read one row as JSON. Raises `TaskError`, which begins with `where`, for a text that is no JSON object."""
+    """Parse one row from JSON. Raises `TaskError`, whose message begins with `where`, if it is no JSON object."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -92,7 +96,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    """Read the stream format that `datasets` writes."""
+    """Read the Arrow stream format written by `datasets`."""
     import pyarrow.ipc
 
     try:
@@ -104,14 +108,14 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
-    """Yield the rows of a batch. A column that Python cannot hold is `Unread` in each of them."""
+    """Yield the rows of a batch. A column that Python cannot represent is `Unread` in each row."""
     import pyarrow
 
     columns: list[list[Any]] = []
     for column in batch.columns:
         try:
             columns.append(column.cast(_in_microseconds(column.type), safe=False).to_pylist())
-        # Dates beyond the year 9999, texts that are not UTF-8, two fields of one name, kinds without a Python type.
+        # Dates beyond the year 9999, texts that are not UTF-8, duplicate field names, types unknown to Python.
         except (pyarrow.ArrowException, ValueError, OverflowError, TypeError, NotImplementedError) as error:
             columns.append([Unread(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
     names = batch.schema.names
@@ -120,7 +124,7 @@ def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
 
 
 def _in_microseconds(kind: "pyarrow.DataType") -> "pyarrow.DataType":
-    """Return the type with times in microseconds where it has nanoseconds, which no moment of Python's has."""
+    """Return the type with microseconds in place of nanoseconds, which Python's datetime lacks."""
     import pyarrow as pa
 
     types = pa.types
@@ -147,6 +151,6 @@ def _hub(name: str, split: str, subset: str) -> Iterator[Row]:
         ) from error
     try:
         yield from load_dataset(name, subset or None, split=split)
-    # A data set on the hub may bring code of its own, and the way there fails in many ways.
+    # A hub data set may run its own code, and a download may fail with any exception.
     except Exception as error:
         raise TaskError(f"{name}: neither a file or folder nor loaded from the hub: {error!r}") from error

@@ -1,13 +1,13 @@
-"""Environments answer the policy between its turns. `[environment] name = "package.module:Class"`.
+"""Environments, which answer the policy between its turns. `[environment] name = "package.module:Class"`.
 
     class Environment:                                   one instance for each trajectory
-        async def reset(self, prompt: Prompt) -> Said    the first prompt: messages, or a text as it is
+        async def reset(self, prompt: Prompt) -> Said    the first prompt: messages, or a plain text
         async def step(self, text: str) -> Said | Observation | Done
-        async def close(self)                            only if there is something to close
+        async def close(self)                            optional
 
-`text` is the policy's turn, special tokens left out. Steps run in the actor's event loop: they must await all that
-takes long, and those that do not are named and counted (stalls.py). An environment that raises, takes too long, or
-gives a number that is not finite, fails its trajectory, with the reason that came first.
+`text` is the policy's turn without special tokens. Steps run in the actor's event loop, so they must await long work;
+steps that do not are logged and counted (stalls.py). An environment that raises, takes too long, or returns a number
+that is not finite fails its trajectory with the first reason.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from streamppo.types import Message, Prompt, Reward
 
 
 class Observation(NamedTuple):
-    """The environment's words, and the reward of the turn that they answer."""
+    """The environment's answer to a turn, and that turn's reward."""
 
     said: Said | list[Message]
     reward: float = 0.0
@@ -42,10 +42,10 @@ class Done(NamedTuple):
 
 
 class Environment(Protocol):
-    """See the module."""
+    """A user's environment; see the module's docstring."""
 
     async def reset(self, prompt: Prompt) -> Said | list[Message]:
-        """Begin, and return the text that the policy sees first."""
+        """Start a trajectory; return the first prompt."""
         ...
 
     async def step(self, text: str) -> "Said | list[Message] | Observation | Done":
@@ -58,14 +58,14 @@ T = TypeVar("T")
 
 
 def load(config: Config) -> Make:
-    """Load the environment's class; the function makes one of it. Raises `TaskError` if it is no environment."""
-    found = plugins.load(config.name, "environment.name")
+    """Load the environment's class; return a function that makes instances. Raises `TaskError` if it is invalid."""
+    environment = plugins.load(config.name, "environment.name")
     for method in ("reset", "step", "close"):
-        there = getattr(found, method, None)
-        if not asyncio.iscoroutinefunction(there) and (there is not None or method != "close"):
+        member = getattr(environment, method, None)
+        if not asyncio.iscoroutinefunction(member) and (member is not None or method != "close"):
             raise TaskError(f"environment.name {config.name!r} has no `async def {method}`")
 
-    make_one = cast(Callable[..., Environment], found)
+    make_one = cast(Callable[..., Environment], environment)
     plugins.check_arguments(make_one, config.arguments, f"environment.name {config.name!r}")
 
     async def make() -> Environment:
@@ -75,21 +75,21 @@ def load(config: Config) -> Make:
 
 
 class EnvSession:
-    """An environment at play; every method raises `EnvironmentFailed`."""
+    """A running environment; every method raises `EnvironmentFailed`."""
 
     def __init__(self, environment: Environment, calls: EnvironmentCalls) -> None:
         self._environment = environment
         self._calls = calls
 
     async def begin(self, prompt: Prompt) -> Said:
-        """Begin, and return the text that the policy sees first."""
+        """Start the trajectory; return the first prompt."""
         return _describe_answer(await _within_time("reset", self._calls, partial(self._environment.reset, prompt)))
 
     async def step(self, text: str) -> Observation | Done:
-        """Ask the environment for its answer, its numbers plain and finite floats."""
+        """Return the environment's answer to a turn, with numbers as plain finite floats."""
         answer = await _within_time("step", self._calls, partial(self._environment.step, text))
         if isinstance(answer, Done):
-            # Any mapping will do: `plain` makes a dict of it.
+            # `plain` converts any mapping to a dict.
             components = cast(dict[str, float], answer.components)
             checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
             return Done(checked.score, checked.components, checked.explanation)
@@ -98,7 +98,7 @@ class EnvSession:
         return Observation(_describe_answer(answer))
 
     async def close(self) -> None:
-        """End it, if there is something to end."""
+        """Call the environment's `close`, if it has one."""
         close = getattr(self._environment, "close", None)
         if close is not None:
             await _within_time("close", self._calls, close)
@@ -106,14 +106,14 @@ class EnvSession:
 
 @asynccontextmanager
 async def open_session(make: Make, stalls: EventLoopStalls) -> AsyncGenerator[EnvSession]:
-    """Make an environment, and close it however its trajectory ends. Raises `EnvironmentFailed`."""
+    """Make an environment, and close it at the end of the block in any case. Raises `EnvironmentFailed`."""
     calls = EnvironmentCalls(stalls)
     world = EnvSession(await _within_time("the constructor", calls, make), calls)
     try:
         yield world
     # Also a cancellation.
     except BaseException:
-        # The trajectory has its reason, which one more failure must not hide.
+        # A failure of `close` must not hide the first reason.
         with suppress(EnvironmentFailed):
             await world.close()
         raise
@@ -125,7 +125,7 @@ async def _within_time(method: str, calls: EnvironmentCalls, call: Callable[[], 
         return await calls.call(call)
     except TooLate as error:
         raise EnvironmentFailed(f"{method} {error}") from error
-    # Other people's environments raise anything.
+    # A user's environment may raise any exception.
     except (Exception, SystemExit) as error:
         raise EnvironmentFailed(f"{method}: {user_traceback.format_user_error(error)}") from error
 

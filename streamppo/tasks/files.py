@@ -1,7 +1,7 @@
-"""The files of a split in a folder of data: named after it, or in a folder named after it.
+"""Finds the files of a split in a data folder: named after the split, or in a folder named after it.
 
 of the split train    train.jsonl, train-00000-of-00002.parquet, train/anything.parquet, main/train.jsonl.gz
-of none               .cache/train.jsonl, and all that may be meant otherwise: train-old.jsonl, test/train.jsonl
+of no split           .cache/train.jsonl, and ambiguous names: train-old.jsonl, test/train.jsonl
 """
 
 import json
@@ -10,28 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from streamppo import durable
 from streamppo.errors import TaskError
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 UNREAD = re.compile(r"\.(csv|tsv|json|ndjson|feather|(jsonl|csv|json|parquet)\.\w+)$")
-"""Endings of data that are not read."""
+"""Endings of unsupported data formats."""
 SHARD = r"(?:[-_.]\d+)?(?:[-_]of[-_]\d+)?(?:[-_.][0-9a-f]{8,})?"
-"""The rest of a name such as train-00000-of-00002-a09b74b3ef9c3b56."""
+"""The shard suffix of a name such as train-00000-of-00002-a09b74b3ef9c3b56."""
 SPLITS = frozenset({"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
 
 
 class SplitFiles(NamedTuple):
-    """The files of a split, and names of others that may be meant to be of it."""
+    """The files of a split, and the names of ambiguous files that mention it."""
 
     of_split: list[Path]
     doubtful: list[str]
 
 
 def find(folder: Path, split: str) -> SplitFiles:
-    """Find the files of `split`. Raises `TaskError` without any, and for one in a form that is not read."""
+    """Find the files of `split`. Raises `TaskError` if there are none, or one has an unsupported format."""
     if is_saved_dataset(folder):
         try:
-            entries = json.loads((folder / "state.json").read_text())["_data_files"]
+            entries = json.loads(durable.read(folder / "state.json"))["_data_files"]
             return SplitFiles([folder / entry["filename"] for entry in entries], [])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TaskError(f"{folder / 'state.json'}: not as `save_to_disk` writes it: {error}") from error
@@ -55,17 +56,17 @@ def find(folder: Path, split: str) -> SplitFiles:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Tell if the folder was made of one split by `save_to_disk`."""
+    """Return True if `save_to_disk` of a single split wrote the folder."""
     return (folder / "state.json").is_file()
 
 
 def ending(path: Path) -> str:
-    """Return the ending of a file that is read, "" for others."""
-    return next((one for one in ENDINGS if path.name.endswith(one)), "")
+    """Return the ending of a supported file, "" for others."""
+    return next((suffix for suffix in ENDINGS if path.name.endswith(suffix)), "")
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """Yield the relative paths of all files that are not hidden, in order."""
+    """Yield the relative paths of all visible files, sorted."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
@@ -73,8 +74,8 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 
 def _stem(name: Path) -> str:
-    """Return the name of a file without its ending."""
-    known = ending(name) or (found[0] if (found := UNREAD.search(name.name)) else "")
+    """Return a file's name without its ending."""
+    known = ending(name) or (match[0] if (match := UNREAD.search(name.name)) else "")
     return name.name.removesuffix(known)
 
 
@@ -83,12 +84,12 @@ def _is_named(stem: str, split: str) -> bool:
 
 
 def _is_of(name: Path, split: str) -> bool:
-    """Tell if a file is of the split and of no other."""
+    """Return True if a file belongs to the split and to no other."""
     named = {part for part in name.parts[:-1] if part in SPLITS or part == split}
-    named |= {one for one in SPLITS | {split} if _is_named(_stem(name), one)}
+    named |= {candidate for candidate in SPLITS | {split} if _is_named(_stem(name), candidate)}
     return named == {split}
 
 
 def _mentions(name: Path, split: str) -> bool:
-    """Tell if the split's name begins a part of the path."""
+    """Return True if a part of the path begins with the split's name."""
     return any(re.match(re.escape(split) + r"(?![a-z0-9])", part) for part in name.parts)

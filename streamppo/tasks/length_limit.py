@@ -1,9 +1,9 @@
-"""A limit of its own for each completion, by a function of the user's: `rollout.limit`.
+"""A token limit for each completion, by a user's function: `rollout.limit`.
 
     def limit(prompt: Prompt, identity: Identity | None) -> int      None for an evaluation's greedy answer
 
-It is called in the rollout actor's event loop, once for each trajectory, so it must be quick. It may give each source
-or difficulty its own length, or draw one: `identity` names the trajectory, which gets the same length again.
+It is called in the rollout actor's event loop, once for each trajectory, so it must be fast. It may return a limit by
+source or difficulty, or a random one: seeded by `identity`, a retried trajectory gets the same limit again.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ Limit: TypeAlias = Callable[[Prompt, Identity | None], int]
 
 
 def load(name: str, most: int) -> Limit:
-    """Load the function called `name`; none is beyond `most` tokens, and without a name all are `most`.
+    """Load the function `name`; its limits are capped at `most` tokens. Without a name every limit is `most`.
 
-    Raises `TaskError` if it cannot be loaded. The limit raises it for a function that raises, or gives no whole number
-    above 0.
+    Raises `TaskError` if it cannot be loaded. The returned function raises it if the user's raises, or returns anything
+    but an integer above 0.
     """
     if not name:
         return lambda prompt, identity: most
-    # An answer that is no number is found out below.
-    given = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
+    # `index` below rejects an answer that is no integer.
+    user_limit = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
 
     def limit(prompt: Prompt, identity: Identity | None) -> int:
-        tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(given(prompt, identity)))
+        tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(user_limit(prompt, identity)))
         if tokens < 1:
             raise TaskError(f"rollout.limit {name!r} gave {tokens}, and a completion has at least 1 token")
         return min(tokens, most)

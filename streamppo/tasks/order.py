@@ -1,4 +1,4 @@
-"""Positions in an endless stream become rows and sources: pure functions of the seed and the position."""
+"""Maps positions in an endless stream to rows and sources, as pure functions of seed and position."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,16 +7,16 @@ from zlib import crc32
 import numpy as np
 
 BLOCK = 1024
-"""Positions over which a mixture holds its weights exactly."""
+"""Positions over which a mixture matches its weights exactly."""
 EASIEST = 0.1
-"""Share of the rows that a ramp begins with."""
+"""Share of the rows at the start of a ramp."""
 
 
 class ShuffledOrder:
     """Row `permutation(seed, epoch)[position % n]` with epoch = position // n."""
 
     def __init__(self, count: int, *key: int) -> None:
-        # Two epochs, because trajectories in flight may be on both sides of the border.
+        # Two epochs, because trajectories in flight may belong to two consecutive ones.
         self._permutation = lru_cache(maxsize=2)(
             lambda epoch: np.random.default_rng((key[0], epoch, *key[1:])).permutation(count)
         )
@@ -29,7 +29,10 @@ class ShuffledOrder:
 
 
 class RampedOrder:
-    """A curriculum: `ramp` positions are drawn from the easiest rows at first and from ever more; then shuffled."""
+    """A curriculum: over the first `ramp` positions rows are drawn from a growing set of the easiest; then shuffled.
+
+    eligible = round(n * (EASIEST + (1 - EASIEST) * position / ramp)) easiest of n rows
+    """
 
     def __init__(self, difficulty: Sequence[int], ramp: int, seed: int) -> None:
         self._by_difficulty = np.argsort(np.asarray(difficulty), kind="stable")
@@ -48,7 +51,7 @@ class RampedOrder:
 
 
 class Mixture:
-    """Sources in the shares of their weights, exact to 1 / `BLOCK` in every block, in a seeded order."""
+    """Mixes sources in proportion to their weights, exact to 1 / `BLOCK` in every block, in a seeded order."""
 
     def __init__(self, weights: dict[str, float], seed: int) -> None:
         total = sum(weights.values())
@@ -63,14 +66,14 @@ class Mixture:
         self._block = lru_cache(maxsize=2)(lambda number: self._arrange(np.random.default_rng((seed, number, key))))
 
     def __call__(self, position: int) -> tuple[int, int]:
-        """Return (number of the source, position in its own stream)."""
+        """Return (index of the source, position in its own stream)."""
         block, within = divmod(position, self._size)
         sources, ranks = self._block(block)
         source = int(sources[within])
         return source, block * self._counts[source] + int(ranks[within])
 
     def _arrange(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Arrange one block: the source of each position, and the count of that source before it."""
+        """One block: the source of each position, and the count of the same source before it in the block."""
         sources = generator.permutation(np.repeat(np.arange(len(self._counts)), self._counts))
         ranks = np.empty(self._size, dtype=np.int64)
         for source, count in enumerate(self._counts):

@@ -1,4 +1,4 @@
-"""Other people's code by name: `package.module:name` or `path/file.py:name`."""
+"""Loads user code by name: `package.module:name` or `path/file.py:name`."""
 
 import difflib
 import hashlib
@@ -29,15 +29,15 @@ DEVELOPMENT = {"test", "docs", "peers"}
 
 
 def export_path() -> None:
-    """Make modules of the current folder importable here, and in every process that is started."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    """Make modules of the current folder importable here and in every child process."""
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
 
 def load(name: str, asked_by: str) -> object:
-    """Import the object called `name`. Raises `TaskError`, which begins with `asked_by`, if it cannot be imported."""
+    """Import the object `name`. Raises `TaskError`, with a message that begins with `asked_by`, if that fails."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise TaskError(f"{asked_by} {name!r} is not of the form package.module:name or path/file.py:name")
@@ -45,30 +45,30 @@ def load(name: str, asked_by: str) -> object:
         module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as error:
         raise TaskError(f"{asked_by} {name!r}: {error}") from error
-    # Other people's modules raise anything while they are imported.
+    # The import of a user's module may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(
             f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}{remedy(error)}"
         ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    plugin = getattr(module, attribute, None)
+    if plugin is None:
         raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")
-    return found
+    return plugin
 
 
 def function(name: str, asked_by: str) -> Callable[..., object]:
-    """Import the function called `name`, as `load` does. Raises `TaskError` if it is none."""
-    found = load(name, asked_by)
-    if not callable(found):
+    """Import the function `name`, as `load` does. Raises `TaskError` if it is not callable."""
+    plugin = load(name, asked_by)
+    if not callable(plugin):
         raise TaskError(f"{asked_by} {name!r} is not a function")
-    return found
+    return plugin
 
 
 def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
-    """Call other people's code. Raises `TaskError`, which begins with `asked_by` and names its line, if it fails."""
+    """Call user code. Raises `TaskError` if it fails; the message begins with `asked_by` and names the line."""
     try:
         return function(*arguments)
-    # It raises anything.
+    # User code may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}{remedy(error)}") from error
 
@@ -102,9 +102,9 @@ def load_and_try(name: str, field: str, try_it: Callable[[Callable[..., object]]
 
 
 def check_arguments(found: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:
-    """Refuse arguments that a class's constructor does not take, and the lack of one that it needs.
+    """Check arguments against a class's constructor.
 
-    Raises `TaskError`, which begins with `asked_by` and names the argument.
+    Raises `TaskError` for an unknown or missing argument; the message begins with `asked_by` and names it.
     """
     parameters = inspect.signature(found).parameters.values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -115,7 +115,7 @@ def check_arguments(found: Callable[..., object], arguments: Mapping[str, object
 
 
 def check_names(given: Iterable[str], named: Set[str], asked_by: str, *, takes_all: bool) -> None:
-    """Refuse arguments that are not among those that are `named`. Raises `TaskError` with the nearest name."""
+    """Raise `TaskError`, with the most similar name, for an argument in `given` that is not in `named`."""
     unknown = set() if takes_all else set(given) - named
     if unknown:
         name = min(unknown)
@@ -125,7 +125,7 @@ def check_names(given: Iterable[str], named: Set[str], asked_by: str, *, takes_a
 
 
 def _from_file(name: str) -> ModuleType:
-    """Import the module at a path; a relative path is searched for in the folders of `sys.path`."""
+    """Import the module at a path; a relative path is searched in the current folder and `sys.path`."""
     for folder in ("", *sys.path):
         path = (Path(folder) / name).resolve()
         if path.is_file():
@@ -141,7 +141,7 @@ def _from_file(name: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    # Half a module must not be found by the next import.
+    # The next import must not find a half-initialised module.
     except BaseException:
         del sys.modules[module_name]
         raise

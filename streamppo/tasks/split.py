@@ -1,4 +1,4 @@
-"""Training and evaluation share no prompt: rows are divided by the content of their prompts, never one by one."""
+"""Splits rows into training and evaluation by the content of their prompts, so that both share no prompt."""
 
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 class SplitPrompts(NamedTuple):
-    """Prompts to train on, each as often as it came, and prompts that are held out, each once."""
+    """Training prompts, with repetitions, and held-out prompts, each once."""
 
     training: Sequence[Prompt]
     held_out: Sequence[Prompt]
 
 
 def key(text: str) -> bytes:
-    """Return the same bytes for texts that differ in case, white space and forms of a character alone."""
+    """A hash of a text that ignores case, white space and the form of characters (NFKC)."""
     normal = " ".join(unicodedata.normalize("NFKC", text).casefold().split()) or text
     return blake2b(normal.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed: int) -> SplitPrompts:
-    """Hold out a share of the different contents, one at least unless the share is 0: their rows are not trained on.
+    """Hold out a share of the distinct prompts, at least one unless the share is 0, and remove all their rows.
 
-    Example: of 20 rows with 4 different prompts a share of 0.05 holds out 1 prompt, and 5 rows leave the training.
-    Raises `TaskError` if nothing is left to train on.
+    Example: of 20 rows with 4 distinct prompts of 5 rows each, a share of 0.05 holds out 1 prompt and removes 5 rows.
+    Raises `TaskError` if no training row is left.
     """
     first: dict[bytes, int] = {}
-    for number, one in enumerate(keys):
-        first.setdefault(one, number)
+    for number, key in enumerate(keys):
+        first.setdefault(key, number)
     different = list(first.values())
     count = held_out_count(len(different), share)
     if count >= len(different):
@@ -45,22 +45,22 @@ def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed:
         )
     order = np.random.default_rng((seed, 0xF11E)).permutation(len(different))
     rows = [different[int(place)] for place in order[:count]]
-    kept = drop_taken(prompts, keys, {keys[row] for row in rows})
-    return SplitPrompts(kept, [prompts[row] for row in rows])
+    training = drop_taken(prompts, keys, {keys[row] for row in rows})
+    return SplitPrompts(training, [prompts[row] for row in rows])
 
 
 def held_out_count(count: int, share: float) -> int:
-    """Return how many of `count` are held out: none for a share of 0 alone."""
+    """Return the held-out number of `count`: max(1, round(share * count)), and 0 for a share of 0."""
     return max(1, round(share * count)) if share else 0
 
 
 def drop_taken(values: Sequence[T], keys: Sequence[bytes], taken: set[bytes]) -> list[T]:
-    """Return the values whose keys are not among those `taken`."""
-    return [value for value, one in zip(values, keys, strict=True) if one not in taken]
+    """Return the values whose keys are not in `taken`."""
+    return [value for value, key in zip(values, keys, strict=True) if key not in taken]
 
 
 def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
-    """Say how many rows repeat the prompt of an earlier one, if any do."""
+    """A sentence with the number of rows that repeat an earlier row's prompt, if there are any."""
     listed = list(keys)
     count = len(listed) - len(set(listed))
     if not count:
@@ -70,8 +70,8 @@ def describe_repeats(keys: Iterable[bytes], name: str) -> Sequence[str]:
 
 
 def describe_overlap(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
-    """Say how many evaluation prompts are trained on too, if any are."""
-    count = sum(one in training for one in held_out)
+    """A sentence with the number of evaluation prompts that are also in the training rows, if there are any."""
+    count = sum(key in training for key in held_out)
     if not count:
         return ()
     verb = "is" if count == 1 else "are"

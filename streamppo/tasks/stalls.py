@@ -1,8 +1,8 @@
-"""Steps of environments that hold the event loop: named while they last, counted, and charged to nobody else.
+"""Steps of environments that block the event loop: logged while they run, counted, and not charged to other calls.
 
-All environments of a rollout actor share its event loop with its engine and its signs of life. A step that computes or
-sleeps without awaiting holds them all, and nothing can end it. So it is logged with its file and line, its own call has
-no more time for it, and every other call gets that time back.
+All environments of a rollout actor share its event loop with the engine and the heartbeats. A step that computes or
+sleeps without awaiting blocks them all and cannot be ended. It is logged with its file and line. Its time counts for
+its own call, and the deadline of every other call is extended by it.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ from streamppo.tasks import user_traceback
 from streamppo.tasks.coroutine_steps import watch_steps
 
 HELD_S = 0.5
-"""A step that runs for longer holds the event loop."""
+"""A longer step counts as blocking the event loop."""
 LOOK_S = 0.1
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class TooLate(Exception):
-    """A call that did not end in time."""
+    """A call exceeded its time limit."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step that runs; `place` is its file and line once it holds the loop."""
+    """A running step; `place` is its file and line once it blocks the loop."""
 
     since_s: float
     place: str = ""
 
 
 class EventLoopStalls:
-    """Calls of the environments called `name`, each bounded by `timeout_s`; `counts` are stalls by file and line."""
+    """Calls of the environments `name`, each bounded by `timeout_s`; `counts` are stalls by file and line."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -50,7 +50,7 @@ class EventLoopStalls:
         self._watcher: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Watch the event loop that runs in this thread."""
+        """Start watching this thread's event loop."""
         loop = asyncio.get_running_loop()
         if loop.get_task_factory() is None:
             loop.set_task_factory(_make_task)  # pyright: ignore[reportArgumentType]
@@ -60,13 +60,13 @@ class EventLoopStalls:
             self._watcher.start()
 
     def look(self, thread: int) -> None:
-        """Name the step that runs in `thread`, if it holds the loop."""
+        """Log the step running in `thread` if it blocks the loop."""
         step = self.step
         if step is not None and not step.place and time.monotonic() - step.since_s > HELD_S:
             self._warn(step, user_traceback.locate_thread(thread))
 
     def count_step(self, by: "EnvironmentCalls", step: _Step) -> None:
-        """Count a step of `by`, and give everybody else the time back if it has held the loop."""
+        """If a step of `by` has blocked the loop, count it and extend the deadlines of all other calls."""
         held_s = time.monotonic() - step.since_s
         if held_s <= HELD_S:
             return
@@ -92,7 +92,7 @@ class EventLoopStalls:
 
 
 class EnvironmentCalls:
-    """The calls of one environment, one after another, and the steps of all tasks that it starts in them."""
+    """The consecutive calls of one environment, and the steps of all tasks started in them."""
 
     def __init__(self, stalls: EventLoopStalls) -> None:
         self.held_at = ""
@@ -100,7 +100,7 @@ class EnvironmentCalls:
         self._before: _Step | None = None
 
     async def call(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make one call. Raises `TooLate`, in words, if it takes longer than `timeout_s`; its stalls count."""
+        """Make one call. Raises `TooLate` with a reason if it takes longer than `timeout_s`, its stalls included."""
         stalls, self.held_at = self._stalls, ""
         stalls.begin()
         token, limit = _CALLS.set(self), asyncio.timeout(stalls.timeout_s)
@@ -109,7 +109,7 @@ class EnvironmentCalls:
                 stalls.open[self] = limit
                 answer = await watch_steps(_awaited(call), self)
         except TimeoutError as error:
-            # Any other one is the environment's own.
+            # Otherwise the environment itself raised it.
             if limit.expired():
                 raise self._too_late() from error
             raise
@@ -127,18 +127,18 @@ class EnvironmentCalls:
         return TooLate(f"took more than {self._stalls.timeout_s:g} s{held}")
 
     def enter(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         self._before, self._stalls.step = self._stalls.step, _Step(time.monotonic())
 
     def leave(self) -> None:
-        """A step has ended."""
+        """Record that a step has ended."""
         step, self._stalls.step = self._stalls.step, self._before
         if step is not None:
             self._stalls.count_step(self, step)
 
 
 _CALLS: ContextVar[EnvironmentCalls | None] = ContextVar("CALLS", default=None)
-"""The environment that a task belongs to; tasks of tasks inherit it."""
+"""The environment of a task; tasks that it starts inherit it."""
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:

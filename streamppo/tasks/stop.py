@@ -1,12 +1,12 @@
-"""The ends of a completion: tokens of the model, its tokenizer and its chat template, and those of rollout.stop.
+"""Stops of a completion: tokens of the model, its tokenizer and its chat template, and those of rollout.stop.
 
-    generation_config.json  eos_token_id        [151645, 151643]    every form that is a token: a number, a name, lists
-    config.json             eos_token_id        151643              that of its text_config, if it has one
+    generation_config.json  eos_token_id        [151645, 151643]    in any form: a number, a token's name, a list
+    config.json             eos_token_id        151643              also of its text_config, if it has one
     tokenizer               eos_token           <|im_end|>
-    chat template           "...!<|im_end|>\\n"  the first added token behind the text of an assistant's message
+    chat template           "...!<|im_end|>\\n"  the first added token after the text of an assistant's message
     rollout.stop            "</s>", "\\n\\nQ:"    the name of an added token, or a string
 
-A completion ends with the first token that is one of these, or whose text completes one of the strings.
+A completion ends with the first of these tokens, or with the token that completes one of the strings.
 """
 
 import logging
@@ -23,54 +23,54 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
-"""The assistant's words in a conversation that a template writes down; no template has them of its own."""
+"""The assistant's text in a rendered test conversation; it occurs in no template."""
 SLACK = 4
-"""Tokens that a string is looked for in, beside as many as it has bytes: a first one may stand for half a character."""
+"""A string is searched in so many tokens more than its bytes: the first token may be half a character."""
 
 log = logging.getLogger(__name__)
 
 
 class Stop(NamedTuple):
-    """The tokens that end a completion, each with the places that name it, and the strings that do."""
+    """The stop tokens of a completion, each with the sources that name it, and the stop strings."""
 
     origins: Mapping[int, Sequence[str]] = {}
     strings: Sequence[str] = ()
 
     @property
     def ids(self) -> frozenset[int]:
-        """The tokens alone."""
+        """The stop tokens."""
         return frozenset(self.origins)
 
     def text(self, tokens: Ints, finish: str, decode: Callable[[Ints], str]) -> str:
-        """Return the text of a turn as rewards see it: without the token, or the string and all behind it, at its end.
+        """Return the text of a turn for rewards: without the stop token, or up to the stop string.
 
-        Example: of "46<|im_end|>" and of "46\\n\\nQ: 1+" with the string "\\n\\nQ:" it is "46".
+        Example: "46<|im_end|>", and "46\\n\\nQ: 1+" with the string "\\n\\nQ:", both give "46".
         """
         if finish == "stop" and int(tokens[-1]) in self.origins:
             return decode(tokens[:-1])
         text = decode(tokens)
         if finish != "stop" or not self.strings:
             return text
-        return text[: min(at if (at := text.find(one)) >= 0 else len(text) for one in self.strings)]
+        return text[: min(at if (at := text.find(string)) >= 0 else len(text) for string in self.strings)]
 
     def make_check(self, decode: Callable[[Sequence[int]], str]) -> Callable[[Ints], bool] | None:
-        """Make a function that tells if the last of some tokens [T] completes a string; None if there are no strings.
+        """Make a function that returns True if the last of tokens [T] completes a stop string; None without strings.
 
-        `decode` gives the text of tokens, special ones too.
+        `decode` returns the text of tokens, including special ones.
         """
         if not self.strings:
             return None
-        # A token stands for a byte at least.
-        window = max(len(one.encode(errors="surrogatepass")) for one in self.strings) + SLACK
+        # A token has at least one byte.
+        window = max(len(string.encode(errors="surrogatepass")) for string in self.strings) + SLACK
 
         def completes(tokens: Ints) -> bool:
             text = decode(tokens[-window:].tolist())
-            return any(one in text for one in self.strings)
+            return any(string in text for string in self.strings)
 
         return completes
 
     def describe(self, names: Callable[[int], str]) -> str:
-        """Name each token with its number and the places that name it, and each string."""
+        """List each token with its id and its sources, and each string."""
         tokens = [f"{names(one)} ({one}: {', '.join(self.origins[one])})" for one in sorted(self.origins)]
         return ", ".join([*tokens, *(f"the string {one!r}" for one in self.strings)])
 
@@ -81,63 +81,63 @@ def read(
     tokenizer: "PreTrainedTokenizerFast | None",
     configured: Sequence[str] = (),
 ) -> Stop:
-    """Find all that ends a completion of the model at `model`; `configured` is rollout.stop.
+    """Find all stops of the model at `model`; `configured` is rollout.stop.
 
-    Raises `ModelError` for an end that is no token.
+    Raises `ModelError` for an eos_token_id that is no token.
     """
-    found: dict[int, list[str]] = {}
+    origins: dict[int, list[str]] = {}
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
     names = {} if tokenizer is None else {**tokenizer.get_vocab(), **added}
     for place, value in _eos(model, hf_config, tokenizer):
-        for one in _ids(value, place, names):
-            found.setdefault(one, []).append(place)
+        for token in _ids(value, place, names):
+            origins.setdefault(token, []).append(place)
     if tokenizer is not None and (end := end_of_turn(tokenizer)) is not None:
-        found.setdefault(end, []).append("chat template")
+        origins.setdefault(end, []).append("chat template")
     for name in configured:
         if name in added:
-            found.setdefault(added[name], []).append("rollout.stop")
-    return Stop(found, tuple(name for name in configured if name not in added))
+            origins.setdefault(added[name], []).append("rollout.stop")
+    return Stop(origins, tuple(name for name in configured if name not in added))
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
-    """Find the token that the chat template writes behind an assistant's message; None if it writes none."""
+    """The token that the chat template writes after an assistant's message; None if it writes none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
     try:
         text = tokenizer.apply_chat_template(turn, add_generation_prompt=False, tokenize=False)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
-        # A template that cannot write this may write others: prompts say so.
+        # The template may still render the task's prompts; those report their own errors.
         log.debug("the chat template writes no plain turn: %s", error)
         return None
     behind = str(text).rpartition(SENTINEL)[2]
-    # Of two at one place the longer one is written. A tokenizer may have added runs of spaces and lines, too.
-    named = [(name, one) for name, one in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
-    places = [(at, -len(name), one) for name, one in named if (at := behind.find(name)) >= 0]
+    # At one position the longer name wins. Added tokens that are only white space are no end of a turn.
+    named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
+    places = [(at, -len(name), token) for name, token in named if (at := behind.find(name)) >= 0]
     return min(places)[2] if places else None
 
 
 def _eos(
     model: str | Path, hf_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast | None"
 ) -> list[tuple[str, object]]:
-    """Read eos_token_id in each place."""
+    """(source, eos_token_id) for each source."""
     from transformers import GenerationConfig
 
     text_config = hf_config.get_text_config()
-    found: list[tuple[str, object]] = [("model config", getattr(hf_config, "eos_token_id", None))]
+    sources: list[tuple[str, object]] = [("model config", getattr(hf_config, "eos_token_id", None))]
     if text_config is not hf_config:
-        found.append(("text config", getattr(text_config, "eos_token_id", None)))
+        sources.append(("text config", getattr(text_config, "eos_token_id", None)))
     if tokenizer is not None:
-        found.append(("tokenizer", tokenizer.eos_token_id))
+        sources.append(("tokenizer", tokenizer.eos_token_id))
     try:
-        return [("generation config", GenerationConfig.from_pretrained(model).eos_token_id), *found]
+        return [("generation config", GenerationConfig.from_pretrained(model).eos_token_id), *sources]
     except OSError:
         # A model need not have one.
-        return found
+        return sources
 
 
 def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
-    """Read the tokens in a value of eos_token_id, which published models write in many ways; -1 is none."""
+    """Read the tokens in a value of eos_token_id, which published models write in many forms; -1 is none."""
     match value:
         case None:
             return []
@@ -150,7 +150,7 @@ def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
         case str() if value.strip().lstrip("-").isdigit():
             return _ids(int(value), place, names)
         case list() | tuple() | set():
-            return [one for item in value for one in _ids(item, place, names)]
+            return [token for item in value for token in _ids(item, place, names)]
         case _:
             pass
     raise ModelError(

@@ -1,4 +1,4 @@
-"""A task is an endless seeded stream of training prompts, and a fixed list of held-out ones."""
+"""A task: an endless seeded stream of training prompts, and a fixed list of held-out ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
@@ -23,19 +23,19 @@ class TaskRows(Protocol):
 
     @property
     def training(self) -> Sequence[Prompt]:
-        """Rows that are trained on."""
+        """Rows for training."""
         ...
 
     @property
     def held_out(self) -> Sequence[Prompt]:
-        """Rows that are only evaluated on."""
+        """Rows for evaluation only."""
         ...
 
 
 class PromptStream(NamedTuple):
-    """One source of prompts: `rows`, in the endless `order` of positions.
+    """One source of prompts: `rows`, and `order`, which maps each position >= 0 to a training row.
 
-    `lengths` counts prompts that are too long, `notes` are sentences about rows, files and columns.
+    `lengths` counts too long prompts by treatment; `notes` are sentences about rows, files and columns.
     """
 
     name: str
@@ -47,10 +47,10 @@ class PromptStream(NamedTuple):
 
 
 class Task:
-    """Prompt number p is a function of (configuration, seed, p) alone.
+    """Prompt number p is a function of only (configuration, seed, p).
 
-    So an identity is enough to rebuild its prompt, and a resumed run goes on with the very prompts that it would have
-    had.
+    A prompt can thus be rebuilt from an identity, and a resumed run continues with exactly the prompts of an
+    uninterrupted one.
     """
 
     def __init__(self, streams: Sequence[PromptStream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
@@ -73,24 +73,24 @@ class Task:
 
     @property
     def demonstrations(self) -> Sequence[Prompt]:
-        """Prompts with answers that a warm start learns from: the training prompts, if the task has no others."""
+        """Prompts with answers for the warm-up; by default the training prompts."""
         return self._demonstrations or self.training
 
     def held_out(self, limit: int | None) -> Sequence[Prompt]:
-        """Return the first `limit` held-out prompts, or all, sources in turn: the same ones in every evaluation."""
+        """Return the first `limit` held-out prompts (None: all), alternating over sources; always the same ones."""
         turns = zip_longest(*(stream.rows.held_out[:limit] for stream in self._streams))
         return list(islice((prompt for prompt in chain.from_iterable(turns) if prompt is not None), limit))
 
     def sources(self) -> set[str]:
-        """Return every name that prompts have as their source."""
+        """Return the source names of all prompts."""
         return {prompt.source for stream in self._streams for prompt in (*stream.rows.training, *stream.rows.held_out)}
 
     def notes(self) -> list[str]:
-        """Say which rows are repeated, which evaluation prompts are trained on, and which columns are left out."""
+        """Sentences about repeated rows, evaluation prompts in the training rows, and omitted columns."""
         return [note for stream in self._streams for note in stream.notes]
 
     def lengths(self) -> dict[str, int]:
-        """Count the prompts that are too long, by source and by their treatment (skipped or truncated)."""
+        """Counts of too long prompts, by source and treatment (skipped or truncated)."""
         return {
             f"{stream.name}: {treatment}": count
             for stream in self._streams
@@ -107,11 +107,10 @@ def build(
     limit: int | None = None,
     look: Look | None = None,
 ) -> Task:
-    """Build the task that the configuration names; without a tokenizer no prompt is measured.
+    """Build the configured task; without a tokenizer no prompt is measured.
 
-    With a `limit`, no more than that many rows of any data set are read, to see that they can be; `look` is told of
-    each row of them.
-    Raises `TaskError` if its data cannot be read.
+    With a `limit`, at most so many rows of each data set are read, as a check; `look` is called for each row. Raises
+    `TaskError` if its data cannot be read.
     """
     match config:
         case ArithmeticTask():
@@ -142,7 +141,7 @@ def _arithmetic(config: ArithmeticTask, seed: int) -> PromptStream:
 
 
 def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[PromptStream]:
-    """Make the streams of data sets: what one of them holds out by its share, none of them trains on."""
+    """Make the streams of all data sets; prompts held out by one set's share are removed from every training set."""
     taken: set[bytes] = set()
     for rows in data.values():
         taken.update(rows.held_out_keys if rows.is_divided else ())
@@ -153,7 +152,7 @@ def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[Prom
         PromptStream(
             name,
             rows,
-            # Sources of equal length must not be visited in equal orders.
+            # Sources of equal length must not have the same order.
             ShuffledOrder(len(rows.training), *((seed,) if len(data) == 1 else (seed, crc32(name.encode())))),
             config.sources[name].weight,
             rows.lengths,

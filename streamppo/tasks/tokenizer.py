@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the model's own tokenizer; and the character tokenizer of builtin:tiny."""
+"""Text to token ids and back by the model's tokenizer; and the character tokenizer of builtin:tiny."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from streamppo import durable
 from streamppo.errors import TaskError
 from streamppo.tasks import chat_template, stop
 from streamppo.tasks.chat_template import PLAIN, AfterTurn, Calls, ChatTemplate
@@ -19,28 +20,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Said: TypeAlias = str | tuple[Message, ...]
-"""An environment's words: messages for the chat template, or a text as it is."""
+"""An environment's message: messages for the chat template, or a plain text."""
 PADDING, END = 0, 1
 """Token ids of the character tokenizer."""
 SPECIALS = 3
-"""Token ids before those of its characters: these two and that of an unknown one."""
+"""Number of its special tokens, which come before the characters: padding, end and unknown."""
 
 KEPT = 256
-"""Prompts whose tokens are kept: more than begin together, and their samples are played one soon after another."""
+"""Prompts in the cache of token ids; the samples of a prompt start soon after each other."""
 PROBE = "a"
-"""A text whose tokens are looked for between those that a tokenizer adds."""
+"""A text to find the tokens that a tokenizer adds around it."""
 DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Errors that transformers raises for files of a tokenizer which nobody wrote."""
+"""Errors that transformers raises for damaged tokenizer files."""
 UNKNOWN = -1
-"""In place of a token that has not been asked for."""
+"""Placeholder for a token that has not been computed yet."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Special tokens that every tokenizer may have, by name: they are never part of an answer."""
+"""Named special tokens of tokenizers: they are never part of an answer."""
 
 
 class Tokenizer:
-    """A thin face on the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none.
+    """Wraps the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none.
 
-    A chat template that writes the time writes that of `clock` (ISO 8601); without one that of the call.
+    A chat template that writes the time writes `clock` (ISO 8601), or the time of the call if `clock` is empty.
     """
 
     def __init__(self, path: str | Path, clock: str = "") -> None:
@@ -54,13 +55,13 @@ class Tokenizer:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {reason}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._fast is not None:
-            # Its file may ask for both; transformers turns them off at each call.
+            # Its file may enable both, and transformers disables them in each call.
             self._fast.no_truncation()
             self._fast.no_padding()
         self._plain = _decodes_plainly(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.vocabulary = len(self._tokenizer)
-        # Without its files transformers makes one that knows nothing but its special tokens.
+        # Without its files transformers makes a tokenizer with only special tokens.
         if self.vocabulary <= len(self._tokenizer.all_special_ids):
             raise TaskError(f"{path}: no tokenizer is there")
         self._control = ControlTokens(self._tokenizer, self._fast, chat_template.sources(self._tokenizer))
@@ -74,7 +75,7 @@ class Tokenizer:
 
     @property
     def hf(self) -> PreTrainedTokenizerFast:
-        """The tokenizer as transformers has it."""
+        """The transformers tokenizer."""
         return self._tokenizer
 
     @property
@@ -83,7 +84,7 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def response_parser(self) -> Callable[[str], object] | None:
-        """Return the function that reads a turn's text by the tokenizer's `response_schema`; None if it has none."""
+        """Return the parser of a turn's text by the tokenizer's `response_schema`; None if it has no schema."""
         schema = getattr(self._tokenizer, "response_schema", None)
         return None if schema is None else lambda text: self._tokenizer.parse_response(text, schema)
 
@@ -92,49 +93,49 @@ class Tokenizer:
         return self._tokenizer.get_vocab()
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each of `tokens` by itself, special ones too."""
+        """Return the text of each token separately, including special ones."""
         return [self._tokenizer.decode([token]) for token in tokens]
 
     def name(self, token: int) -> str:
-        """Return the text of one token, or what it is if it has none."""
+        """Return the text of one token, or "no token" for an unknown id."""
         return self._tokenizer.convert_ids_to_tokens(token) or "no token"
 
     def unknown(self, vocabulary: int) -> tuple[int, ...]:
-        """Return the ids below `vocabulary` that are none of its tokens: rows that models have beyond them."""
+        """Return the ids below `vocabulary` without a token: models may have more embedding rows than tokens."""
         return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, special ones too."""
+        """Return the text of `tokens`, including special ones."""
         if self._fast is not None and self._plain:
             return self._fast.decode(tokens, skip_special_tokens=False)
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def spread(self, count: int) -> list[int]:
-        """Return `count` token ids at most, in rising order and evenly over all that have a text."""
+        """Return at most `count` token ids in rising order, spread evenly over all tokens."""
         known = sorted(set(self.numbers().values()))
         picked = [known[n * (len(known) - 1) // max(1, count - 1)] for n in range(count)]
         return list(dict.fromkeys(picked))
 
     def render(self, prompt: Prompt) -> str:
-        """Return the text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
+        """Return the text of a prompt: its messages in the chat template with the opening of the answer, or its text.
 
-        An assistant's message at the end is continued. Raises `TaskError` if it has messages and the tokenizer no
-        template, or one that refuses them.
+        A final assistant message is left open to be continued. Raises `TaskError` for messages if the tokenizer has no
+        template, or one that rejects them.
         """
         if not prompt.messages:
             return prompt.text
         return self._control.restore(self._chat.render(prompt.messages, prompt.template))
 
     def find_control_token(self, prompt: Prompt) -> str | None:
-        """Return the first special token that the words of a prompt spell, if there is one."""
+        """Return the first special token spelled in a prompt's text, if there is one."""
         texts = [message.text for message in prompt.messages] or [prompt.text.removeprefix(self._bos)]
         return next((name for text in texts if (name := self._control.find(text))), None)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Return all token ids of a prompt. Raises `TaskError` if there are none.
 
-        The template writes its special tokens itself. A text gets those that the tokenizer puts before a text, once,
-        and none behind it: the policy goes on there.
+        A template writes its special tokens itself. A plain text gets the tokenizer's leading special tokens once, and
+        no trailing ones, because the policy continues there.
         """
         if prompt.messages:
             ids = self._rendered_ids(self._chat.render(prompt.messages, prompt.template))
@@ -145,25 +146,25 @@ class Tokenizer:
         return ids
 
     def encode(self, prompt: Prompt) -> Ints:
-        """Return the token ids [P] of a prompt, cut to its `max_tokens`; read-only, for its samples share them."""
+        """Return the last `max_tokens` token ids [P] of a prompt; read-only, because its samples share the array."""
         is_plain = not prompt.messages and prompt.template.control_tokens == "text"
         key = prompt.text if is_plain else encode((prompt.text, prompt.messages, prompt.template))
-        kept = self._encoded.get((key, prompt.max_tokens))
-        if kept is not None:
-            return kept
+        cached = self._encoded.get((key, prompt.max_tokens))
+        if cached is not None:
+            return cached
         ids = self.ids(prompt)
-        made = np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
-        made.flags.writeable = False
+        tokens = np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
+        tokens.flags.writeable = False
         if len(self._encoded) >= KEPT:
             del self._encoded[next(iter(self._encoded))]
-        self._encoded[key, prompt.max_tokens] = made
-        return made
+        self._encoded[key, prompt.max_tokens] = tokens
+        return tokens
 
     def turn_end(self) -> int | None:
-        """Return the token that the chat template writes behind an assistant's message; None if it writes none.
+        """Return the token that the chat template writes after an assistant's message; None if it writes none.
 
-        It is the first special or added token there: `<|im_end|>` of Qwen, `<end_of_turn>` of Gemma, none of GLM, whose
-        turns end with the role of the next one.
+        It is the first special or added token there: `<|im_end|>` for Qwen, `<end_of_turn>` for Gemma, none for GLM,
+        whose turns end with the role of the next turn.
         """
         if self._turn_end is UNKNOWN:
             self._turn_end = stop.end_of_turn(self._tokenizer)
@@ -218,7 +219,7 @@ class Tokenizer:
         return last in (end, self.eos_id) or last in self._control.special
 
     def encode_turn(self, completion: str, finish: str) -> Ints:
-        """Return the token ids [T] of a turn of the policy, with the end of the turn for a `finish` of "stop".
+        """Return the token ids [T] of a policy's turn, with the end of the turn if `finish` is "stop".
 
         Raises `TaskError` if there are none.
         """
@@ -229,29 +230,29 @@ class Tokenizer:
         return np.asarray(ids, dtype=np.int32)
 
     def completion(self, tokens: Ints, sampled: Flags | None = None) -> str:
-        """Return the text of a completion [T] as environments and rewards read it; `sampled` [T] are the policy's own.
+        """Return the text of a completion [T] for environments and rewards; `sampled` [T] marks the policy's tokens.
 
-        The policy's special tokens are text, such as `[TOOL_CALLS]` or `<|python_tag|>`, but for those that the
-        tokenizer has by name (bos, eos, pad, unk). An observation has none of them. The end of a turn is not among
-        `tokens` (`stop.Stop.text`).
+        The policy's special tokens, such as `[TOOL_CALLS]` or `<|python_tag|>`, are text, except the tokenizer's named
+        ones (`NAMED`). In observations special tokens are left out. `tokens` must not contain the end of a turn
+        (`stop.Stop.text`).
         """
         if self._hides_all:
             return self.decode(tokens)
         ids, special = tokens.tolist(), self._control.special
         policys = [True] * len(ids) if sampled is None else sampled.tolist()
         shown = [
-            one
-            for one, own in zip(ids, policys, strict=True)
-            if one not in special or (own and one not in self._silent)
+            token
+            for token, by_policy in zip(ids, policys, strict=True)
+            if token not in special or (by_policy and token not in self._silent)
         ]
         if self._fast is not None and self._plain:
             return self._fast.decode(shown, skip_special_tokens=False)
         return self._tokenizer.decode(shown, skip_special_tokens=False)
 
     def decode(self, tokens: Ints) -> str:
-        """Return the text of `tokens` [T], special tokens left out."""
+        """Return the text of `tokens` [T] without special tokens."""
         if self._fast is not None and self._plain:
-            # A third of the time of the other way, which ends in the same call.
+            # Three times as fast as `decode` of transformers, which makes the same call.
             return self._fast.decode(tokens.tolist())
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
@@ -264,7 +265,7 @@ class Tokenizer:
         return self._ids(text)
 
     def _prompt_text_ids(self, text: str, template: Template) -> list[int]:
-        """The ids of a text with those that the tokenizer puts before it; a bos that the text spells is one of them."""
+        """The ids of a text after the tokenizer's leading special tokens; a bos spelled in the text is not repeated."""
         before = self._before
         if self._bos and text.startswith(self._bos):
             text = text.removeprefix(self._bos)
@@ -274,7 +275,7 @@ class Tokenizer:
         return ids if not before or ids[: len(before)] == before else [*before, *ids]
 
     def _put_before(self) -> list[int]:
-        """The ids that the post-processor puts before a text."""
+        """The ids that the post-processor adds before a text."""
         with_them, alone = self._ids(PROBE, specials=True), self._ids(PROBE)
         places = range(len(with_them) - len(alone) + 1)
         return with_them[: next((n for n in places if with_them[n : n + len(alone)] == alone), 0)]
@@ -282,32 +283,32 @@ class Tokenizer:
     def _ids(self, text: str, *, specials: bool = False) -> list[int]:
         try:
             if self._fast is not None:
-                # A quarter of the time of the other way, which ends in the same call.
+                # Four times as fast as the call of transformers, which does the same.
                 return self._fast.encode(text, add_special_tokens=specials).ids
             return self._tokenizer(text, add_special_tokens=specials)["input_ids"]
         except TypeError as error:
-            # Half of a surrogate pair, which JSON can write and UTF-8 cannot.
+            # A lone surrogate, which JSON can represent and UTF-8 cannot.
             raise TaskError(f"no text that can be tokenized: {text!r}") from error
 
 
 def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
-    """Return the ids below `rows` that the tokenizer at `path` does not have; none if there is no tokenizer.
+    """Return the ids below `rows` that the tokenizer at `path` lacks; none if there is no tokenizer.
 
-    transformers, which takes seconds to import, is asked only where the tokenizer's own file lacks some.
+    transformers, whose import takes seconds, is used only if the tokenizer's own file lacks some ids.
     """
     if _ids_in_file(Path(path) / "tokenizer.json").issuperset(range(rows)):
         return ()
     try:
         return Tokenizer(path).unknown(rows)
     except TaskError:
-        # Token ids go in and come out.
+        # Without a tokenizer only token ids are used, and all are valid.
         return ()
 
 
 def _ids_in_file(file: Path) -> set[int]:
-    """The ids in a tokenizer's file; none if there is no such file, or one of another form."""
+    """The ids in a tokenizer's file; none if the file is missing or has another form."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(durable.read(file))
         vocabulary = content["model"]["vocab"]
         listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return {*listed, *(token["id"] for token in content["added_tokens"])}
@@ -322,7 +323,7 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """True if its `decode` is the backend's and nothing else: no spaces are cleaned up, no class has one of its own."""
+    """True if its `decode` only calls the backend's: no clean-up of spaces, and no override in its class."""
     from transformers import PreTrainedTokenizerFast
 
     base = PreTrainedTokenizerFast
@@ -334,14 +335,14 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """Make a Hugging Face tokenizer with one token for each character; 0 is padding, 1 end-of-sequence, 2 unknown.
 
-    A character beyond ASCII is the tokens of its bytes. This is Qwen2's own tokenizer without merges: transformers
-    makes one of that class for every folder of a Qwen2 model, and would lose spaces that are written in another way.
+    A non-ASCII character is one token per byte. It is Qwen2's tokenizer without merges, because transformers uses that
+    class for every folder of a Qwen2 model, and with other pre-tokenizers it would lose spaces.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    written = "".join(piece for one in alphabet for piece, _ in bytewise.pre_tokenize_str(one))
+    written = "".join(piece for character in alphabet for piece, _ in bytewise.pre_tokenize_str(character))
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys(["<pad>", "<eos>", "<unk>", *written]))}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""The lesson of builtin:tiny: the characters and the answers that a task gives it to learn. Needs no torch."""
+"""The warm-up data of builtin:tiny: the characters and answers of a task. Needs no torch."""
 
 import re
 import unicodedata
@@ -12,15 +12,15 @@ from streamppo.tasks.task import Task
 from streamppo.types import Prompt
 
 CONTEXT = 256
-"""Tokens that the model reads at once: a prompt and its answer are no longer."""
+"""The model's context length in tokens: the bound on a prompt plus its answer."""
 CHARACTERS = 256
-"""Different characters at most: a model of this size does not learn to write more."""
+"""Most distinct characters: a model of this size does not learn to write more."""
 SPECIAL = re.compile("<eos>")
-"""The end of a turn, as a demonstration of several turns writes it: one token."""
+"""The end of a turn in demonstrations of several turns: a single token."""
 
 
 class Lesson(NamedTuple):
-    """`problems` are prompts with the answers to imitate, of up to `longest` tokens together."""
+    """`problems` are prompts with answers to imitate; the longest prompt plus answer has `longest` tokens."""
 
     alphabet: str
     problems: Sequence[Prompt]
@@ -28,7 +28,7 @@ class Lesson(NamedTuple):
 
 
 class Characters:
-    """Measures prompts as the character tokenizer of builtin:tiny would write them."""
+    """Measures prompts like the character tokenizer of builtin:tiny."""
 
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt. Raises `TaskError` if it has messages."""
@@ -37,20 +37,20 @@ class Characters:
         return prompt.text
 
     def ids(self, prompt: Prompt) -> bytes:
-        """Return the tokens of a prompt: its bytes, which are its characters where all of them are ASCII."""
+        """Return the tokens of a prompt: its bytes; for ASCII text one per character."""
         return _bytes(self.render(prompt))
 
 
 def prepare(config: Config) -> Lesson:
-    """Read the task of a configuration as builtin:tiny reads it. Raises `TaskError` as `of` does."""
+    """The warm-up data of a configuration's task. Raises `TaskError` as `warmup_of_task` does."""
     return warmup_of_task(tasks.build(config.task, config.seed, Characters()))
 
 
 def warmup_of_task(task: Task) -> Lesson:
-    """Find the lesson of a task: the characters of all prompts and answers, held-out ones too, and its demonstrations.
+    """The warm-up data of a task: the characters of all prompts and answers, also held-out, and its demonstrations.
 
-    Raises `TaskError` for prompts that are messages, answers that are no texts, rows longer than `CONTEXT` and more
-    than `CHARACTERS` characters.
+    Raises `TaskError` for prompts of messages, answers that are no text, rows longer than `CONTEXT`, and more than
+    `CHARACTERS` characters.
     """
     measure = Characters()
     problems = [_problem(prompt, measure) for prompt in task.demonstrations]
@@ -62,7 +62,7 @@ def warmup_of_task(task: Task) -> Lesson:
             f"{BUILTIN} learns {CHARACTERS} different characters at most, and the prompts and answers have "
             f"{len(used)}: name a model that knows them (model.path)"
         )
-    if any("\ud800" <= one <= "\udfff" for one in used):
+    if any("\ud800" <= character <= "\udfff" for character in used):
         raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is no character")
     return Lesson(_sort_characters(used), problems, max(map(_length, problems)))
 
@@ -86,7 +86,7 @@ def _problem(prompt: Prompt, measure: Characters) -> Prompt:
 
 
 def _length(problem: Prompt) -> int:
-    """Count the tokens of a prompt with its answer, whose end is one too."""
+    """Count the tokens of a prompt and its answer, including the end-of-sequence token."""
     return len(_bytes(SPECIAL.sub(".", problem.text) + _answer(problem))) + 1
 
 
@@ -95,7 +95,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _normal(text: str) -> str:
-    """Compose letters and their accents, as the tokenizer does."""
+    """Normalise to NFC (letters composed with their accents), as the tokenizer does."""
     return unicodedata.normalize("NFC", text)
 
 
@@ -106,7 +106,7 @@ def _answer(prompt: Prompt) -> str:
 
 def _sort_characters(characters: Iterable[str]) -> str:
     """Sort characters, letters and digits first."""
-    return "".join(sorted(characters, key=lambda one: (not one.isalnum(), one)))
+    return "".join(sorted(characters, key=lambda character: (not character.isalnum(), character)))
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Every line of metrics.jsonl, and every metric of one update by its name there: its unit, and what it says."""
+"""Every line of metrics.jsonl, and every metric of an update by its name there, with its unit and meaning."""
 
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ LINES = {
     "restart": "the stage that died and is started again; why",
     "end": "the driver ends: `finished`, or why it ends early; a driver that was killed has no such line",
 }
-"""By the first name of a line. Each has `wall_s`: seconds that the run has gone on for, over all its parts."""
+"""The kinds of lines, by a line's first name. Every line has `wall_s`: seconds of the run, over all its parts."""
 
 BESIDE = {
     "update": "the version that it made",
     "wall_s": "seconds that the run has gone on for, over all its parts",
     "lag_histogram": "tokens of the batch that the policy sampled, by their lag in versions",
 }
-"""In every update's line, beside its metrics."""
+"""In every update's line, besides its metrics."""
 
 
 PHASES = {
@@ -52,7 +52,7 @@ PHASES = {
     "snapshot": "learner: a copy of the weights, to push",
     "publish": "learner: the copy hashed, stored and made known, beside training",
 }
-"""In lines of phases, by the kind of process that has them. Of ranks the first one has a line."""
+"""In lines of phases, by the kind of process. Only the first rank has such a line."""
 
 UPDATE = {
     "tokens": "tokens of the batch that the policy sampled",
@@ -101,14 +101,15 @@ UPDATE = {
     "learner_tokens_per_s": "tokens of the batch, prompts included, a second of score_s and train_s, over all ranks",
     "learner_tflops": "10^12 operations a second of one rank: the policy's own, without what is computed again",
 }
-"""In every update's line. "learner" is its policy before the first step: as it scores the batch, or if no pass of it
-comes before that step, by the first pass over each row. "proximal" is the policy that algorithm.proximal says."""
+"""In every update's line. "learner" is its policy before the first step: in the scoring pass over the batch, or without
+such a pass in the first pass over each row. "proximal" is the policy chosen by algorithm.proximal."""
 
 SOMETIMES = {
     "reward": "mean reward of the batch's completions; with queue.segments, of those that ended in it, if any did",
     "length": "tokens of these that the policy sampled, mean per completion",
     "truncated": "share of these that were cut off, at max_tokens or at an environment's last turn",
     "segments_cut": "share of the batch's segments that were cut, and go on; with queue.segments",
+    "outcomes_explained": "share of known outcomes that the critic explains: below 0.1 the policy waits (max_tokens)",
     "reference_kl": "nats per response, k3 estimate of KL(learner || first model), by weight; with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "entropy_weight": "weight of the entropy bonus in this update; with [algorithm.entropy_control]",
@@ -132,7 +133,7 @@ SOMETIMES = {
     "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, 65+",
     "behavior_kl_lag_": "nats per token, k3 estimate of KL(behavior || learner) of one bucket of lags",
 }
-"""In those to which they apply; a name that ends in _ is followed by the bucket or the name."""
+"""In the lines of updates to which they apply; a name that ends in _ is followed by a bucket or a name."""
 
 TRACKED = {
     "evaluation_accuracy": "share of held-out prompts that were answered rightly",
@@ -147,14 +148,14 @@ TRACKED = {
     "and samples that share a context",
     "restarts_": "deaths of a stage that this part of the run has survived",
 }
-"""Beside the metrics of updates, in trackers and in Prometheus alone: numbers of the other lines, named as above."""
+"""Only in trackers and Prometheus, besides the metrics of updates: numbers of other lines, named as above."""
 
 ENTRIES = {"wall_s": BESIDE["wall_s"], **UPDATE, **SOMETIMES, **TRACKED}
-"""All numbers that trackers and Prometheus get."""
+"""All numbers sent to trackers and Prometheus."""
 
 
 class CatalogueEntry(NamedTuple):
-    """A name of the catalogue, and its text; `of` is the rest of a metric's name behind one that ends in _."""
+    """A name of the catalogue and its text; `of` is the rest of a metric's name after a catalogue name ending in _."""
 
     name: str
     of: str
@@ -162,7 +163,7 @@ class CatalogueEntry(NamedTuple):
 
 
 def find(metric: str) -> CatalogueEntry | None:
-    """Find the entry of a metric of an update, or of one that only trackers have; None if there is none."""
+    """Find the entry of a metric of an update or of `TRACKED`; None if there is none."""
     if text := ENTRIES.get(metric):
         return CatalogueEntry(metric, "", text)
     begin = next((name for name in ENTRIES if name[-1] == "_" and metric.startswith(name)), "")

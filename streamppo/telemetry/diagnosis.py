@@ -1,8 +1,8 @@
-"""The rules at work: on a run's lines as they are written, and on all of them afterwards.
+"""Applies the rules to a run's lines as they are written, and to all lines of a finished run.
 
-Every `WINDOW` updates the rules look at the numbers, and at the end once more, with the summary; after the first
-`EARLY` those look that need no more. A finding is new when its rule fires, and over when a later look does not see it;
-it tells from which update to which it was seen.
+The rules run every `WINDOW` updates, and once at the end with the summary; early rules also run after the first `EARLY`
+updates. A finding starts when its rule fires and is over when a later check of the rule does not fire; it has the first
+and the last update at which the rule fired.
 """
 
 from collections import deque
@@ -18,9 +18,9 @@ from streamppo.telemetry.summary import Summary
 
 
 class Sign(NamedTuple):
-    """A rule that fired: its newest numbers, advice, and the first and the last version at which it did.
+    """A rule that fired: its newest numbers, its advice, and the first and last version at which it fired.
 
-    `holds` is true if it fired at the newest look.
+    `holds` is true if it fired at the newest check.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Sign(NamedTuple):
 
 
 class Diagnosis:
-    """The findings about one run, by the rules' names, causes first; `newest` is the one that fired last."""
+    """The findings about one run, by rule name, causes first; `newest` is the one that fired last."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -46,14 +46,14 @@ class Diagnosis:
 
     @property
     def findings(self) -> dict[str, Sign]:
-        """All findings, those that are over too: early ones, which are of settings, then in the order of the rules."""
+        """All findings, also the ones that are over: first early ones (bad settings), then in the order of `RULES`."""
         known = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
-        return {one.name: one for one in sorted(known, key=lambda one: one.first > EARLY)}
+        return {sign.name: sign for sign in sorted(known, key=lambda sign: sign.first > EARLY)}
 
     def add(self, line: Line) -> list[Sign]:
-        """Take one more line of metrics.jsonl; returns the findings that are new, and those that no longer hold."""
+        """Add one line of metrics.jsonl; return the findings that are new and the ones that are over."""
         if "evaluation" in line:
-            self._evaluations = sorted([*self._evaluations, line], key=lambda one: one["evaluation"])
+            self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
         if "update" not in line:
             return []
         self._version = line["update"]
@@ -67,7 +67,7 @@ class Diagnosis:
         return self._look(None)
 
     def close(self, summary: Summary | None) -> list[Sign]:
-        """Look once more, at the end; returns the findings that are new, and those that no longer hold."""
+        """Check once more at the end of the run; return the findings that are new and the ones that are over."""
         if self._seen > WINDOW and self._seen % WINDOW:
             self._windows.append(_means(self._recent))
         return self._look(summary)
@@ -92,9 +92,9 @@ class Diagnosis:
 
 
 def diagnose_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Sign]:
-    """Find everything there is to say about a run, by its lines in the order in which they were written.
+    """Return all findings about a run from its lines in the order of writing.
 
-    Causes come before consequences, and findings that are over are among them.
+    Causes come before consequences; findings that are over are included.
     """
     diagnosis = Diagnosis(config)
     for line in lines:

@@ -1,9 +1,8 @@
-"""The signs that a run learns badly, each a small function over its numbers. Pure: no disk, no clock.
+"""Signs of bad learning, each a small function of a run's numbers. Pure: no disk, no clock.
 
-A rule sees the last `WINDOW` updates, the means of every `WINDOW` updates since the first, the evaluations, and at the
-end of a run its summary. It returns the numbers that speak for it, or None. None fires on a healthy default run: a task
-that is all but solved has little entropy, equal groups and nothing left to explain, and is no fault. Nor is a policy
-that has little entropy because it learns, or one evaluation that is worse than the one before.
+A rule gets an `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy default run. A
+nearly solved task is no fault, although its entropy is low, its groups are equal and no variance is left to explain.
+Low entropy of a policy that still improves is no fault either, nor is a single evaluation below the one before.
 """
 
 from collections.abc import Callable
@@ -14,27 +13,27 @@ from streamppo.telemetry import progress
 from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
 
 EARLY = 3
-"""Updates after which a rule that is early looks for the first time."""
+"""Updates after which early rules are checked for the first time."""
 
 CLIPPED, UNMOVED = 0.3, 1e-3
 SPIKE, SPIKE_KL, SPIKES = 10.0, 0.5, 4
 DIVERGED, UNEXPLAINED = 4.0, -0.1
 COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
-WAITS, IDLE, IDLE_CPU = 0.8, 0.5, 0.75
+WAITS, WAITS_CPU, IDLE, IDLE_CPU = 0.8, 0.95, 0.5, 0.75
 LEAST_AHEAD = 2
-"""Versions that engines may be ahead by, from which on they work beside the learner."""
+"""Smallest number of versions by which engines must be allowed ahead to work concurrently with the learner."""
 FALLEN = 0.1
-"""A reward that is lower by so much of reward.correct_at behind an update has fallen."""
+"""A reward has fallen after an update if it is lower by this share of reward.correct_at."""
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
 
 
 class SignRule(NamedTuple):
-    """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it.
+    """A rule: its name, its condition in words, advice, and the function that returns the numbers that fire it.
 
-    An `early` one looks after the first `EARLY` updates too, when there is no window yet.
+    An `early` rule is also checked after the first `EARLY` updates, before there is a window.
     """
 
     name: str
@@ -66,7 +65,7 @@ def _kl_spikes(seen: Evidence) -> str | None:
     for name in ("proximal_kl", "behavior_kl", "reference_kl"):
         values = seen.series(name)
         high = [value for value in values if value > max(SPIKE_KL, SPIKE * median(values))]
-        # A KL is a mean with a heavy tail: a rare token that has become likely is no fault by itself.
+        # A KL is a heavy-tailed mean: a rare token that has become likely is no fault by itself.
         if len(high) >= SPIKES or (high and _falls_after_the_largest(seen, name)):
             return f"{name} was {max(values):.3g} nats, {median(values):.3g} in the median"
     return None
@@ -83,7 +82,7 @@ def _gradient_spikes(seen: Evidence) -> str | None:
     bad, norms = sum(seen.series("bad_steps")), seen.series("grad_norm")
     if bad:
         return f"{bad:g} optimizer steps were left out: their gradient was not finite"
-    # Where nearly all groups are right most gradients are next to nothing, and the rare signal is large beside them.
+    # If nearly all groups are correct, most gradients are almost 0 and a rare signal is large by comparison.
     if (
         norms
         and max(norms) > SPIKE * median(norms) > 0
@@ -113,14 +112,14 @@ def _value_loss_diverges(seen: Evidence) -> str | None:
 
 def _explains_nothing(seen: Evidence) -> str | None:
     explained = [window["explained_variance"] for window in seen.windows[-2:] if "explained_variance" in window]
-    # One window may have rewards that are nearly all equal, of which there is nothing to explain.
+    # A single window may have nearly equal rewards, whose variance cannot be explained.
     if len(explained) < 2 or max(explained) > UNEXPLAINED or not seen.mean("value_loss") or seen.is_solved:
         return None
     return f"explained variance {explained[-1]:.2f}: the critic is worse than a constant"
 
 
 def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
-    # An update that has cut nothing has no such number.
+    # An update without cuts lacks the metric.
     share, explained = sum(seen.series("segments_cut")) / max(len(seen.recent), 1), seen.mean("explained_variance")
     if explained is None or share <= CUT or explained >= EXPLAINED or seen.is_solved:
         return None
@@ -134,7 +133,7 @@ def _worse_than_at_first(seen: Evidence) -> str | None:
     known = progress.evaluations_with_score(seen.evaluations)
     if len(known) < 2 or not progress.is_below(known[-1], known[0]):
         return None
-    best = max(known, key=lambda one: one.accuracy)
+    best = max(known, key=lambda evaluation: evaluation.accuracy)
     return (
         f"held-out accuracy {known[-1].accuracy:.3f}, and {known[0].accuracy:.3f} at first; the best is "
         f"{best.accuracy:.3f}, of version {best.version}"
@@ -145,12 +144,12 @@ def _held_out_falls(seen: Evidence) -> str | None:
     known = progress.evaluations_with_score(seen.evaluations)
     if not known or not seen.windows:
         return None
-    best = max(known, key=lambda one: (one.accuracy, one.version))
-    # One evaluation may be of an unlucky version: two in a row are a fall.
-    later = [one for one in known if one.version > best.version][-2:]
+    best = max(known, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
+    # A single evaluation may be of an unlucky version; two in a row are a fall.
+    later = [evaluation for evaluation in known if evaluation.version > best.version][-2:]
     then = seen.windows[min(max(best.version - 1, 0) // WINDOW, len(seen.windows) - 1)].get("reward")
     reward = seen.mean("reward")
-    falls = len(later) == 2 and all(progress.is_below(one, best) for one in later)
+    falls = len(later) == 2 and all(progress.is_below(evaluation, best) for evaluation in later)
     if not falls or then is None or reward is None or reward <= then:
         return None
     return (
@@ -161,7 +160,7 @@ def _held_out_falls(seen: Evidence) -> str | None:
 
 def _few_effective(seen: Evidence) -> str | None:
     values = sorted(seen.series("ess"))
-    # A few such updates are enough to lose a policy, and the mean of all hides them.
+    # A few such updates can ruin a policy, and the mean over all updates hides them.
     if not values or (quartile := values[len(values) // 4]) >= FEW_EFFECTIVE:
         return None
     return f"ess at most {quartile:.2f} in a quarter of the updates: so few of the tokens count"
@@ -218,8 +217,8 @@ def _rewards_fail(seen: Evidence) -> str | None:
 
 
 def _nothing_to_learn(seen: Evidence) -> str | None:
-    empty, made = sum(seen.series("empty_steps")), sum(seen.series("steps"))
-    return f"{empty:g} of {empty + made:g} steps had no token left" if empty > EMPTY * (empty + made) else None
+    empty, taken = sum(seen.series("empty_steps")), sum(seen.series("steps"))
+    return f"{empty:g} of {empty + taken:g} steps had no token left" if empty > EMPTY * (empty + taken) else None
 
 
 # --- the pipeline --------------------------------------------------------------------------------------------
@@ -227,12 +226,14 @@ def _nothing_to_learn(seen: Evidence) -> str | None:
 
 def _starved(seen: Evidence) -> str | None:
     share = seen.share("wait_s", "update_s")
-    return f"the learner waits {share:.0%} of its time" if share > WAITS else None
+    # Engines without GPUs have the learner's cores: it waits while they sample, and no actor more makes that shorter.
+    most = WAITS if seen.config.rollout.gpus else WAITS_CPU
+    return f"the learner waits {share:.0%} of its time" if share > most else None
 
 
 def _blocked(seen: Evidence) -> str | None:
     engines = seen.summary and seen.summary["engines"]
-    # Admission keeps a version for cuts. Engines that are at most one ahead take turns with the learner.
+    # With segments admission keeps one version of slack. Engines at most one ahead take turns with the learner.
     queue = seen.config.queue
     ahead = queue.bound - (queue.segments is not None)
     most = IDLE if seen.config.rollout.gpus else IDLE_CPU
@@ -242,7 +243,7 @@ def _blocked(seen: Evidence) -> str | None:
 
 
 def _first(seen: Evidence, name: str) -> float | None:
-    """The mean of a metric over the first updates, once there are others."""
+    """The mean of a metric in the first window; None while it is the only one."""
     return seen.windows[0].get(name) if len(seen.windows) > 1 else None
 
 
@@ -275,7 +276,7 @@ RULES = (
         "cuts rest on the critic",
         f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
         "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
-        "completions: a policy that follows such a critic unlearns what it can",
+        "completions: with max_tokens the policy waits for such a critic",
         _cuts_rest_on_the_critic,
     ),
     SignRule(
@@ -362,7 +363,7 @@ RULES = (
     ),
     SignRule(
         "starved learner",
-        f"it waits more than {WAITS:.0%} of its time",
+        f"it waits more than {WAITS:.0%} of its time ({WAITS_CPU:.0%} without a GPU, where engines have its cores)",
         "add rollout actors or slots, shorten completions, raise queue.max_lag, look for a slow reward",
         _starved,
     ),
@@ -375,4 +376,4 @@ RULES = (
         _blocked,
     ),
 )
-"""All rules: faults of data and pipeline, then of an update, then their consequences; at last those of speed."""
+"""All rules: faults of data and pipeline, then of an update, then their consequences, then of speed."""

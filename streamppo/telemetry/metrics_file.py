@@ -1,7 +1,7 @@
-"""metrics.jsonl: one line for every event of a run, as it happens. All numbers about a whole run are made of it.
+"""metrics.jsonl: one line for every event of a run, as it happens; the source of all numbers about a whole run.
 
-The first name of a line is its kind (`telemetry.catalogue.LINES`). Every line ends with its newline: one without it was
-cut by a kill or a full disk, and is ignored. A damaged line is left out and reported: a run goes on without it.
+The first name of a line is its kind (`telemetry.catalogue.LINES`). A line without a newline at its end was truncated by
+a kill or a full disk and is ignored. A damaged line is skipped and reported; the run continues without it.
 """
 
 import json
@@ -13,9 +13,12 @@ from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
+from streamppo import durable
+from streamppo.errors import RunError
+
 METRICS = "metrics.jsonl"
 FINISHED = "finished"
-"""The end of a run that made all its updates."""
+"""The outcome of a run that made all its updates."""
 
 
 class PartLine(TypedDict):
@@ -27,7 +30,7 @@ class PartLine(TypedDict):
 
 
 class UpdateLine(TypedDict):
-    """An update was made. Beside these, the line has every other metric of the catalogue, each a float."""
+    """An update was made. The line also has every other metric of the catalogue, each a float."""
 
     update: int
     wall_s: float
@@ -41,7 +44,7 @@ class UpdateLine(TypedDict):
 
 
 class RemadeLine(TypedDict):
-    """An update's line was lost: the part of it that its archived batch tells, components of the reward too."""
+    """An update's line was lost: the metrics that its archived batch gives, including reward components."""
 
     remade: int
     wall_s: float
@@ -52,16 +55,16 @@ class RemadeLine(TypedDict):
 
 
 class RedoneLine(TypedDict):
-    """An update was made once more."""
+    """An update was made again."""
 
     redone: int
     wall_s: float
 
 
 class EvaluationLine(TypedDict):
-    """All actors answered an evaluation; `versions` are the oldest and the newest that they sampled with.
+    """All actors answered an evaluation; `versions` are the oldest and the newest that sampled.
 
-    `accuracy` is None where no prompt has a score.
+    `accuracy` is None if no prompt has a score.
     """
 
     evaluation: int
@@ -89,7 +92,7 @@ class QueueLine(TypedDict):
 
 
 class SampleLine(TypedDict):
-    """A completion as it was sampled, the first part of it; of its prompt the last part."""
+    """The beginning of a sampled completion, and the end of its prompt."""
 
     prompt: str
     completion: str
@@ -98,9 +101,9 @@ class SampleLine(TypedDict):
 
 
 class EngineLine(TypedDict):
-    """Counters of a rollout actor since it started, and the completion that was the newest one.
+    """Counters of a rollout actor since it started, and its newest completion.
 
-    `prefix_reused` is there once a prompt has come.
+    `prefix_reused` is present once the actor has had a prompt.
     """
 
     engine: str
@@ -114,7 +117,7 @@ class EngineLine(TypedDict):
 
 
 class RestartLine(TypedDict):
-    """A stage died and is started again."""
+    """A stage died and is restarted."""
 
     restart: str
     wall_s: float
@@ -152,21 +155,21 @@ KINDS: dict[str, type[Line]] = {
     "restart": RestartLine,
     "end": EndLine,
 }
-"""The content of a line, by its first name."""
+"""The type of a line, by its first name."""
 
 
 class Content(NamedTuple):
-    """The lines of a file that can be used, and a sentence about every other one."""
+    """The valid lines of a file, and a sentence about every damaged one."""
 
     lines: list[Line]
     damage: list[str]
 
 
 class Tail:
-    """The lines of the run in `folder` behind the first `end` bytes of its file, read as they are written, each once.
+    """Reads each new line of the run in `folder` once, from byte `end` of its file on.
 
-    It begins anew, with `times_begun` one higher, when another file has taken its place, or one that is shorter than
-    what was read. `written_s` is when it was last written to, in seconds since 1970; 0 without a file.
+    If the file was replaced or truncated, reading restarts at its beginning and `times_begun` grows by one. `written_s`
+    is the file's last write in seconds since 1970; 0 without a file.
     """
 
     def __init__(self, folder: Path, end: int = 0) -> None:
@@ -175,19 +178,20 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def read(self, most_bytes: int = -1) -> list[bytes]:
-        """Read the next lines that are whole, about so many bytes of them; by default all."""
+        """Read the next complete lines, about `most_bytes` of them; by default all. Raises `RunError`."""
         try:
-            file = self.path.open("rb")
+            with durable.reading(self.path) as file:
+                status = os.fstat(file.fileno())
+                self._recognize((status.st_dev, status.st_ino), status.st_size)
+                self.written_s = status.st_mtime
+                file.seek(self.end)
+                # A line that is being written may be read in two pieces: stop at the first one without a newline.
+                whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         except FileNotFoundError:
             self.written_s = 0.0
             return []
-        with file:
-            found = os.fstat(file.fileno())
-            self._recognize((found.st_dev, found.st_ino), found.st_size)
-            self.written_s = found.st_mtime
-            file.seek(self.end)
-            # The rest of a line that is being written may come right behind its beginning.
-            whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be read: {error}") from error
         self.end += sum(map(len, whole))
         return whole
 
@@ -201,9 +205,9 @@ class Tail:
 
 
 class LineReader:
-    """The lines of the run in `folder`, read as they are written, each once.
+    """Reads and parses each new line of the run in `folder` once.
 
-    `content` has all of them so far, also when the file goes away; of another file it begins anew, as `Tail` does.
+    `content` has all lines so far, also after the file is deleted; for another file it starts empty, as `Tail` does.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -212,7 +216,7 @@ class LineReader:
         self._tail = Tail(folder)
 
     def read(self) -> list[Line]:
-        """Read what was written since the last time; returns the lines of it that can be used."""
+        """Read the lines since the last call; return the valid ones."""
         new: list[Line] = []
         texts = self._tail.read()
         if self._tail.times_begun != self.times_begun:
@@ -229,7 +233,7 @@ class LineReader:
 
 
 def read(folder: Path) -> list[Line]:
-    """Read the lines of the run in `folder` that can be used; none if it has no such file."""
+    """Read the valid lines of the run in `folder`; none if it has no such file."""
     return content(folder).lines
 
 
@@ -246,51 +250,51 @@ def updates(folder: Path) -> list[UpdateLine]:
 
 
 def recorded_versions(lines: Iterable[Line]) -> set[int]:
-    """Find the versions of the updates that have a line, as it was or remade."""
-    found: set[int] = set()
+    """The versions of the updates with a line, original or remade."""
+    versions: set[int] = set()
     for line in lines:
         if "update" in line:
-            found.add(line["update"])
+            versions.add(line["update"])
         elif "remade" in line:
-            found.add(line["remade"])
-    return found
+            versions.add(line["remade"])
+    return versions
 
 
 def mend(folder: Path) -> None:
-    """Remove a last line that was cut, so that the next one does not continue it."""
+    """Remove a truncated last line, so that the next line starts on its own."""
     path = folder / METRICS
     if path.exists():
-        os.truncate(path, len(_to_newline(path.read_bytes())))
+        os.truncate(path, len(_to_newline(durable.read(path))))
 
 
 def parse(text: bytes) -> Line | None:
     """Read one line; None if it is damaged."""
     try:
         content: object = json.loads(text)
-    # The second is for thousands of brackets.
+    # Thousands of nested brackets raise RecursionError.
     except (ValueError, RecursionError):
         return None
     return content if is_line(content) else None
 
 
 def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
-    """Everything in an update's line that is a number: its version, its seconds, and its metrics."""
+    """All numbers of an update's line: its version, its seconds, and its metrics."""
     return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
 
 
 def is_line(content: object) -> TypeGuard[Line]:
-    """Tell if `content` has all that a line of its kind has."""
+    """Return True if `content` has all fields of its kind of line."""
     kind = next(iter(content), None) if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         return False
     try:
         msgspec.convert(content, KINDS[kind])
-    # The second is for names with half a pair of surrogates.
+    # Names with a lone surrogate raise UnicodeError.
     except (msgspec.ValidationError, UnicodeError):
         return False
     return True
 
 
 def _to_newline(data: bytes) -> bytes:
-    """Leave out what comes after the last newline: it is no whole line yet, or was cut."""
+    """Drop the incomplete or truncated line after the last newline."""
     return data[: data.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""The time that the phases of a run's processes take for each update, from the lines of metrics.jsonl."""
+"""The time per update of each phase of a run's processes, from the lines of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -7,15 +7,15 @@ from streamppo.process import WHOLE
 from streamppo.telemetry.metrics_file import Line, PhasesLine
 
 Spending: TypeAlias = tuple[int, float, float]
-"""Calls, wall seconds and CPU seconds, as a line has them."""
+"""Calls, wall seconds and CPU seconds, as in a line."""
 NOTHING: Spending = (0, 0.0, 0.0)
 
 ELSEWHERE = "elsewhere"
-"""CPU time of a process outside of its phases: overhead, other threads, and Ray."""
+"""CPU time of a process outside its phases: overhead, other threads, and Ray."""
 
 
 class PerUpdate(NamedTuple):
-    """Time of a phase for each update that was made while its process lived; calls, wall and CPU milliseconds."""
+    """Calls, wall and CPU milliseconds of a phase, per update made while its process was running."""
 
     calls: float
     wall_ms: float
@@ -23,31 +23,32 @@ class PerUpdate(NamedTuple):
 
 
 def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
-    """The phases of every process between its first line and its newest, and the rest of its CPU time.
+    """The phases of every process between its first and its newest line, and `ELSEWHERE`.
 
-    So its start-up does not count, but for a process with a single line. A process that saw no update is left out.
+    Its start-up is thus excluded, unless the process has a single line. A process without an update in that time is
+    omitted.
     """
-    told = [line for line in lines if "phases" in line]
+    timed = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]
-    found: dict[str, dict[str, PerUpdate]] = {}
-    for process, last in {line["phases"]: line for line in told}.items():
-        first = next(line for line in told if line["phases"] == process and abs(_began(line) - _began(last)) < 1)
+    by_process: dict[str, dict[str, PerUpdate]] = {}
+    for process, last in {line["phases"]: line for line in timed}.items():
+        first = next(line for line in timed if line["phases"] == process and abs(_began(line) - _began(last)) < 1)
         since, before = (_began(last), {}) if first is last else (first["wall_s"], first["spent"])
         if updates := sum(since <= at <= last["wall_s"] for at in made_at):
-            found[process] = _divided(last["spent"], before, updates)
-    return found
+            by_process[process] = _divided(last["spent"], before, updates)
+    return by_process
 
 
 def _began(line: PhasesLine) -> float:
-    """The second of the run at which the process of a line began; that of the line if it does not say."""
+    """The second of the run at which a line's process began; the line's own second if it lacks `WHOLE`."""
     return line["wall_s"] - line["spent"].get(WHOLE, NOTHING)[1]
 
 
 def _divided(spent: Mapping[str, Spending], before: Mapping[str, Spending], updates: int) -> dict[str, PerUpdate]:
-    found: dict[str, PerUpdate] = {}
+    by_phase: dict[str, PerUpdate] = {}
     for name, (calls, wall_s, cpu_s) in spent.items():
         calls_before, wall_before_s, cpu_before_s = before.get(name, NOTHING)
         wall_ms, cpu_ms = 1e3 * (wall_s - wall_before_s) / updates, 1e3 * (cpu_s - cpu_before_s) / updates
-        found[name] = PerUpdate((calls - calls_before) / updates, wall_ms, cpu_ms)
-    phases_ms = sum(one.cpu_ms for name, one in found.items() if name != WHOLE)
-    return {**found, ELSEWHERE: PerUpdate(0.0, 0.0, found[WHOLE].cpu_ms - phases_ms)}
+        by_phase[name] = PerUpdate((calls - calls_before) / updates, wall_ms, cpu_ms)
+    phases_ms = sum(phase.cpu_ms for name, phase in by_phase.items() if name != WHOLE)
+    return {**by_phase, ELSEWHERE: PerUpdate(0.0, 0.0, by_phase[WHOLE].cpu_ms - phases_ms)}

@@ -1,4 +1,4 @@
-"""Did the policy get better? Held-out accuracies against their noise, and a verdict in a sentence. Pure.
+"""Compares held-out accuracies against their noise, with a verdict in a sentence. Pure.
 
 0.398 -> 0.953: better than at the start
 0.398 -> 0.000: worse than at the start; best 0.531 at version 25
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EvaluationLine
 
 SIGMAS = 3.0
-"""Two accuracies differ if they are so many standard errors of their difference apart."""
+"""Two accuracies differ if their difference is more than so many of its standard errors."""
 
 WORSE = "worse than at the start"
 
@@ -25,22 +25,25 @@ class ScoredVersion(NamedTuple):
 
 
 def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[ScoredVersion]:
-    """The evaluations that have a score, in the order of their versions; of those of one version the last."""
-    found = {
-        one["evaluation"]: ScoredVersion(one["evaluation"], one["accuracy"], one["count"])
-        for one in evaluations
-        if one["accuracy"] is not None
+    """The evaluations with a score, ordered by version; the last one of each version."""
+    by_version = {
+        evaluation["evaluation"]: ScoredVersion(evaluation["evaluation"], evaluation["accuracy"], evaluation["count"])
+        for evaluation in evaluations
+        if evaluation["accuracy"] is not None
     }
-    return [found[version] for version in sorted(found)]
+    return [by_version[version] for version in sorted(by_version)]
 
 
 def is_below(one: ScoredVersion, other: ScoredVersion) -> bool:
-    """True if `one` is less accurate than `other`, beyond the noise of prompts drawn at random.
+    """True if `one` is less accurate than `other` by more than the sampling noise of the prompts.
 
-    Both have their mean accuracy p if they do not differ: var = p (1 - p) (1/n + 1/m), with one more right and one more
-    wrong answer, since all right is not certain to be right.
+        p     = (correct answers of both + 1) / (n + m + 2)
+        noise = sqrt(p (1 - p) (1/n + 1/m))
+        below = other.accuracy - one.accuracy > SIGMAS * noise
 
-    Example: 252 of 256 is within the noise of 256 of 256, and 240 is not.
+    One correct and one wrong answer are added, because n of n correct answers do not prove an accuracy of 1.
+
+    Example: 252 of 256 is within the noise of 256 of 256; 240 is not.
     """
     total = one.num_prompts + other.num_prompts
     if not total:
@@ -52,28 +55,28 @@ def is_below(one: ScoredVersion, other: ScoredVersion) -> bool:
 
 
 def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:
-    """True if the last evaluation is below the first."""
+    """True if the last evaluation is below the first by more than the noise."""
     known = evaluations_with_score(evaluations)
     return len(known) > 1 and is_below(known[-1], known[0])
 
 
 def is_better(evaluations: Sequence[EvaluationLine]) -> bool:
-    """True if the last evaluation is above the first."""
+    """True if the last evaluation is above the first by more than the noise."""
     known = evaluations_with_score(evaluations)
     return len(known) > 1 and is_below(known[0], known[-1])
 
 
 def verdict(evaluations: Sequence[EvaluationLine]) -> str:
-    """Compare the last evaluation with the first and with the best; empty if there are not two."""
+    """Compare the last evaluation with the first and with the best; empty with fewer than two."""
     known = evaluations_with_score(evaluations)
     if len(known) < 2:
         return ""
-    first, last, best = known[0], known[-1], max(known, key=lambda one: (one.accuracy, one.version))
+    first, last, best = known[0], known[-1], max(known, key=lambda scored: (scored.accuracy, scored.version))
     if is_below(last, first):
-        said = WORSE
+        change = WORSE
     elif is_below(first, last):
-        said = "better than at the start"
+        change = "better than at the start"
     else:
-        said = f"as at the start, within the noise of {min(first.num_prompts, last.num_prompts)} prompts"
-    text = f"{first.accuracy:.3f} -> {last.accuracy:.3f}: {said}"
+        change = f"as at the start, within the noise of {min(first.num_prompts, last.num_prompts)} prompts"
+    text = f"{first.accuracy:.3f} -> {last.accuracy:.3f}: {change}"
     return f"{text}; best {best.accuracy:.3f} at version {best.version}" if is_below(last, best) else text

@@ -1,8 +1,8 @@
-"""The numbers of a run as it goes: on the terminal, in metrics.jsonl, and in summary.json at the end.
+"""Records a run's numbers: on the terminal, in metrics.jsonl, and in summary.json at the end.
 
 runs/NAME/metrics.jsonl    one line for every event, as it happens
-runs/NAME/summary.json     the whole run in one object, written when its driver ends; absent while a driver lives, and
-                           after one that was killed
+runs/NAME/summary.json     the whole run in one object, written when its driver ends; absent while a driver runs, and
+                           after a driver was killed
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 
 from streamppo import durable
-from streamppo.errors import RunError
+from streamppo.errors import UNREADABLE, RunError
 from streamppo.telemetry import metrics_file, summary
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import Display, PlainLines
@@ -32,32 +32,32 @@ PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
 
 REPORTS_S = 8.0
-"""Seconds between two lines about a process at least. Reports come every 10 s, more often for a view."""
+"""Least seconds between two lines about a process. Reports come every 10 s, and more often for a live view."""
 
 DAMAGE_SHOWN = 3
-"""Damaged lines that are named one by one."""
+"""Damaged lines that are logged one by one."""
 
 log = logging.getLogger(__name__)
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read summary.json of the run in `folder`; None if there is none, as long as it goes on or after a kill.
+    """Read summary.json of the run in `folder`; None while the run goes on and after a kill.
 
     Raises `RunError` for a file that no run has written.
     """
     path = folder / SUMMARY
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else None
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        return msgspec.json.decode(durable.read(path), type=Summary) if path.exists() else None
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"no JSON of a run in {path}: {error}") from error
 
 
 class RunRecord:
-    """The numbers of one run. `started` is the `time.perf_counter()` at which the command began.
+    """The record of one run. `started` is the `time.perf_counter()` at the start of the command.
 
-    In the folder of an earlier part of the run the record continues after `version`, the last update with a line there,
-    and its seconds after those of the last line. `display` shows it to people; findings of
-    `diagnosis`, if there is one, are logged once as they come. `sinks` are its trackers.
+    For a resumed run it continues after `version`, the last recorded update, and `wall_s` continues from the last line.
+    `display` shows the run to the user; new findings of `diagnosis`, if given, are logged once. `sinks` are the
+    trackers.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RunRecord:
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
         self.evaluated = {line["evaluation"] for line in before if "evaluation" in line}
-        """The versions after which an evaluation was asked for, and answered."""
+        """The versions after which an evaluation was started and has been answered."""
         self.diagnosis = diagnosis
         self._sinks = sinks
         for line in before:
@@ -95,31 +95,31 @@ class RunRecord:
         metrics_file.mend(folder)
         for line in before:
             self.display.line(line)
-        # It is about the parts before this one.
+        # The old summary covers only the earlier parts.
         (folder / SUMMARY).unlink(missing_ok=True)
         self._file = self._open()
         self._write("part", 1 + sum("part" in line for line in before), {"version": self.version})
 
     @property
     def wall_s(self) -> float:
-        """Seconds that the run has lasted: this part since its command, earlier ones up to their last line."""
+        """Seconds of the run: this part since its command, earlier parts up to their last line."""
         return time.perf_counter() - self._started
 
     @property
     def complete_to(self) -> float:
-        """The version from which updates may go on without a gap in the lines.
+        """The version from which updates may continue without a gap in the lines.
 
-        Infinity where metrics.jsonl was damaged or is not there: no update is made again for a line that was lost so.
+        Infinity if metrics.jsonl was damaged or is missing: updates are not redone for lines lost in this way.
         """
         return math.inf if self._lost else self.version
 
     def begin(self, version: int) -> None:
-        """Go on after `version`, at which the learner stands, if lines up to there are lost."""
+        """Continue after `version`, the learner's version, even if lines up to it are lost."""
         self.version = max(self.version, version)
         self._lost = False
 
     def update(self, report: UpdateReport) -> bool:
-        """Write down an update. False if it was only made again, and has its line already."""
+        """Record an update. Returns False if it was a redo and already has a line."""
         if report.version <= self.version:
             self._write("redone", report.version)
             return False
@@ -132,11 +132,11 @@ class RunRecord:
         return True
 
     def remade(self, version: int, metrics: Mapping[str, float], lag_histogram: Mapping[int, int]) -> None:
-        """Write down again the part of an update's lost line that is known."""
+        """Record the known part of an update's lost line."""
         self._write("remade", version, {**metrics, "lag_histogram": _named(lag_histogram)})
 
     def evaluation(self, asked: int, parts: Sequence[EvaluationReport]) -> None:
-        """Write down the answers of all actors to the evaluation that was asked for after update `asked`."""
+        """Record the answers of all actors to the evaluation that was started after update `asked`."""
         count, failed = sum(part.count for part in parts), sum(part.failed for part in parts)
         accuracy = sum(part.correct for part in parts) / count if count else None
         versions = [min(part.min_version for part in parts), max(part.max_version for part in parts)]
@@ -152,19 +152,19 @@ class RunRecord:
         log.info(f"{begin} accuracy {accuracy:.3f} on {count} held-out{without}")
 
     def restart(self, stage: str, reason: str) -> None:
-        """Write down that a stage died, and is started again."""
+        """Record that a stage died and is restarted."""
         self._write("restart", stage, {"reason": reason})
         log.warning(f"{reason}; starting {stage} again")
 
     def queue(self, report: QueueReport) -> None:
-        """Take in a report of the queue; write it down now and then."""
+        """Show a report of the queue; write it at most every `REPORTS_S`."""
         due = self._due("queue")
         self._show_event("queue", report.ready, {"in_flight": report.in_flight}, written=due)
         if due:
             self._write("phases", "queue", {"spent": report.phases})
 
     def engine(self, report: EngineReport) -> None:
-        """Take in a report of a rollout actor; write it down now and then."""
+        """Show a report of a rollout actor; write it at most every `REPORTS_S`."""
         due = self._due(report.actor)
         self._engine(report, written=due)
         if due:
@@ -177,13 +177,13 @@ class RunRecord:
         self._show_event("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=written)
 
     def tick(self, doing: str) -> None:
-        """Let the display look at the clock, and look at the trackers; `doing` is the driver's reason to wait."""
+        """Let the display update its time, and check the trackers; `doing` is the driver's reason to wait."""
         self.display.tick(doing, self.wall_s)
         if self._sinks is not None:
             self._sinks.check()
 
     def _due(self, process: str) -> bool:
-        """True if `REPORTS_S` are over since this was true for the same process, or since the run began."""
+        """True if `REPORTS_S` have passed since the last True for this process, or since the record was created."""
         present = time.monotonic()
         if present - self._told_at.setdefault(process, self._began) < REPORTS_S:
             return False
@@ -192,7 +192,7 @@ class RunRecord:
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
-        # A batch of segments may have no end of a completion, which is where rewards are.
+        # A batch of segments may contain no end of a completion, and only these have rewards.
         reward = f"{m['reward']:.3f}" if "reward" in m else "-"
         return (
             f"[{self.wall_s:6.1f}s] update {report.version:4d}/{self.updates}  reward {reward}  "
@@ -204,7 +204,7 @@ class RunRecord:
         self._show_event(kind, value, more or {}, written=True)
 
     def _show_event(self, kind: str, value: int | str, more: Mapping[str, object], *, written: bool) -> None:
-        """Show an event, and write it down if it is to be `written`."""
+        """Show an event, and if `written` append it to metrics.jsonl and send it to the trackers."""
         line = cast(Line, {kind: value, "wall_s": self.wall_s, **more})
         self.display.line(line)
         if not written:
@@ -231,9 +231,9 @@ class RunRecord:
         return (self.folder / metrics_file.METRICS).open("a", buffering=1)
 
     def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> Summary:
-        """Write summary.json and return it. `outcome` is `FINISHED` or why the run ended early.
+        """Write summary.json and return it. `outcome` is `FINISHED` or the reason for an early end.
 
-        Raises `RunError` if it cannot be written; after another error that is only logged.
+        Raises `RunError` if it cannot be written; if the run had failed before, that is only logged.
         """
         self.display.line({"end": outcome, "wall_s": self.wall_s})
         self.display.close()
@@ -258,7 +258,7 @@ class RunRecord:
             with self._after(outcome), durable.naming(path, RunError):
                 durable.write(path, (json.dumps(content, indent=2) + "\n").encode())
         finally:
-            # A line that the file still holds back was refused before, and the refusal was reported then.
+            # A still buffered line was refused by the disk before, and that was reported.
             with suppress(OSError):
                 self._file.close()
             if self._sinks is not None:
@@ -267,7 +267,7 @@ class RunRecord:
 
     @contextmanager
     def _after(self, outcome: str) -> Generator[None]:
-        """Log a refusal of the disk if the run failed already, so that it does not hide the first error."""
+        """After a failed run log a disk error instead of raising it, so that it does not hide the first error."""
         try:
             yield
         except RunError as error:

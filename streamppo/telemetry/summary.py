@@ -1,7 +1,7 @@
-"""summary.json: a whole run in numbers, over all its parts; a part is one life of its driver.
+"""summary.json: a whole run in numbers, over all its parts; a part is one process of its driver.
 
-The lines of metrics.jsonl and the queue's counters, which are in the journal, outlive a kill -9: numbers made of them
-are of the whole run. Only engines know the rest; it is of the engines at work at the end, and stands under `engines`.
+The lines of metrics.jsonl and the queue's counters in the journal survive a kill -9, so their numbers cover the whole
+run. The numbers under `engines` cover only the engines at work at the end, each since its start.
 """
 
 from collections import Counter
@@ -15,9 +15,9 @@ from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
 from streamppo.types import EngineReport, QueueReport
 
 STAGES = ("rollout", "queue", "learner")
-"""The stages that are started again when they die."""
+"""The stages that are restarted when they die."""
 WINDOW = 10
-"""Updates that "start" and "final" rewards are averaged over."""
+"""Updates averaged in the "start" and "final" rewards."""
 
 
 class StartAndEnd(TypedDict):
@@ -28,7 +28,7 @@ class StartAndEnd(TypedDict):
 
 
 class LagSummary(TypedDict):
-    """Lags of tokens, in versions; None where there was no token."""
+    """Lags of tokens, in versions; None without tokens."""
 
     mean: float | None
     p99: int | None
@@ -37,12 +37,11 @@ class LagSummary(TypedDict):
 
 
 class OfLines(TypedDict):
-    """Numbers that the lines of metrics.jsonl give.
+    """Numbers from the lines of metrics.jsonl.
 
-    `phases` are the newest of every process (`telemetry.catalogue.PHASES`): calls, wall seconds, CPU seconds.
-    `lag` is of all tokens that were sampled, `trained_lag` of those within `max_lag`. `evaluations` are in the order of
-    their versions, and `eval_accuracy` is that of the first version and of the last. `verdict` compares these two, and
-    is empty without them.
+    `phases`: each process's newest (`telemetry.catalogue.PHASES`): calls, wall seconds, CPU seconds. `lag`: of all
+    sampled tokens; `trained_lag`: of tokens within `max_lag`. `evaluations`: ordered by version; `eval_accuracy`: of
+    the first and the last version. `verdict`: compares these two, empty without them.
     """
 
     verdict: str
@@ -66,7 +65,7 @@ class OfLines(TypedDict):
 
 
 class OfQueue(TypedDict):
-    """Counts of the queue since the run began; None where it was not asked, because the run ended early."""
+    """Counts of the queue since the start of the run; None without its report, because the run ended early."""
 
     trajectories: int | None
     dropped: dict[str, int] | None
@@ -77,11 +76,11 @@ class OfQueue(TypedDict):
 
 
 class OfEngines(TypedDict):
-    """Counts of the engines at the end, each since it started.
+    """Counts of the engines at the end of the run, each since it started.
 
-    `tokens_per_s` is the sum over engines, each over its own `seconds`. `restarts` are deaths of an engine's own
-    processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line,
-    `agents` their requests and what became of them, by reason.
+    `tokens_per_s`: sum over engines of tokens / own seconds. `restarts`: deaths of an engine's processes that its actor
+    survived. `stalls`: steps of environments that blocked an actor, by file and line. `agents`: agents' requests, by
+    outcome.
     """
 
     actors: list[dict[str, str | int]]
@@ -99,7 +98,7 @@ class OfEngines(TypedDict):
 
 
 class Summary(OfLines, OfQueue):
-    """The content of summary.json. `outcome` is "finished" or why the run ended early."""
+    """The content of summary.json. `outcome` is "finished" or the reason for an early end."""
 
     outcome: str
     engines: OfEngines | None
@@ -109,12 +108,12 @@ class Summary(OfLines, OfQueue):
 
 
 def summarise(lines: Sequence[Line]) -> OfLines:
-    """Sum up the lines of a run. `wall_s` is that of the last of them."""
+    """Summarise the lines of a run."""
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
     known = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
-    # They end in any order; of those of one version, which a resumed run repeats, the last one counts as the newest.
-    evaluations.sort(key=lambda one: one[0])
+    # They end in any order; a resumed run may repeat a version, and its last evaluation stays the newest.
+    evaluations.sort(key=lambda evaluation: evaluation[0])
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
     return {
@@ -139,14 +138,14 @@ def summarise(lines: Sequence[Line]) -> OfLines:
 
 
 def updates_in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
-    """Pick the lines of updates, as they were or remade, in the order of their versions."""
-    found: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
-    found |= {line["update"]: line for line in lines if "update" in line}
-    return [found[version] for version in sorted(found)]
+    """The lines of updates, original or remade, ordered by version."""
+    by_version: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
+    by_version |= {line["update"]: line for line in lines if "update" in line}
+    return [by_version[version] for version in sorted(by_version)]
 
 
 def final_line(summary: Summary) -> str:
-    """Write the last line of a run that has made all its updates."""
+    """The last log line of a run that has made all its updates."""
     accuracy, sampled, trained = summary["eval_accuracy"], summary["lag"], summary["trained_lag"]
     parts = [f"{summary['updates']} updates in {summary['wall_s']:.0f} s"]
     if summary["parts"] > 1:
@@ -164,7 +163,7 @@ def final_line(summary: Summary) -> str:
 
 
 def queue_counts(queue: QueueReport | None) -> OfQueue:
-    """Name the counts of the queue."""
+    """The queue's counts for the summary."""
     return {
         "trajectories": queue and queue.consumed,
         "dropped": queue and queue.dropped,
@@ -176,21 +175,25 @@ def queue_counts(queue: QueueReport | None) -> OfQueue:
 
 
 def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
-    """Sum up the engines; None where none was asked."""
+    """Sum up the engines' reports; None without a report."""
     if not engines:
         return None
     idle_s, swaps = sum(engine.idle_s for engine in engines), sum(engine.swaps for engine in engines)
     seconds = [engine.busy_s + engine.idle_s for engine in engines]
     return {
-        "actors": [{"actor": one.actor, "version": one.version, "checksum": one.checksum} for one in engines],
+        "actors": [
+            {"actor": report.actor, "version": report.version, "checksum": report.checksum} for report in engines
+        ],
         "tokens": sum(engine.tokens for engine in engines),
-        "tokens_per_s": sum(one.tokens / max(lived_s, 1e-9) for one, lived_s in zip(engines, seconds, strict=True)),
+        "tokens_per_s": sum(
+            report.tokens / max(lived_s, 1e-9) for report, lived_s in zip(engines, seconds, strict=True)
+        ),
         "seconds": sum(seconds),
         "idle_share": idle_s / max(sum(seconds), 1e-9),
         "swaps": swaps,
         "swap_ms": sum(engine.swap_s for engine in engines) * 1e3 / max(swaps, 1),
         "restarts": sum(engine.restarts for engine in engines),
-        "scorers": [{"actor": one.actor, **msgspec.to_builtins(s)} for one in engines for s in one.scorers],
+        "scorers": [{"actor": report.actor, **msgspec.to_builtins(s)} for report in engines for s in report.scorers],
         "too_long": dict(engines[0].too_long),
         "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
         "agents": dict(sum((Counter(engine.agents) for engine in engines), Counter[str]())),
@@ -198,7 +201,7 @@ def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
 
 
 def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
-    """Leave the oldest `too_old` tokens out: a lag bounds tokens from above."""
+    """Remove the `too_old` tokens of the largest lags: the lag bound excludes exactly these."""
     left: dict[str, int] = {}
     for lag in sorted(histogram, key=int, reverse=True):
         gone = min(too_old, histogram[lag])
@@ -210,8 +213,8 @@ def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
 
 def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
     histogram: Counter[int] = Counter()
-    for one in histograms:
-        histogram.update({int(lag): count for lag, count in one.items()})
+    for counts in histograms:
+        histogram.update({int(lag): count for lag, count in counts.items()})
     total = sum(histogram.values())
     if not total:
         return {"mean": None, "p99": None, "max": None, "histogram": {}}
@@ -225,11 +228,11 @@ def _lag(histograms: Sequence[Mapping[str, int]]) -> LagSummary:
 
 
 def _percentile(histogram: Mapping[int, int], share: float) -> int:
-    """Find the smallest lag such that `share` of all tokens have no larger one."""
-    wanted, seen = share * sum(histogram.values()), 0
+    """The smallest lag that is not exceeded by `share` of all tokens."""
+    least, seen = share * sum(histogram.values()), 0
     for lag in sorted(histogram):
         seen += histogram[lag]
-        if seen >= wanted:
+        if seen >= least:
             return lag
     return max(histogram)
 

@@ -1,4 +1,4 @@
-"""When a run's events happened, and the words for those that take no time: the timelines of pages, and the trace."""
+"""Times of a run's events, and texts of instant events, for the pages' timelines and the trace."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,26 +7,26 @@ from streamppo.telemetry.metrics_file import EngineLine, Line, UpdateLine
 
 
 class Stretch(NamedTuple):
-    """The time of a rollout actor from one of its lines to the next."""
+    """The interval between two consecutive lines of a rollout actor."""
 
     before: EngineLine
     line: EngineLine
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that it sampled, for each second."""
+        """Tokens sampled per second."""
         lasts_s = max(self.line["wall_s"] - self.before["wall_s"], 1e-9)
         return (self.line["tokens"] - self.before["tokens"]) / lasts_s
 
     @property
     def idle(self) -> float:
-        """The share of its time in which it had nothing to decode."""
+        """The share of the time with nothing to decode."""
         idle_s = self.line["idle_s"] - self.before["idle_s"]
         return idle_s / max(idle_s + self.line["busy_s"] - self.before["busy_s"], 1e-9)
 
 
 def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
-    """Pair each line of a rollout actor with the one before it, its first with its start, when all counts were 0."""
+    """Pair each line of a rollout actor with its previous one; the first with its start, when all counts were 0."""
     engines: dict[str, EngineLine] = {}
     for line in lines:
         if "part" in line:
@@ -40,18 +40,18 @@ def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
 
 
 def _start(line: EngineLine) -> EngineLine:
-    """The line that an actor would have written as it started, with the version that it is first known to have."""
+    """The line that the actor would have written at its start, with the version of its first line."""
     began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])
     return {**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
 
 
 def asked_s(line: UpdateLine) -> float:
-    """The second of the run at which an update asked for its batch, and the push of the version before it began."""
+    """The second of the run at which an update requested its batch, and the previous version's push began."""
     return line["wall_s"] - line["update_s"]
 
 
 def describe_event(line: Line) -> tuple[str, str] | None:
-    """The kind of an event that takes no time, and its words; None for another one."""
+    """The kind and text of an instant event; None for any other line."""
     if "evaluation" in line:
         accuracy = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
         return "evaluation", f"{line['evaluation']}: {accuracy}"

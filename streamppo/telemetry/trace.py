@@ -1,8 +1,8 @@
-"""A run's lines as a trace that Perfetto and chrome://tracing open: who did what when, and who waited.
+"""A run's lines as a trace for Perfetto and chrome://tracing: the work and waiting of each stage over time.
 
-Format: Trace Event Format (Chromium), times in microseconds. Updates and pushes are slices, the parts of an update
-inside of it; evaluations, restarts, and the driver's begins and ends are instants; the queue's trajectories, the
-engines' tokens and the phases of every process are counters, between one line of them and the next.
+Format: Trace Event Format (Chromium), times in microseconds. Updates and pushes are slices, with the parts of an update
+inside it. Evaluations, restarts, and the driver's starts and ends are instants. The queue's trajectories, the engines'
+tokens and the phases of every process are counters between two consecutive lines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ LANES = ("driver", "learner", "push", "evaluation")
 INSIDE = ("wait_s", "score_s", "train_s")
 """Parts of an update, in their order."""
 SHOWN = ("reward", "lag_mean", "lag_max", "ess", "entropy", "tokens_trained", "grad_norm")
-"""Metrics that stand beside an update."""
+"""Metrics shown with an update."""
 
 
 def events(lines: Sequence[Line], name: str) -> list[Event]:
-    """All events of the run `name`, ordered by their begin."""
+    """All events of the run `name`, ordered by start time."""
     named: list[Event] = [_named("process_name", 0, name)]
     named += [_named("thread_name", lane, title) for lane, title in enumerate(LANES)]
-    found = [*_slices(lines), *_instants(lines), *_counters(lines)]
-    return named + sorted(found, key=lambda event: _number(event["ts"]))
+    timed = [*_slices(lines), *_instants(lines), *_counters(lines)]
+    return named + sorted(timed, key=lambda event: _number(event["ts"]))
 
 
 def _named(kind: str, lane: int, name: str) -> Event:
@@ -41,7 +41,7 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
     updated = pushed = 0.0
     for line in lines:
         if "update" in line:
-            # Two clocks tell of one moment: slices of a lane may not overlap by the difference.
+            # The times come from two clocks, and slices of a lane must not overlap by their difference.
             begin = max(updated, timeline.asked_s(line))
             yield from _update(line, begin)
             pushed, updated = max(pushed, begin), line["wall_s"]
@@ -50,7 +50,7 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _update(line: UpdateLine, begin: float) -> Iterator[Event]:
-    """An update from the moment at which it asked for its batch; inside of it the wait, and what came after it."""
+    """An update from the request of its batch on; inside it the wait, scoring and training."""
     numbers: Mapping[str, object] = {**line}
     shown = {name: numbers[name] for name in SHOWN if name in numbers}
     at = begin
@@ -82,7 +82,7 @@ def _instants(lines: Sequence[Line]) -> Iterator[Event]:
 
 def _counters(lines: Sequence[Line]) -> Iterator[Event]:
     for stretch in timeline.stretches(lines):
-        # It stands at the first of its two lines, as it holds from there on.
+        # A counter's value holds from its event on, so the event is at the earlier line.
         engine, begin_s = stretch.line["engine"], stretch.before["wall_s"]
         yield _counter(f"{engine}: tokens a second", begin_s, {"tokens": stretch.tokens_per_s})
     processes: dict[str, PhasesLine] = {}
@@ -99,7 +99,7 @@ def _counters(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _spent(line: PhasesLine, before: PhasesLine) -> Iterator[Event]:
-    """Seconds in each phase for each second since the process's last line; none if it began anew since then."""
+    """Seconds of each phase per second since the process's last line; none if the process restarted in between."""
     lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
     shares = {
         name: (wall_s - before["spent"].get(name, (0, 0.0, 0.0))[1]) / lasts

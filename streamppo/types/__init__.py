@@ -1,12 +1,12 @@
-"""Everything that crosses a process, in the order in which a trajectory meets it.
+"""Everything that crosses a process, in the order of a trajectory's life.
 
     Prompt      tasks   -> rollout   one instance of a task, rebuilt from a ticket's identity
-    Ticket      queue   -> rollout   sample this prompt once more
-    Trajectory  rollout -> queue     the sampled tokens, with log-prob and weight version of each
-    Failure     rollout -> queue     the ticket that came to nothing, and why
-    Batch       queue   -> learner   the fixed number of trajectories that one update trains on
+    Ticket      queue   -> rollout   permission to sample one trajectory of a prompt
+    Trajectory  rollout -> queue     the sampled tokens, each with its log-prob and weight version
+    Failure     rollout -> queue     a ticket that failed, and the reason
+    Batch       queue   -> learner   the fixed number of trajectories of one update
     Push        learner -> weights   a version's tensors, their hashes, and the layout of its buckets
-    *Report     every stage -> run   numbers for people
+    *Report     every stage -> run   numbers for display
 
 Arrays travel as bytes columns (little-endian int32 / float32 / uint8), read with `ints`, `floats`, `flags`:
 a thousand tokens cost less than a microsecond to encode, against tens for a list.
@@ -38,9 +38,8 @@ from streamppo.types.reports import UpdateReport as UpdateReport
 class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One turn of a chat. `role` is system, user, assistant or tool.
 
-    The chat template gets every field that is there. `content` is None where an assistant only calls tools; the call
-    with the id `tool_call_id` is the one that a tool answers. `fields` are those of other names, `reasoning_content`
-    for example.
+    The chat template gets every field that is set. `content` is None if an assistant only calls tools. A tool's message
+    answers the call with the id `tool_call_id`. `fields` has all other fields, `reasoning_content` for example.
     """
 
     role: str
@@ -51,25 +50,26 @@ class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=Tr
     fields: dict[str, Any] = {}
 
     def __hash__(self) -> int:
-        """A hash of what is always there: dicts have none."""
+        """A hash of role and content only: dicts have none."""
         return hash((self.role, self.content))
 
     @property
     def text(self) -> str:
-        """The content, empty where there is none."""
+        """The content; empty if it is None."""
         return self.content or ""
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates and TRL's rewards read it: a dict of the fields that it has."""
+        """The message as a dict of its set fields, the form of chat templates and TRL's rewards."""
         known = {"name": self.name, "tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id}
-        given = {key: value for key, value in known.items() if value}
-        return {"role": self.role, "content": self.content, **self.fields, **given}
+        filled = {key: value for key, value in known.items() if value}
+        return {"role": self.role, "content": self.content, **self.fields, **filled}
 
 
 class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """Inputs of a chat template besides the messages: its `arguments` by name, and the JSON schemas of `tools`.
 
-    With `control_tokens` "text" a control token's name in a message or a text is text; with "parse" it is the token.
+    `control_tokens` decides how the name of a control token in a message or text is read: "text" reads it as plain
+    text, "parse" as the token.
     """
 
     arguments: dict[str, Any] = {}
@@ -77,15 +77,15 @@ class Template(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=T
     control_tokens: Literal["text", "parse"] = "text"
 
     def __hash__(self) -> int:
-        """A hash of what is always there, as that of `Message`."""
+        """A hash of `control_tokens` only: dicts have none."""
         return hash(self.control_tokens)
 
 
 class Prompt(WireStruct, frozen=True):
     """One instance of a task: `messages` for the chat template, or else `text`.
 
-    `columns` is its data row, handed to rewards by name; `source` is the data set that it comes from. Of its tokens
-    the last `max_tokens` are used.
+    `columns` is its data row, passed to rewards by name; `source` is its data set. Only its last `max_tokens` tokens
+    are used.
     """
 
     text: str
@@ -97,11 +97,11 @@ class Prompt(WireStruct, frozen=True):
 
 
 class ScoredText(WireStruct, frozen=True):
-    """A trajectory as a reward sees it. `finish` is "length" when the completion was cut off.
+    """A trajectory as input of a reward. `finish` is "length" if the completion was truncated.
 
-    `num_tokens` is the number of tokens that the policy sampled, `tokens` their ids (int32). Of several turns, `turns`
-    holds the policy's text of each, and `completion` all of it with the observations in between. `messages` are the
-    prompt's, if it is a chat; `observations` are the environment's messages after each turn but the last.
+    `num_tokens` is the number of sampled tokens, `tokens` their ids (int32). With several turns, `turns` has the
+    policy's text of each turn, and `completion` all of them with the observations in between. `messages` are those of a
+    chat prompt; `observations` are the environment's messages after each turn but the last.
     """
 
     prompt: str
@@ -116,19 +116,21 @@ class ScoredText(WireStruct, frozen=True):
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
-        """The prompt's messages without an assistant's at the end: the completion continues that one."""
+        """The prompt's messages without a final assistant message, which the completion continues."""
         return self.messages[:-1] if self._prefill else self.messages
 
     @property
     def completion_messages(self) -> tuple[Message, ...]:
-        """The messages behind those of the prompt: the policy's turns and the observations; none if it is no chat."""
+        """The messages after the prompt: the policy's turns and the observations; empty if the prompt is not a chat."""
         if not self.messages:
             return ()
         first, *rest = self.turns or (self.completion,)
         turns = [Message(role="assistant", content=text) for text in (self._prefill + first, *rest)]
-        # A trajectory that was cut off may end with an observation.
+        # A truncated trajectory may end with an observation.
         between = (*self.observations, *[()] * (len(turns) - len(self.observations)))
-        return tuple(one for turn, said in zip(turns, between, strict=True) for one in (turn, *said))
+        return tuple(
+            message for turn, observation in zip(turns, between, strict=True) for message in (turn, *observation)
+        )
 
     @property
     def _prefill(self) -> str:
@@ -136,15 +138,15 @@ class ScoredText(WireStruct, frozen=True):
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids of the tokens that the policy sampled."""
+        """The ids of the sampled tokens."""
         return ints(self.tokens).tolist()
 
 
 class Reward(WireStruct, frozen=True):
-    """The answer that a reward may return in place of a number. The trajectory's reward is the sum of all of it.
+    """A structured reward in place of a number. The trajectory's reward is `total`, the sum of all its parts.
 
-    `score` stands on the last token, `turns[k]` on the last token of turn k, `tokens[t]` on the t-th sampled token.
-    `components` are logged, as reward_NAME, and compared by `gdpo` and `resample`. `explanation` is for people.
+    `score` is placed on the last token, `turns[k]` on the last token of turn k, `tokens[t]` on the t-th sampled token.
+    `components` are logged as reward_NAME, and compared by `gdpo` and `resample`. `explanation` is a text for display.
     """
 
     score: float = 0.0
@@ -160,10 +162,10 @@ class Reward(WireStruct, frozen=True):
 
 
 class Identity(WireStruct, frozen=True, order=True):
-    """The stable name of one trajectory; consumed at most once under it.
+    """The stable name of one trajectory; a trajectory is consumed at most once under its identity.
 
-    `prompt` is the position in the task's endless, seeded stream of prompts, so that the configuration and the
-    identity alone are enough to rebuild the prompt. `segment` counts the segments of an attempt; without any it is 0.
+    `prompt` is the index in the task's endless, seeded stream of prompts, so that configuration and identity are enough
+    to rebuild the prompt. `segment` numbers the segments of an attempt; 0 without segments.
     """
 
     task: str
@@ -174,7 +176,7 @@ class Identity(WireStruct, frozen=True, order=True):
 
 
 class Ticket(WireStruct, frozen=True):
-    """Leave to sample one trajectory. `slot` is its age: the order in which the queue issued it."""
+    """Permission to sample one trajectory. `slot` is the number of its slot; smaller numbers are older."""
 
     identity: Identity
     slot: int
@@ -185,25 +187,25 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
     All columns but `prompt_tokens`, `candidates`, `routes` and `branches` have T entries, T >= 1.
 
-    `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
-    the distribution that was sampled from, and `versions` say which weights sampled each token; without
-    `versions_known`, the engine did not say it, and they are the oldest that it can have been. `reward` is the sum
-    of `token_rewards`; where those are empty, all of it stands on the last token that the policy sampled.
+    `mask` is true for tokens that the policy sampled; only these are trained on. `logprobs` are under the sampling
+    distribution. `versions` are the weight versions that sampled each token; without `versions_known` the engine did
+    not report them, and they are the oldest possible versions. `reward` is the sum of `token_rewards`; if these are
+    empty, the whole reward is on the last sampled token.
 
-    With top-p or top-k, `candidates` are the tokens that could have been sampled: those of token 0 in rising order,
-    then those of token 1, and so on. `candidate_counts` says how many each token has; 0 stands for the whole
-    vocabulary. Without either both are empty.
+    With top-p or top-k, `candidates` are the tokens that could have been sampled: those of token 0 in ascending order,
+    then those of token 1, and so on. `candidate_counts` has their number for each token; 0 means the whole vocabulary.
+    Without top-p and top-k both are empty.
 
-    `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that the policy did not sample; without one
-    they are empty. `routes` (int16, or empty) are the experts that the engine sent each token to, of the prompt's and
-    its own but the last, layer by layer; -1 where it did not say. `explanation` is the reward's, its beginning.
+    `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that were not sampled; empty without one.
+    `routes` (int16, or empty) are the experts to which the engine routed each token of prompt and completion but the
+    last, layer by layer; -1 if not reported. `explanation` is the beginning of the reward's explanation.
 
-    `branches` make a tree of the row, its prompt and completion (types/branches.py): int32 pairs (start, parent). The
-    row's token `start` follows its token `parent`, or nothing (-1), in place of the token before it. It was not
-    sampled. Without branches each token follows the one before it. The order of tokens is that of time.
+    `branches` make the row (prompt and completion) a tree (types/branches.py): int32 pairs (start, parent). Token
+    `start` of the row, which was not sampled, follows token `parent`, or no token (-1). Without branches each token
+    follows the one before it. Tokens are in order of time.
 
-    A segment that others follow has `finish` "cut" and no reward: that of the whole comes with the last one. The tokens
-    of those before it are the last `prefix` of its `prompt_tokens`.
+    A segment that is followed by others has `finish` "cut" and no reward; the last segment has the reward of the whole.
+    The last `prefix` of its `prompt_tokens` are the tokens of earlier segments.
     """
 
     identity: Identity
@@ -233,17 +235,17 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
     @property
     def num_sampled(self) -> int:
-        """The tokens that the policy sampled, observations of an environment left out."""
+        """The number of tokens that the policy sampled, without an environment's observations."""
         return len(self.mask) - self.mask.count(0)
 
     @property
     def oldest_version(self) -> int:
-        """The version of the oldest token that the policy sampled."""
+        """The oldest version that sampled a token."""
         return int(ints(self.versions)[flags(self.mask)].min())
 
 
 class Failure(WireStruct, frozen=True):
-    """A ticket that came to nothing: where, why, and the tokens of completions that did come to their end."""
+    """A failed ticket: its stage, the reason, and the number of tokens in completions that were finished."""
 
     identity: Identity
     actor: str
@@ -253,11 +255,11 @@ class Failure(WireStruct, frozen=True):
 
 
 class Batch(WireStruct, frozen=True):
-    """The trajectories that the update from `version` to `version + 1` trains on, in this order.
+    """The trajectories of the update from `version` to `version + 1`, in order.
 
-    Tokens sampled by a version below `min_version` are older than `max_lag` allows: they count in the
-    denominators and stay out of the loss (`too_old = mask`; the other choices leave none in the batch). A part of a
-    batch has the numbers of its `rows` (int32); a whole one has none.
+    Tokens sampled by a version below `min_version` are older than `max_lag` allows: they count in the denominators but
+    not in the loss (`too_old = mask`; with the other choices a batch has none). A part of a batch has the indices of
+    its `rows` (int32) in the whole batch; for a whole batch `rows` is empty.
     """
 
     version: int
@@ -267,14 +269,14 @@ class Batch(WireStruct, frozen=True):
 
 
 class Outline(WireStruct, frozen=True):
-    """A batch whose trajectories have no token ids; `prompt_lengths` [B] say how many tokens their prompts have."""
+    """A batch without token ids; `prompt_lengths` [B] (int32) are the numbers of prompt tokens."""
 
     batch: Batch
     prompt_lengths: bytes
 
 
 class Tokens(WireStruct, frozen=True):
-    """The token ids and routes of one trajectory, as it has them; `row` is its place in the batch."""
+    """The token ids and routes of one trajectory, in its own columns; `row` is its index in the batch."""
 
     row: int
     prompt_tokens: bytes
@@ -284,7 +286,7 @@ class Tokens(WireStruct, frozen=True):
 
 
 class Tensor(WireStruct, frozen=True):
-    """One parameter. `content` is the hash of its bytes, or of a rank's share of them (weights/content.py)."""
+    """One parameter. `content` is the hash of its bytes, or of a rank's shard of them (weights/content.py)."""
 
     name: str
     dtype: str
@@ -294,7 +296,7 @@ class Tensor(WireStruct, frozen=True):
 
 
 class TensorChunk(WireStruct, frozen=True):
-    """Bytes `first : first + nbytes` of a tensor, or their changes: `start : start + stored` of a bucket."""
+    """Bytes `first : first + nbytes` of a tensor, whole or as a delta: `start : start + stored` of a bucket."""
 
     tensor: int
     first: int
@@ -306,9 +308,9 @@ class TensorChunk(WireStruct, frozen=True):
 
 
 class Push(WireStruct, frozen=True):
-    """One version on its way to the engines, or one rank's share of it; deltas in it are to `base_version`.
+    """One version for the engines, or one rank's share of it; its deltas are relative to `base_version`.
 
-    Tensors that are `frozen` do not travel: engines have them. `admitted_lag` comes with a lag that is steered.
+    `frozen` tensors are not sent: engines have them. `admitted_lag` is set if the lag is adaptive.
     """
 
     version: int
@@ -323,16 +325,16 @@ class Push(WireStruct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """One hash (SHA-256) for a whole version: that of names, types, shapes and contents, however it was cut."""
-        told = [(one.name, one.dtype, one.shape, one.content) for one in self.tensors + self.frozen]
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        """The SHA-256 of a version's names, dtypes, shapes and content hashes; the same for any sharding."""
+        described = [(tensor.name, tensor.dtype, tensor.shape, tensor.content) for tensor in self.tensors + self.frozen]
+        return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 class TokenRecord(WireStruct, frozen=True):
-    """The learner's numbers of each token of a batch, as the update begins: float32 without padding, or empty.
+    """The learner's numbers for each completion token of a batch, as of the update's start: float32 without padding.
 
-    `values` are the critic's; `proximal_logprobs` are under the learner's own policy, where a pass before the first
-    step gives them; `advantages` are those of the loss, whitened if it wants them so.
+    `values` are the critic's; `proximal_logprobs` are the learner's, if a pass before the first step computed them;
+    `advantages` are those of the loss, whitened if configured. A column that was not computed is empty.
     """
 
     values: bytes = b""

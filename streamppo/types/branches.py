@@ -1,8 +1,8 @@
-"""The branches of a row: its tokens as a tree, each token once. Pure: numpy alone.
+"""The branches of a row: its tokens as a tree, each token once. Pure: only numpy.
 
-A row is the tokens of a prompt and of its completion, numbered from 0. Without branches token t follows token t - 1. A
-branch (start, parent) says that token `start` follows token `parent` instead, or nothing, if `parent` is -1; behind it
-tokens follow one another again.
+A row is the tokens of a prompt and of its completion, numbered from 0. Without branches token t follows token t - 1.
+With a branch (start, parent), token `start` follows token `parent` instead, or no token if `parent` is -1; the tokens
+after `start` follow one another again.
 
     row        0  1  2  3  4  5  6  7  8       branches (5, 2) and (8, -1)
     follows   -1  0  1  2  3  2  5  6 -1
@@ -10,8 +10,8 @@ tokens follow one another again.
     paths      0 1 2 3 4      0 1 2 5 6 7      8
     trees      0 1 2 3 4 5 6 7      8
 
-A sampled token is predicted by the token before it in the row, so a branch begins with a token that was not sampled:
-two answers to one context have its last token each, the second one as the beginning of a branch.
+A sampled token is predicted at the token before it in the row, so a branch starts with a token that was not sampled.
+For example, two answers to one context each have their own copy of its last token; the second copy starts a branch.
 """
 
 from bisect import bisect_right
@@ -23,7 +23,7 @@ from streamppo.types.crossing import Flags, Ints, ints
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `end` - 1 of a row, which follow one another; the first follows `parent`."""
+    """Consecutive tokens `start` to `end` - 1 of a row; the first one follows `parent`."""
 
     start: int
     end: int
@@ -31,24 +31,24 @@ class Piece(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The tokens under a root, and the tokens of each path from it."""
+    """The number of tokens under a root, and the number of tokens of each path from it."""
 
     tokens: int
     paths: list[int]
 
 
 def pairs(column: bytes) -> Ints:
-    """[K, 2] the (start, parent) of each branch."""
+    """[K, 2] (start, parent) of each branch."""
     return ints(column).reshape(-1, 2)
 
 
 def column(branches: list[tuple[int, int]]) -> bytes:
-    """The bytes column of pairs (start, parent) in rising order of `start`; no branches are no bytes."""
+    """The bytes column of pairs (start, parent) in ascending order of `start`; empty without branches."""
     return np.array(branches, dtype="<i4").tobytes()
 
 
 def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
-    """The reason why a column is not the branches of a row, of `prompt` tokens and a completion's `mask`; or None."""
+    """Why a column is invalid as branches of a row with `prompt` prompt tokens and a completion's `mask`; or None."""
     if len(column) % 8:
         return f"branches of {len(column)} bytes, which are not pairs of int32"
     starts, parents = pairs(column).T.astype(np.int64)
@@ -70,14 +70,14 @@ def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
 
 
 def pieces(column: bytes, width: int) -> list[Piece]:
-    """The pieces of a row of `width` tokens, in its order; together they are all of it."""
+    """The pieces of a row of `width` tokens, in order; together they cover the row."""
     branches = [(0, -1), *((int(start), int(parent)) for start, parent in pairs(column))]
     ends = [*(start for start, _ in branches[1:]), width]
     return [Piece(start, end, parent) for (start, parent), end in zip(branches, ends, strict=True)]
 
 
 def depths(column: bytes, width: int) -> Ints:
-    """[width] the number of tokens that each token follows, directly or not: its position in its path."""
+    """[width] the number of ancestors of each token: its position in its path."""
     depth = np.arange(width, dtype=np.int32)
     for start, end, parent in pieces(column, width)[1:]:
         depth[start:end] = np.arange(end - start) + (depth[parent] + 1 if parent >= 0 else 0)
@@ -85,10 +85,10 @@ def depths(column: bytes, width: int) -> Ints:
 
 
 def paths(column: bytes, width: int) -> list[Ints]:
-    """The tokens from a root to each token that none follows, in the order of these last tokens."""
-    made: list[Ints] = []
+    """The tokens from a root to each leaf, in the order of the leaves; a leaf is a token that no token follows."""
+    root_paths: list[Ints] = []
     cut = pieces(column, width)
-    starts, parents, before = [one.start for one in cut], {one.parent for one in cut}, list[Ints]()
+    starts, parents, before = [piece.start for piece in cut], {piece.parent for piece in cut}, list[Ints]()
     for start, end, parent in cut:
         whole = np.arange(start, end, dtype=np.int32)
         if parent >= 0:
@@ -96,8 +96,8 @@ def paths(column: bytes, width: int) -> list[Ints]:
             whole = np.concatenate([above[: int(np.searchsorted(above, parent)) + 1], whole])
         before.append(whole)
         if end - 1 not in parents:
-            made.append(whole)
-    return made
+            root_paths.append(whole)
+    return root_paths
 
 
 def trees(column: bytes, width: int) -> list[Ints]:
@@ -105,30 +105,30 @@ def trees(column: bytes, width: int) -> list[Ints]:
     root = np.arange(width, dtype=np.int32)
     for start, end, parent in pieces(column, width):
         root[start:end] = root[parent] if parent >= 0 else start
-    return [np.flatnonzero(root == one).astype(np.int32) for one in np.unique(root)]
+    return [np.flatnonzero(root == first).astype(np.int32) for first in np.unique(root)]
 
 
 def sizes(column: bytes, width: int) -> list[Size]:
-    """The sizes of `trees`, in their order."""
-    cut, roots, depths, made = pieces(column, width), list[int](), list[int](), dict[int, Size]()
-    starts, parents = [one.start for one in cut], {one.parent for one in cut}
+    """The sizes of `trees`, in the same order."""
+    cut, roots, depths, by_root = pieces(column, width), list[int](), list[int](), dict[int, Size]()
+    starts, parents = [piece.start for piece in cut], {piece.parent for piece in cut}
     for start, end, parent in cut:
         at = bisect_right(starts, parent) - 1
         roots.append(roots[at] if parent >= 0 else start)
         depths.append(depths[at] + parent - starts[at] + 1 if parent >= 0 else 0)
-        tokens, paths = made.get(roots[-1], Size(0, []))
+        tokens, paths = by_root.get(roots[-1], Size(0, []))
         ends = [depths[-1] + end - start] if end - 1 not in parents else []
-        made[roots[-1]] = Size(tokens + end - start, paths + ends)
-    return list(made.values())
+        by_root[roots[-1]] = Size(tokens + end - start, paths + ends)
+    return list(by_root.values())
 
 
 def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
-    """[width] the piece of each token; and [P, width] the tokens that a piece has or follows.
+    """([width] the piece of each token, [P, width] a mask of each piece's own tokens and their ancestors).
 
-    A token follows those of its piece that are before it in the row.
+    Within its piece, a token follows the tokens before it in the row.
     """
     cut = pieces(column, width)
-    piece = np.repeat(np.arange(len(cut), dtype=np.int32), [one.end - one.start for one in cut])
+    piece = np.repeat(np.arange(len(cut), dtype=np.int32), [part.end - part.start for part in cut])
     sees = np.zeros((len(cut), width), np.bool_)
     for number, (start, end, parent) in enumerate(cut):
         if parent >= 0:

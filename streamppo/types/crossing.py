@@ -1,4 +1,4 @@
-"""The base of everything that crosses a process, its bytes, and the arrays in its columns."""
+"""The base of everything that crosses a process, its encoding, and the arrays in its columns."""
 
 from typing import TypeAlias, TypeVar
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 class WireStruct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of what crosses a process: immutable, compared by value, and a tree, in which nothing makes a cycle."""
+    """Base of everything that crosses a process: immutable, compared by value, without reference cycles."""
 
 
 def encode(value: object) -> bytes:
-    """`value` (a Crossing, or a tuple of them) as msgpack bytes."""
+    """`value` (a WireStruct, or a tuple of them) as msgpack bytes."""
     return msgspec.msgpack.encode(value)
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """The inverse of `encode`. Raises `msgspec.ValidationError` when `data` is not a `kind`."""
+    """The inverse of `encode`. Raises `msgspec.ValidationError` if `data` is not a `kind`."""
     return msgspec.msgpack.decode(data, type=kind)
 
 
 def utf8_safe(text: object) -> str:
-    """`text` as UTF-8 can hold it, so that it can cross a process: half of a surrogate pair becomes a question mark."""
+    """`text` as valid UTF-8, so that it can cross a process: an unpaired surrogate becomes a question mark."""
     return str(text).encode(errors="replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Numbers for people that every stage sends to the run."""
+"""Reports: the numbers that every stage sends to the driver for display."""
 
 from typing import ClassVar
 
@@ -7,10 +7,10 @@ from streamppo.types.crossing import WireStruct
 
 
 class QueueReport(WireStruct, frozen=True):
-    """The queue's counters since the run began, and what it holds at this moment.
+    """The queue's counters since the run began, and its present contents.
 
-    `tokens` is the ledger of the tokens that the policy sampled: those under `delivered` are as many as all others.
-    `cut` segments are followed by others, or were to be: of those `orphaned`, the rest came to nothing.
+    `tokens` is the ledger of sampled tokens: `delivered` is the sum of all other entries. `cut` counts segments that
+    are not the last of their completion, `orphaned` those whose remaining segments failed.
     """
 
     version: int
@@ -33,7 +33,7 @@ class QueueReport(WireStruct, frozen=True):
 
 
 class ScorerReport(WireStruct, frozen=True):
-    """One actor's counters of a scorer, or of a teacher's server; `reasons` counts the first few kinds of failures."""
+    """One actor's counters of a scorer or a teacher's server; `reasons` counts failures by their first few reasons."""
 
     name: str
     calls: int
@@ -46,7 +46,7 @@ class ScorerReport(WireStruct, frozen=True):
 
 
 class Sample(WireStruct, frozen=True):
-    """A scored completion for people: `LENGTH` characters of its prompt's end and of its own beginning, its version."""
+    """A scored completion for display and its version: the last `LENGTH` characters of the prompt, its own first."""
 
     LENGTH: ClassVar[int] = 300
     prompt: str
@@ -56,12 +56,12 @@ class Sample(WireStruct, frozen=True):
 
 
 class EngineReport(WireStruct, frozen=True):
-    """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
+    """One rollout actor's counters since it started. Seconds are wall time; `idle_s` is time with nothing to decode.
 
-    `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
-    engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line,
-    `agents` the requests of agents and what became of them. Of the `prompted` tokens of prompts `reused` came from the
-    engine's cache. `sample` is its newest completion.
+    `too_long` counts prompts that were skipped or truncated when the task was loaded, `restarts` the restarts of the
+    engine's processes, `stalls` environment steps that blocked the actor, by file and line, `agents` the requests of
+    agents by outcome. `prompted` counts prompt tokens, `reused` those of them from the engine's cache. `sample` is the
+    newest completion.
     """
 
     actor: str
@@ -86,7 +86,7 @@ class EngineReport(WireStruct, frozen=True):
 
 
 class EvaluationReport(WireStruct, frozen=True):
-    """One actor's greedy answers to held-out prompts; `failed` ones have no score, and are not part of `count`."""
+    """The result of one actor's greedy answers to held-out prompts; `count` excludes `failed` ones, without a score."""
 
     actor: str
     correct: int

@@ -1,4 +1,4 @@
-"""Low-rank adapters and the frozen weights beside them, as one model. Pure: no Ray.
+"""Low-rank adapters, and their merge into the frozen weights. Pure: no Ray.
 
     W + scale * B A        for every W [out, in] with an adapter: A [rank, in], B [out, rank]
 
@@ -16,7 +16,7 @@ A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
 def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by the name of their W. Raises `WeightsError` for a tensor that is neither, or is alone."""
+    """(A, B) by the name of their W. Raises `WeightsError` for a tensor that is no A or B, or lacks its partner."""
     names = {name.removesuffix(A).removesuffix(B) for name in adapters}
     if wrong := [name for name in names if {name + A, name + B} - adapters.keys()]:
         raise WeightsError(f"{sorted(wrong)[0]} is no adapter, or has one of its two tensors alone")
@@ -25,16 +25,16 @@ def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Ten
 
 @torch.no_grad()
 def merge_adapters(frozen: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """All weights of the model, in their order in `frozen`; those without an adapter are the very tensors.
+    """All weights of the model, in the order of `frozen`; a weight without an adapter is returned uncopied.
 
-    The sum is made in float32 and rounded once. Raises `WeightsError` for adapters that fit no weight.
+    The sum is computed in float32 and rounded once. Raises `WeightsError` for an adapter without a matching weight.
     """
     pairs = pair_adapters(adapters)
     for name, (a, b) in pairs.items():
         shape = None if name not in frozen else tuple(frozen[name].shape)
         if shape != (len(b), a.shape[-1]) or len(a) != b.shape[-1]:
             raise WeightsError(f"the adapter of {name} is {tuple(b.shape)} x {tuple(a.shape)}, the weight {shape}")
-    found = dict(frozen)
+    merged = dict(frozen)
     for name, (a, b) in pairs.items():
-        found[name] = torch.add(frozen[name].float(), b.float() @ a.float(), alpha=scale).to(frozen[name].dtype)
-    return found
+        merged[name] = torch.add(frozen[name].float(), b.float() @ a.float(), alpha=scale).to(frozen[name].dtype)
+    return merged

@@ -1,7 +1,7 @@
 """Shards of parameters <-> flat byte buckets. Pure: no Ray.
 
-A bucket is a one-dimensional uint8 array; pieces lie in it one after another, each aligned to 64 bytes. The layout is a
-function of names, shapes and sizes alone.
+A bucket is a one-dimensional uint8 array of consecutive pieces, each aligned to 64 bytes. The layout depends only on
+names, shapes and sizes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,9 +19,9 @@ ALIGNMENT = 64
 
 
 class Shard(NamedTuple):
-    """The share of a parameter of global `shape` that one rank publishes: `rows` of it from row `first_row` on.
+    """One rank's shard of a parameter of global `shape`: `rows` rows from row `first_row` on.
 
-    A scalar counts as one row.
+    A scalar has one row.
     """
 
     dtype: torch.dtype
@@ -31,22 +31,22 @@ class Shard(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> "Shard":
-        """All of `tensor`, of which shape and type count."""
+        """The shard that is all of `tensor`; only its shape and dtype are used."""
         return cls(tensor.dtype, tuple(tensor.shape), 0, tensor.shape[0] if tensor.dim() else 1)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the share."""
+        """The shape of the shard."""
         return self.rows, *self.shape[1:]
 
     @property
     def first(self) -> int:
-        """The place of its first byte in the bytes of the whole."""
+        """The index of the shard's first byte in the whole parameter."""
         return self.first_row * self._row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The number of bytes of the shard."""
         return self.rows * self._row_bytes
 
     @property
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
 
 class PackedPush(NamedTuple):
-    """A push, and the buckets in which its pieces lie."""
+    """A push, and the buckets with its pieces."""
 
     push: Push
     arrays: list[Bytes]
@@ -69,9 +69,8 @@ class PackedPush(NamedTuple):
 class Buckets:
     """Memory for one rank's share of a version: `tensors` are views of `arrays`, in the shapes of the `shards`.
 
-    A bucket has at most `bucket_bytes`; a larger shard gets one of its own. The memory is used for one version after
-    another: to ask the kernel for fresh pages costs more than to hash what is written to them. A GPU writes to memory
-    that is `pinned` by itself, while the host goes on.
+    A bucket has at most `bucket_bytes`; a larger shard gets its own bucket. The memory is reused for later versions:
+    fresh pages from the kernel cost more than hashing their content. A GPU can copy to `pinned` memory asynchronously.
     """
 
     def __init__(self, shards: Mapping[str, Shard], bucket_bytes: int, *, pinned: bool = False) -> None:
@@ -87,17 +86,17 @@ class Buckets:
         }
 
     def push(self, version: int, before: "Buckets | None" = None, *, rank: int = 0, ranks: int = 1) -> PackedPush:
-        """Describe the version that was written to `tensors`: this hashes every one of them.
+        """Describe the version in `tensors`; this hashes all of them.
 
-        With `before`, which holds the version before it in the same layout, pieces are deltas where that pays: a bucket
-        of which more than half would be left goes as it is.
+        `before` holds the previous version in the same layout. With it, a bucket's pieces are deltas if they have at
+        most half of the bucket's bytes; otherwise the bucket is sent whole.
         """
         tensors = tuple(describe_tensor(name, shard, self.tensors[name]) for name, shard in self._shards.items())
         raw = self._raw()
         deltas = [None] * len(raw) if before is None else self._deltas(raw, before._raw())
-        stored = [whole if one is None else one for one, whole in zip(deltas, raw, strict=True)]
+        stored = [whole if encoded is None else encoded for encoded, whole in zip(deltas, raw, strict=True)]
         changed = zip(self._places, deltas, strict=True)
-        places, arrays = self._pack_changed(stored, {place.bucket for place, one in changed if one is not None})
+        places, arrays = self._pack_changed(stored, {place.bucket for place, encoded in changed if encoded is not None})
         pieces = tuple(
             TensorChunk(
                 tensor=number,
@@ -128,33 +127,35 @@ class Buckets:
         return [_bytes_at(self.arrays, place, size) for place, size in zip(self._places, sizes, strict=True)]
 
     def _deltas(self, raw: Sequence[Bytes], before: Sequence[Bytes]) -> list[Bytes | None]:
-        """The deltas of the shards of those buckets of which at most half is left with them; None for the others."""
+        """The delta of each shard whose bucket shrinks to at most half its bytes; None for the other shards."""
         widths = [shard.dtype.itemsize for shard in self._shards.values()]
-        found = [delta.changes(*three) for three in zip(before, raw, widths, strict=True)]
+        deltas = [delta.changes(*three) for three in zip(before, raw, widths, strict=True)]
         left = [0] * len(self.arrays)
-        for one, whole, place in zip(found, raw, self._places, strict=True):
-            left[place.bucket] += (whole if one is None else one).nbytes
+        for encoded, whole, place in zip(deltas, raw, self._places, strict=True):
+            left[place.bucket] += (whole if encoded is None else encoded).nbytes
         pays = [2 * nbytes <= array.nbytes for nbytes, array in zip(left, self.arrays, strict=True)]
-        return [one if pays[place.bucket] else None for one, place in zip(found, self._places, strict=True)]
+        return [encoded if pays[place.bucket] else None for encoded, place in zip(deltas, self._places, strict=True)]
 
     def _pack_changed(self, stored: Sequence[Bytes], anew: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
-        """Put what is `stored` of the shards of buckets `anew` into other ones. The other buckets stay as they are."""
-        kept = [number for number in range(len(self.arrays)) if number not in anew]
+        """Pack the `stored` bytes of the shards in buckets `anew` into new buckets; keep the other buckets."""
+        unchanged = [number for number in range(len(self.arrays)) if number not in anew]
         moved = [number for number, place in enumerate(self._places) if place.bucket in anew]
         places, totals = _plan([stored[number].nbytes for number in moved], self._bucket_bytes)
         arrays = [np.zeros(total, dtype=np.uint8) for total in totals]
         for number, place in zip(moved, places, strict=True):
             _bytes_at(arrays, place, stored[number].nbytes)[:] = stored[number]
-        found = dict(zip(moved, (place._replace(bucket=len(kept) + place.bucket) for place in places), strict=True))
-        after = {number: at for at, number in enumerate(kept)}
+        packed = dict(
+            zip(moved, (place._replace(bucket=len(unchanged) + place.bucket) for place in places), strict=True)
+        )
+        after = {number: at for at, number in enumerate(unchanged)}
         return [
-            found[number] if number in found else place._replace(bucket=after[place.bucket])
+            packed[number] if number in packed else place._replace(bucket=after[place.bucket])
             for number, place in enumerate(self._places)
-        ], [*(self.arrays[number] for number in kept), *arrays]
+        ], [*(self.arrays[number] for number in unchanged), *arrays]
 
 
 def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
-    """Describe a tensor of which a rank has `values` as its `shard`: this hashes them."""
+    """Describe a tensor whose `shard` at this rank is `values`; this hashes them."""
     return Tensor(
         name=name,
         dtype=str(shard.dtype).removeprefix("torch."),
@@ -165,7 +166,7 @@ def describe_tensor(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
 
 
 def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> PackedPush:
-    """Copy whole `tensors` into buckets of their own. See `Buckets`."""
+    """Copy whole `tensors` into new buckets. See `Buckets`."""
     buckets = Buckets({name: Shard.whole(tensor) for name, tensor in tensors.items()}, bucket_bytes)
     for name, into in buckets.tensors.items():
         into.copy_(tensors[name].detach())
@@ -173,12 +174,12 @@ def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: 
 
 
 def _memory(nbytes: int, *, pinned: bool) -> Bytes:
-    """So many zeros."""
+    """A uint8 array of `nbytes` zeros."""
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy() if pinned else np.zeros(nbytes, np.uint8)
 
 
 def _plan(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[_Place], list[int]]:
-    """Find a place for pieces of these `sizes`. Returns the places, and the bytes of each bucket."""
+    """Lay out pieces of these `sizes`. Returns their places, and the bytes of each bucket."""
     places: list[_Place] = []
     totals: list[int] = []
     for nbytes in sizes:

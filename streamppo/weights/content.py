@@ -1,12 +1,12 @@
-"""A positional hash of a tensor's bytes that can be added up over its shards, on any device. Pure: no Ray.
+"""A positional hash of a tensor's bytes; the hashes of shards add up to the hash of the whole. Pure: no Ray.
 
     content = sum over w of coefficient(w) * word(w)   mod 2**64
 
-The bytes of a tensor are read as little-endian words of 32 bits, w is a word's place in the whole tensor, and
-coefficients are odd pseudo-random numbers of 64 bits. So a shard adds its own words (of a word that is cut, its own
-bytes), and the sum of all shards is the hash of the whole, however it was cut: the learner's shards are compared with
+The bytes of a tensor are read as little-endian 32-bit words, w is a word's index in the whole tensor, and coefficients
+are odd pseudo-random 64-bit numbers. A shard sums its own words (if a word is split, its own bytes), so that the sum
+over all shards is the hash of the whole for any sharding and on any device: the learner's shards can be compared with
 an engine's tensors. This is multilinear hashing (Lemire and Kaser 2012, https://arxiv.org/abs/1202.4961): two different
-tensors have the same sum by an accident of one in 2**32 at most. It finds faults; it does not stop an attacker.
+tensors collide with a probability of at most 2**-32. It detects faults, not attacks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,17 +19,17 @@ from torch import Tensor
 from streamppo.errors import WeightsError
 
 BLOCK = 1 << 15
-"""Words whose coefficients are in a table; block b has the same ones, times another odd number for b."""
+"""Words per block. All blocks share one table of coefficients; block b multiplies it by its own odd factor."""
 AT_ONCE = 16
-"""Blocks that are widened, and then multiplied, at a time on a CPU: they stay in its cache."""
+"""Blocks that a CPU widens and multiplies at a time: they stay in its cache."""
 AT_ONCE_ON_A_GPU = 1024
 PART_BYTES = 1 << 21
-"""Bytes that are written and hashed at a time."""
+"""Bytes that `write` copies and hashes at a time."""
 _MASK = 2**64 - 1
 
 
 def hash_tensor(part: Tensor, first: int = 0) -> int:
-    """The hash of `part`, whose bytes begin at byte `first` of the whole tensor."""
+    """The hash of `part`, which starts at byte `first` of the whole tensor."""
     raw = part.detach().contiguous().view(-1).view(torch.uint8)
     if len(raw) < 8:
         return _of_bytes(raw.tolist(), first) & _MASK
@@ -45,72 +45,76 @@ def hash_tensor(part: Tensor, first: int = 0) -> int:
 
 
 def write(into: Tensor, values: Tensor) -> int:
-    """Copy `values` to a tensor of their shape, whose type holds them all. Returns the hash of what it then has.
+    """Copy `values` to a tensor of the same shape, whose dtype represents them exactly. Returns the hash of the copy.
 
-    One part after another, so that the processor's cache still has what was written when it is read.
+    It copies and hashes part by part, so that each part is hashed while it is in the processor's cache.
     """
     if not into.dim() or into.device.type != "cpu":
         return hash_tensor(into.copy_(values).to(values.dtype))
     total, row = 0, values[:1].nbytes
-    some = max(1, PART_BYTES // max(1, row))
-    for first in range(0, len(into), some):
-        part = into[first : first + some].copy_(values[first : first + some])
+    rows = max(1, PART_BYTES // max(1, row))
+    for first in range(0, len(into), rows):
+        part = into[first : first + rows].copy_(values[first : first + rows])
         total += hash_tensor(part.to(values.dtype), first * row)
     return total & _MASK
 
 
 def check(expected: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `WeightsError`, with a name, if a tensor is not as `expected`."""
+    """Raise `WeightsError` with the first name if a tensor's hash is not the `expected` one."""
     compare(expected, ((name, hash_tensor(tensor)) for name, tensor in tensors))
 
 
 def compare(expected: Mapping[str, int], found: Iterable[tuple[str, int]]) -> None:
-    """Raise `WeightsError`, with a name, if a hash that was `found` is not the one that is `expected`."""
-    wrong = [name for name, one in found if one != expected[name]]
+    """Raise `WeightsError` with the first name if a `found` hash is not the `expected` one."""
+    wrong = [name for name, content in found if content != expected[name]]
     if wrong:
         raise WeightsError(f"{wrong[0]} is not as it was pushed ({len(wrong)} tensors are not)")
 
 
 def _of_words(words: Tensor, start: int) -> int:
-    """The hash of int32 `words` from word `start` on; a negative word counts as itself modulo 2**64."""
+    """The hash of int32 `words`, the first of which has index `start`; a negative word counts modulo 2**64."""
     table, total, at = _table(words.device), 0, 0
     many = AT_ONCE if words.device.type == "cpu" else AT_ONCE_ON_A_GPU
     while at < len(words):
         block, within = divmod(start + at, BLOCK)
         if within or len(words) - at < BLOCK:
-            some = words[at : at + BLOCK - within]
-            (one,) = _of_blocks(some[None], table[within : within + len(some)])
-            total += one * _factor(block)
+            part = words[at : at + BLOCK - within]
+            (block_sum,) = _of_blocks(part[None], table[within : within + len(part)])
+            total += block_sum * _factor(block)
         else:
-            some = words[at : at + min(many, (len(words) - at) // BLOCK) * BLOCK]
-            sums: list[int] = _of_blocks(some.view(-1, BLOCK), table)
-            total += sum(one * _factor(n) for n, one in enumerate(sums, block))
-        at += len(some)
+            part = words[at : at + min(many, (len(words) - at) // BLOCK) * BLOCK]
+            sums: list[int] = _of_blocks(part.view(-1, BLOCK), table)
+            total += sum(block_sum * _factor(n) for n, block_sum in enumerate(sums, block))
+        at += len(part)
     return total
 
 
 def _of_blocks(blocks: Tensor, table: Tensor) -> list[int]:
-    """The sum of each block, without the factor that is its own."""
+    """The sum of each block, without the block's factor."""
     if blocks.device.type == "cpu":
-        # NumPy's products are added as they are made. It would widen too, more slowly than `astype` does.
+        # einsum adds the products without storing them; `astype` widens faster than einsum would.
         return np.einsum("bw,w->b", blocks.numpy().astype(np.int64), table.numpy()).tolist()
     return (blocks.to(torch.int64) * table).sum(1).tolist()
 
 
 def _of_bytes(values: list[int], first: int) -> int:
-    """The share of single bytes: in the words to which they belong all others are 0."""
+    """The contribution of single bytes: the other bytes of their words count as 0."""
     return sum(_byte(value, at) * _coefficient(at // 4) for at, value in enumerate(values, first))
 
 
 def _byte(value: int, at: int) -> int:
-    """The share of a byte in its word, whose highest byte has the sign."""
+    """The contribution of a byte to its word, whose highest byte is signed."""
     return (value - 256 if at % 4 == 3 and value > 127 else value) << 8 * (at % 4)
 
 
 @lru_cache
 def _table(device: torch.device) -> Tensor:
     signed = [_mixed(n) | 1 for n in range(BLOCK)]
-    return torch.tensor([one - 2**64 if one >> 63 else one for one in signed], dtype=torch.int64, device=device)
+    return torch.tensor(
+        [coefficient - 2**64 if coefficient >> 63 else coefficient for coefficient in signed],
+        dtype=torch.int64,
+        device=device,
+    )
 
 
 def _coefficient(word: int) -> int:

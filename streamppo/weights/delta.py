@@ -1,10 +1,10 @@
-"""Codes the changes between two versions of the same bytes, losslessly. Pure: no Ray.
+"""Lossless delta coding between two versions of the same bytes. Pure: no Ray.
 
     gap width (1 byte) | compressed? (1 byte) | count (8 bytes) | gaps | differences, byte plane by byte plane
 
-Elements are compared by their bits, so that -0.0 and the payload of a NaN survive. A gap is the distance to the changed
-element before it, less one; where it is longer than its width can say, an element between them goes along unchanged. A
-difference is the exclusive or of both elements' bits: between close numbers its high bytes are 0, and compress well.
+Elements are compared by their bits, so that -0.0 and the payload of a NaN survive. A gap is the distance to the
+previous changed element, less one; if it does not fit its width, an unchanged element in between is included. A
+difference is the exclusive or of both elements' bits: for close numbers its high bytes are 0 and compress well.
 """
 
 import numpy as np
@@ -13,26 +13,26 @@ from numpy.typing import NDArray
 from streamppo.errors import WeightsError
 
 DENSE = 0.1
-"""A delta is made if at most this share of the elements has changed: finding more costs more than it saves."""
+"""Largest share of changed elements for which a delta is made: above it, the search costs more than it saves."""
 COMPRESSED_FROM = 1 << 14
-"""Bytes of differences from which on they are compressed. Gaps are as good as random, and are not."""
+"""Fewest bytes of differences that are compressed. Gaps are close to random and never compressed."""
 CHUNK = 1 << 17
-"""Elements that are compared at a time: they stay in the processor's cache."""
+"""Elements compared at a time: they stay in the processor's cache."""
 SAMPLE = 1 << 12
-"""Elements that are looked at to see that too many have changed."""
+"""Size of the sample that estimates whether too many elements have changed."""
 HEAD_BYTES = 10
 GAPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 Bytes = NDArray[np.uint8]
 
 
 def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
-    """Encode what makes `after` out of `before`, whose elements have `width` bytes; None where that does not pay."""
-    found = _find_changes(_elements(before, width), _elements(after, width))
-    if found is None:
+    """Encode the delta from `before` to `after`, whose elements have `width` bytes; None if it saves no bytes."""
+    changed = _find_changes(_elements(before, width), _elements(after, width))
+    if changed is None:
         return None
-    places, differences = found
+    places, differences = changed
     gaps = np.diff(places, prepend=-1)
-    # Half of what a width can say: some gaps are longer than the mean.
+    # Twice the mean gap must fit the width: some gaps are longer than the mean.
     mean = 2 * len(before) // width // max(1, len(gaps))
     gap_width = next(size for size in GAPS if mean < 256**size or size == max(GAPS))
     split, between = _split(gaps, gap_width)
@@ -41,14 +41,14 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
     compressed = planes.nbytes >= COMPRESSED_FROM
     stored = np.frombuffer(_zstd().encode(planes), dtype=np.uint8) if compressed else planes
     head = np.array([gap_width, compressed, *len(split).to_bytes(8, "little")], dtype=np.uint8)
-    made = np.concatenate([head, split.view(np.uint8), stored])
-    return made if made.nbytes < after.nbytes else None
+    encoded = np.concatenate([head, split.view(np.uint8), stored])
+    return encoded if encoded.nbytes < after.nbytes else None
 
 
 def apply(encoded: Bytes, into: Bytes, width: int) -> None:
-    """Make the bytes after out of those before, in place.
+    """Apply a delta in place: `into` holds the bytes before and then the bytes after.
 
-    Raises `WeightsError` for what `changes` cannot have made; `into` is then as it was.
+    Raises `WeightsError` for bytes that `changes` cannot have made; then `into` is unchanged.
     """
     if encoded.nbytes < HEAD_BYTES or encoded[0] not in GAPS or encoded[1] > 1:
         raise WeightsError("a delta has no beginning")
@@ -62,7 +62,7 @@ def apply(encoded: Bytes, into: Bytes, width: int) -> None:
             planes = np.frombuffer(_zstd().decode(planes), dtype=np.uint8)
         except RuntimeError as error:
             raise WeightsError(f"a delta cannot be decompressed: {error}") from error
-    # A slice of bytes need not begin where such numbers may.
+    # A slice of bytes may not be aligned for these numbers.
     gaps = np.frombuffer(split.tobytes(), dtype=GAPS[gap_width])
     places = np.cumsum(gaps, dtype=np.int64) + np.arange(count)
     if planes.nbytes != count * width or (count and not 0 <= places[-1] < len(elements)):
@@ -76,47 +76,47 @@ Places = NDArray[np.int64]
 
 
 def _find_changes(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
-    """The places that have changed, and the differences there; None if they are too many."""
+    """(indices of changed elements, their differences); None if they are too many."""
     step = max(1, len(old) // SAMPLE)
     sample = old[::step] != new[::step]
-    # Twice too many in elements from everywhere are too many.
+    # Stop early if more than twice the share DENSE of an even sample has changed.
     if np.count_nonzero(sample) > 2 * DENSE * len(sample):
         return None
     places, differences, count = list[Places](), list[Numbers](), 0
     for start in range(0, len(old), CHUNK):
-        at, found = _different(old[start : start + CHUNK] ^ new[start : start + CHUNK])
+        at, values = _different(old[start : start + CHUNK] ^ new[start : start + CHUNK])
         count += len(at)
         if count > DENSE * len(old):
             return None
         places.append(at + start)
-        differences.append(found)
+        differences.append(values)
     if not places:
         return np.zeros(0, dtype=np.int64), old
     return np.concatenate(places), np.concatenate(differences)
 
 
 def _different(difference: Numbers) -> tuple[Places, Numbers]:
-    """The places that are not 0, and what is there. Looks at eight bytes at a time: few of these are not 0."""
+    """(indices of nonzero elements, their values). It tests eight bytes at a time: most are 0."""
     per = 8 // difference.itemsize
     if len(difference) % per:
         at = np.flatnonzero(difference != 0)
         return at, difference[at]
     wide = difference.view(np.uint64)
     words = np.flatnonzero(wide != 0)
-    some = wide[words].view(difference.dtype)
-    inside = np.flatnonzero(some != 0)
-    return words[inside // per] * per + inside % per, some[inside]
+    values = wide[words].view(difference.dtype)
+    inside = np.flatnonzero(values != 0)
+    return words[inside // per] * per + inside % per, values[inside]
 
 
 def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
-    """Encode gaps, long ones by several elements; with them come the gaps before which there are further elements.
+    """(encoded gaps, indices of the gaps before which unchanged elements are inserted).
 
-    A gap comes once for each of these. Few are long: all others are looked at twice alone.
+    A long gap is split by inserted elements, and its index is repeated once for each. Only long gaps take extra work.
     """
     limit = 256**gap_width
     long = np.flatnonzero(gaps > limit)
     between = np.repeat(long, (gaps[long] - 1) // limit)
-    # What does not fit its width is cut off: that is the remainder of a long gap.
+    # A long gap is truncated to its width, which leaves its remainder.
     short = (gaps - 1).astype(GAPS[gap_width])
     return np.insert(short, between, limit - 1) if len(between) else short, between
 
@@ -127,6 +127,6 @@ def _elements(data: Bytes, width: int) -> Numbers:
 
 
 def _zstd():
-    from numcodecs.zstd import Zstd  # A third of a second, which small models do not need.
+    from numcodecs.zstd import Zstd  # Takes a third of a second; small models do not need it.
 
     return Zstd(level=1)

@@ -1,4 +1,4 @@
-"""Builds both ends of the transport that the configuration chooses: the one place that asks which it is."""
+"""Builds both ends of the configured transport; only this module matches on its kind."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ from streamppo.weights.transport import Receiver, Sender
 
 
 def outlet(config: Config, rank: int) -> Sender:
-    """Build the end of `rank`. Raises `WeightsError` if a library is missing."""
+    """Build the sender of `rank`. Raises `WeightsError` if a library is missing."""
     match config.learner.transport:
         case ObjectStore():
             from streamppo.weights import object_store
@@ -31,7 +31,7 @@ def outlet(config: Config, rank: int) -> Sender:
 
 
 def inlet(config: Config) -> Receiver:
-    """Build the end of a rollout actor. Raises `WeightsError` if a library is missing."""
+    """Build the receiver of a rollout actor. Raises `WeightsError` if a library is missing."""
     match config.learner.transport:
         case ObjectStore():
             from streamppo.weights import object_store
@@ -48,19 +48,21 @@ def inlet(config: Config) -> Receiver:
 
 
 def with_run_folder(config: Config, run: Path) -> Config:
-    """The configuration as ranks and actors of `run` get it: a folder of weights is the run's alone."""
+    """The configuration for ranks and actors of `run`: a folder transport gets a folder of this run alone."""
     match config.learner.transport:
         case Folder(path=path):
-            own = Path(path) / f"{run.name}-{crc32(str(run.resolve()).encode()):08x}" if path else run / "weights"
-            return structs.replace(config, learner=structs.replace(config.learner, transport=Folder(str(own))))
+            run_folder = (
+                Path(path) / f"{run.name}-{crc32(str(run.resolve()).encode()):08x}" if path else run / "weights"
+            )
+            return structs.replace(config, learner=structs.replace(config.learner, transport=Folder(str(run_folder))))
         case _:
             return config
 
 
 def create_folder(config: Config) -> None:
-    """Make the folder of weights of a `with_run_folder` configuration, without those of an earlier driver's dead ranks.
+    """Create the empty weights folder of a `with_run_folder` configuration, without the files of an earlier driver.
 
-    Raises `RunError` if it cannot be made.
+    Raises `RunError` if it cannot be created.
     """
     end(config)
     if isinstance(chosen := config.learner.transport, Folder):
@@ -69,11 +71,11 @@ def create_folder(config: Config) -> None:
 
 
 def end(config: Config) -> None:
-    """Delete what ranks of a `with_run_folder` configuration have left behind, if that outlives them."""
+    """Delete the weights folder of a `with_run_folder` configuration; other transports leave nothing behind."""
     if isinstance(chosen := config.learner.transport, Folder):
         shutil.rmtree(chosen.path, ignore_errors=True)
 
 
 def without_transport(config: Config) -> Config:
-    """The configuration of ranks whose versions go nowhere, as in a replay: nothing has to be there for them."""
+    """The configuration of ranks whose versions are discarded, as in a replay: it needs no folder and no library."""
     return structs.replace(config, learner=structs.replace(config.learner, transport=ObjectStore()))

@@ -1,9 +1,9 @@
-"""Buckets as files in a folder that ranks and rollout actors see, such as one of a parallel file system.
+"""Buckets as files in a folder shared by ranks and rollout actors, for example on a parallel file system.
 
     FOLDER/rank-0-4f1c/00000012-0       bucket 0 of rank 0's share of version 12
 
-A file is written beside its name and renamed. Nothing is flushed to a disk: weights that a crash of the machine tears
-are made again by the ranks that come after it, and a file system of a network hands over what was closed.
+A file is written under a temporary name and renamed. It is not flushed to disk: after a crash of the machine the new
+ranks make the weights again, and a network file system makes closed files visible to other nodes.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from streamppo.weights.delta import Bytes
 from streamppo.weights.transport import BucketGone, BucketRef
 
 MISSING_S = 300.0
-"""A bucket that the ledger names and that is missing for so long is in a folder that this node does not see."""
+"""Seconds after which a missing bucket of the ledger means that this node does not see the folder."""
 
 
 class File(WireStruct, frozen=True):
@@ -34,7 +34,7 @@ class File(WireStruct, frozen=True):
 
 
 class FolderSender:
-    """Implements `transport.Sender` for one life of `rank`: two whole versions are kept, and the deltas behind them."""
+    """Implements `transport.Sender` for one life of `rank`; keeps two whole versions and the deltas after them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._all, self._name = folder, f"rank-{rank}-"
@@ -49,15 +49,15 @@ class FolderSender:
             return [self._write(version, number, array) for number, array in enumerate(arrays)]
 
     def drop(self, before: int) -> None:
-        """See `transport.Sender.drop`: one call later, so that an actor can read to its end what it has begun."""
+        """See `transport.Sender.drop`; deletes one call later, so that actors can finish reads that they have begun."""
         for version in [version for version in self._names if version < self._before]:
             for path in self._names.pop(version):
                 path.unlink(missing_ok=True)
         self._before = before
-        for other in self._all.glob(f"{self._name}*"):
-            # A rank that has died: the ledger has this one's versions in the place of its own.
-            if other != self._own:
-                shutil.rmtree(other, ignore_errors=True)
+        for folder in self._all.glob(f"{self._name}*"):
+            # Folders of dead ranks: the ledger no longer refers to them.
+            if folder != self._own:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, version: int, number: int, array: Bytes) -> bytes:
         path = self._own / f"{version:08d}-{number}"
@@ -77,7 +77,7 @@ class FolderReceiver:
         self._missing, self._since = "", 0.0
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Receiver.fetch`. Raises `WeightsError` if one bucket stays away."""
+        """See `transport.Receiver.fetch`. Raises `WeightsError` if a bucket is missing for `MISSING_S`."""
         assert isinstance(ref, bytes), "a reference of a folder's outlet"
         file = decode(ref, File)
         try:
@@ -96,10 +96,10 @@ class FolderReceiver:
 
 
 def _read(file: File) -> Bytes:
-    """Read a bucket; of a file that is cut off, as much as there is. A map of one that shrinks would kill."""
-    made, at = np.empty(file.nbytes, dtype=np.uint8), 0
-    into = made.data
+    """Read a bucket, or what is left of a truncated one. It is not memory-mapped: a shrinking file would be fatal."""
+    bucket, at = np.empty(file.nbytes, dtype=np.uint8), 0
+    into = bucket.data
     with open(file.path, "rb", buffering=0) as source:
         while at < file.nbytes and (count := source.readinto(into[at:])):
             at += count
-    return made[:at]
+    return bucket[:at]

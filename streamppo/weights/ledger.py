@@ -1,6 +1,6 @@
-"""The versions that can be pulled: a whole one, and the deltas that lead from it to the newest. Pure: no Ray.
+"""The versions that can be pulled: a whole one, and the deltas from it to the newest. Pure: no Ray.
 
-whole 12  ->  delta 13  ->  delta 14      an engine at 13 takes one delta, an engine at 11 or with nothing takes all
+whole 12  ->  delta 13  ->  delta 14      an engine at 13 pulls one delta, an engine at 11 or without weights pulls all
 """
 
 from typing import Generic, NamedTuple, TypeVar
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class PublishReply(WireStruct, frozen=True):
-    """The answer to the ranks of a learner when a version is published: its digest.
+    """The reply to a learner's ranks when a version is published, with its digest.
 
-    `whole` is the version from which all newer ones can be made; with `wants_whole` the next one is to be another.
+    `whole` is the whole version on which the later deltas are based; with `wants_whole` the next push must be whole.
     """
 
     digest: str
@@ -23,52 +23,54 @@ class PublishReply(WireStruct, frozen=True):
 
 
 class LedgerEntry(NamedTuple, Generic[T]):
-    """A published version. The transport fetches its buckets by `handle`."""
+    """A published version; the transport fetches its buckets by `handle`."""
 
     push: Push
     handle: T
 
 
 class Ledger(Generic[T]):
-    """One learner's newest versions, each with a handle of type T; they may come in any order."""
+    """One learner's newest versions, each with a handle of type T; they may arrive in any order."""
 
     def __init__(self) -> None:
         self._entries: dict[int, LedgerEntry[T]] = {}
 
     def publish(self, push: Push, handle: T) -> None:
-        """Add a version; the same one again brings its bytes from elsewhere. Older ones than a whole one are dropped.
+        """Add a version; publishing it again replaces its handle. Versions before the newest whole one are dropped.
 
-        Raises `WeightsError` for a version that was there with other weights.
+        Raises `WeightsError` if the version was published with other weights.
         """
         known = self._entries.get(push.version)
         if known is not None and known.push.digest != push.digest:
             raise WeightsError(f"version {push.version} was published again with other weights")
         self._entries[push.version] = LedgerEntry(push, handle)
-        whole = max((version for version, one in self._entries.items() if one.push.base_version is None), default=0)
+        whole = max(
+            (version for version, earlier in self._entries.items() if earlier.push.base_version is None), default=0
+        )
         self._entries = {version: entry for version, entry in self._entries.items() if version >= whole}
 
     @property
     def newest(self) -> int | None:
-        """The newest version that can be made from a whole one, if there is one."""
+        """The newest version that a chain of deltas reaches from a whole one; None if there is none."""
         chain = self._chain()
         return chain[-1].push.version if chain else None
 
     def versions_after(self, version: int) -> list[LedgerEntry[T]]:
-        """Return, in order, all that `version`, or nothing, needs to become the newest; empty if `version` is that."""
+        """The entries, in order, that lead from `version` (-1: no weights) to the newest; empty at the newest."""
         chain = self._chain()
         if not chain or version < chain[0].push.version:
             return chain
         return [entry for entry in chain if entry.push.version > version]
 
     def reply_to(self, digest: str) -> PublishReply:
-        """Answer for a version with `digest`: where the deltas have as many bytes as the whole one, they are to end."""
+        """The reply for a version with `digest`; it wants a whole version once the deltas have as many bytes as one."""
         chain = self._chain()
         first, *deltas = [sum(entry.push.bucket_bytes) for entry in chain] or [0]
         whole = chain[0].push.version if chain else 0
         return PublishReply(digest=digest, whole=whole, wants_whole=sum(deltas) >= first)
 
     def _chain(self) -> list[LedgerEntry[T]]:
-        """The whole version, and the deltas behind it that have come without a gap."""
+        """The newest whole version, and the deltas that follow it without a gap."""
         chain: list[LedgerEntry[T]] = []
         for version in sorted(self._entries):
             entry = self._entries[version]

@@ -1,10 +1,10 @@
-"""Buckets by one-sided reads of NIXL (extra `nixl`): an actor reads the memory of a rank, which is not asked.
+"""Buckets by one-sided NIXL reads (extra `nixl`): an actor reads a rank's memory without the rank's involvement.
 
-    block        registered memory of a rank; it holds one bucket after another
-    generation   the count of the buckets that a block has held: read behind the bytes, it shows that they are of one
+    block        registered memory of a rank, reused for one bucket after another
+    generation   the number of buckets that a block has held; read after the bytes, it shows that they are of one bucket
 
-NIXL takes the fastest device that both nodes have: RDMA, shared memory, TCP. Some of them need the rank to look after
-them now and then, which a thread of its own does: the one that NIXL has for this takes most of a core.
+NIXL uses the fastest device that both nodes have: RDMA, shared memory or TCP. Some devices need regular progress calls
+in the rank; a thread of ours makes them, because NIXL's own progress thread takes most of a core.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from streamppo.weights.delta import Bytes
 from streamppo.weights.transport import BucketGone, BucketRef
 
 READ_S, SLOWEST_BYTES_PER_S = 60.0, 20e6
-"""A read that takes longer than this, and a second for so many bytes, is given up."""
+"""A read is given up after READ_S + bytes / SLOWEST_BYTES_PER_S seconds."""
 LOOK_S = 0.0005
-"""Seconds between two looks at what is under way."""
+"""Seconds between two polls of a transfer."""
 BLOCKS = 1 << 16
-"""Blocks of a rank at most: each has a generation."""
+"""Most blocks of a rank; each has a generation."""
 KIND = "DRAM"
 log = logging.getLogger(__name__)
 
 
 class RemoteBucket(WireStruct, frozen=True):
-    """The reference of a bucket: its rank's agent, with all memory that this has registered, and its place there."""
+    """The reference of a bucket: the metadata of its rank's agent with all registered memory, and its address there."""
 
     agent: bytes
     address: int
@@ -53,7 +53,7 @@ class _Block(NamedTuple):
 
 
 class NixlSender:
-    """Implements `transport.Sender`. It keeps two whole versions, and the deltas behind them, in memory of its own."""
+    """Implements `transport.Sender`; keeps two whole versions and the deltas after them in its own memory."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._lock = _agent(local=local), threading.Lock()
@@ -70,7 +70,7 @@ class NixlSender:
         blocks = [self._block(array.nbytes) for array in arrays]
         self._used.setdefault(version, []).extend(blocks)
         for block, array in zip(blocks, arrays, strict=True):
-            # Ahead of the bytes: an actor that reads them meanwhile sees it behind them.
+            # Before the bytes: an actor that reads during the copy reads the new generation afterwards.
             self._generations[block.number] += 1
             block.memory[: array.nbytes] = array
         with self._lock:
@@ -89,13 +89,13 @@ class NixlSender:
         ]
 
     def drop(self, before: int) -> None:
-        """See `transport.Sender.drop`: one call later, so that an actor can read to its end what it has begun."""
+        """See `transport.Sender.drop`; frees one call later, so that actors can finish reads that they have begun."""
         for version in [version for version in self._used if version < self._before]:
             self._free += self._used.pop(version)
         self._before = before
 
     def _block(self, nbytes: int) -> _Block:
-        """A block that holds `nbytes`, and at most twice as many: the one that has been free longest."""
+        """A block of at least `nbytes` and at most twice as many: the one free for longest, or a new one."""
         for at, block in enumerate(self._free):
             if nbytes <= block.memory.nbytes <= max(4096, 2 * nbytes):
                 return self._free.pop(at)
@@ -109,7 +109,7 @@ class NixlSender:
             self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], KIND)
 
     def _look_after(self) -> None:
-        """Answer reads through devices that do not do so by themselves, without end."""
+        """Make progress calls forever, for devices that do not serve reads by themselves."""
         while True:
             with self._lock:
                 self._agent.get_new_notifs()
@@ -117,7 +117,7 @@ class NixlSender:
 
 
 class NixlReceiver:
-    """Implements `transport.Receiver`: one read at a time, in a thread of its own."""
+    """Implements `transport.Receiver`: one read at a time, in its own thread."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._failures = _agent(local=local), _failures()
@@ -130,14 +130,14 @@ class NixlReceiver:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, RemoteBucket))
 
     def _fetch(self, remote: RemoteBucket) -> Bytes:
-        made, generation = np.empty(max(1, remote.nbytes), dtype=np.uint8), np.zeros(8, dtype=np.uint8)
+        bucket, generation = np.empty(max(1, remote.nbytes), dtype=np.uint8), np.zeros(8, dtype=np.uint8)
         try:
             name = self._agent.add_remote_agent(remote.agent)
         except self._failures as error:
             raise BucketGone(f"a rank cannot be reached: {error}") from error
         try:
             if remote.nbytes:
-                self._read(name, remote.address, made)
+                self._read(name, remote.address, bucket)
             self._read(name, remote.generation_address, generation)
         except self._failures as error:
             with suppress(*self._failures):
@@ -145,10 +145,10 @@ class NixlReceiver:
             raise BucketGone(f"a rank cannot be read: {error}") from error
         if int(generation.view(np.int64)[0]) != remote.generation:
             raise BucketGone("a rank has put newer weights there")
-        return made[: remote.nbytes]
+        return bucket[: remote.nbytes]
 
     def _read(self, name: str, address: int, into: Bytes) -> None:
-        """Read what is at `address` of the agent `name`. Raises `BucketGone` if it takes too long."""
+        """Fill `into` from `address` of the agent `name`. Raises `BucketGone` if it takes too long."""
         agent, place = self._agent, (into.ctypes.data, into.nbytes, 0)
         registered = agent.register_memory([(*place, "")], KIND)
         theirs, ours = agent.get_xfer_descs([(address, into.nbytes, 0)], KIND), agent.get_xfer_descs([place], KIND)
@@ -166,23 +166,23 @@ class NixlReceiver:
                 agent.release_xfer_handle(handle)
                 agent.deregister_memory(registered)
             except self._failures:
-                # NIXL may still write to it.
+                # The read may not have ended: NIXL may still write to this memory.
                 self._abandoned.append((into, registered, handle))
                 log.info("memory of %d bytes is left to a read that has not ended", into.nbytes)
 
 
 def _agent(*, local: bool) -> Any:
-    """Make this process's part of NIXL. One for a `local` run is reached from this machine alone."""
+    """Make this process's NIXL agent; for a `local` run it is reachable only from this machine."""
     api = _api()
     if local:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    # It writes two lines for every agent.
+    # NIXL logs two lines for every agent.
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return api.nixl_agent(uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
 
 def _api() -> ModuleType:
-    """NIXL's own interface. Raises `WeightsError` if it is not installed."""
+    """NIXL's Python API. Raises `WeightsError` if it is not installed."""
     try:
         return import_module("nixl._api")
     except ImportError as error:
@@ -193,6 +193,6 @@ def _api() -> ModuleType:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """NIXL's own errors: a peer that has gone, a read that has not ended."""
-    found = vars(import_module("nixl._bindings")).values()
-    return tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
+    """NIXL's exception types, raised for a lost peer or an unfinished read."""
+    members = vars(import_module("nixl._bindings")).values()
+    return tuple(member for member in members if isinstance(member, type) and issubclass(member, Exception))

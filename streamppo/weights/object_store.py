@@ -1,7 +1,7 @@
-"""Buckets through Ray's object store, which has one copy on every node that asks, until the last reference is gone.
+"""Buckets through Ray's object store, which keeps a copy on each node that fetched one, until its last reference ends.
 
-Ray asks the rank that owns a bucket where it is. If that rank's node was cut off and is given up, Ray still waits for
-an answer until TCP gives up, which takes minutes: so nobody waits for long, and a bucket that is late is `BucketGone`.
+To locate a bucket, Ray asks its owner, the rank. If that rank's node is cut off, Ray waits for a reply until TCP times
+out, which takes minutes. So every fetch has a timeout, and a late bucket is `BucketGone`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 FETCH_S, LONGER_S = 20.0, 10.0
-"""Seconds for a bucket, at first, and how much more after one that was late."""
+"""The first timeout of a bucket in seconds, and its increase after each late one."""
 
 
 class ObjectStoreSender:
@@ -30,7 +30,7 @@ class ObjectStoreSender:
         return [ray.put(array) for array in arrays]
 
     def drop(self, before: int) -> None:
-        """See `transport.Sender.drop`: the object store counts references."""
+        """See `transport.Sender.drop`; nothing to do: the object store counts references."""
 
 
 class ObjectStoreReceiver:
@@ -40,19 +40,19 @@ class ObjectStoreReceiver:
         self._limit_s = FETCH_S
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Receiver.fetch`. Without a copy where the node has the bucket already.
+        """See `transport.Receiver.fetch`. Makes no copy if the node already has the bucket.
 
-        After each bucket that is late the next may take `LONGER_S` longer, until one comes: the network may be slow.
+        Each late bucket increases the timeout by `LONGER_S`, until one arrives: the network may be slow.
         """
         limit_s = self._limit_s
         try:
             async with asyncio.timeout(limit_s):
-                found = await cast("ObjectRef[Bytes]", ref)
+                bucket = await cast("ObjectRef[Bytes]", ref)
         except ObjectLostError as error:
             raise BucketGone(f"the object store has lost a bucket: {error}") from error
         except TimeoutError:
-            # Buckets that were asked for together are late together.
+            # From the timeout of this call: buckets fetched concurrently and late together increase it once.
             self._limit_s = limit_s + LONGER_S
             raise BucketGone(f"a bucket has not come within {limit_s:g} s") from None
         self._limit_s = FETCH_S
-        return found
+        return bucket

@@ -1,11 +1,12 @@
-"""The folder that an address belongs to: a run that is copied (`cp -r`) has the address of the first one in its files.
+"""Ownership of an address by one run folder: a copied run (`cp -r`) has the original's address in its files.
 
-ADDRESS/owners/00000003-5e6f7a8b    the third driver that has claimed it: its token, and what its folder is
-RUN/remote.address                  the address, and below it the tokens of this folder: the newest claim is one of them
+ADDRESS/owners/00000003-5e6f7a8b    the claim of the third driver: its token, and the path and inode of its folder
+RUN/remote.address                  the address, and below it the folder's tokens, which include the newest claim
 
-Each driver claims the address anew. A folder whose tokens lack the newest one was copied before another went on; one
-that is neither at the place nor the inode of the claim is the copy, unless it was restored of what is at the address
-and takes it over: the first driver of either that begins has it. Needs no torch, no Ray.
+Each driver claims the address anew. If a folder's tokens lack the newest claim, another copy has continued the run. If
+a folder has neither the path nor the inode of the newest claim, it is the copy. A folder restored from the address may
+take the claim over: the original or the restored run owns the address, whichever driver starts first. Needs no torch,
+no Ray.
 """
 
 import io
@@ -17,43 +18,43 @@ from uuid import uuid4
 import msgspec
 
 from streamppo import durable
-from streamppo.errors import CheckpointError
+from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.weights.store import ADDRESS, Store, row_of, with_crc
 
 OWNERS = "owners"
 TOKENS = 4
-"""Tokens that a folder remembers: its newest claim may not have arrived at the address."""
+"""Tokens kept in a folder: its newest claim may not have reached the address."""
 log = logging.getLogger(__name__)
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A folder by its path and its inode: one that is moved keeps the second, one that is put back the first."""
+    """A folder by its path and its inode: a moved folder keeps its inode, one restored from a backup its path."""
 
     path: str
     inode: int
 
 
 TAKES_OVER = "+"
-"""Before the token of a claim that a restored run may follow, wherever its folder is."""
+"""Prefix of a claim's token that a restored run may take over, whatever its path and inode."""
 
 
 def tokens(run: Path) -> list[str]:
-    """The tokens of the claims of the run in the folder `run`, the newest first."""
+    """The tokens of the claims by the folder `run`, the newest first."""
     return [token.removeprefix(TAKES_OVER) for token in _written(run)]
 
 
 def token(run: Path) -> str:
-    """The token of the last claim of the run in the folder `run`; empty without one."""
-    return next((one for one in _written(run) if not one.startswith(TAKES_OVER)), "")
+    """The token of the last claim by the folder `run`; empty without one."""
+    return next((claimed for claimed in _written(run) if not claimed.startswith(TAKES_OVER)), "")
 
 
 def newest(names: Sequence[str]) -> str:
-    """The token of the newest claim among the `names` of all; empty without any."""
+    """The token of the newest claim in `names`, the names of all claims; empty without any."""
     return max(names, default="").partition("-")[2]
 
 
 def other_owner(store: Store, run: Path) -> str:
-    """Say which folder the address belongs to, if not to that of the run; empty if it does, or to nobody.
+    """A sentence about the folder that owns the address; empty if it is the folder `run` or there is no owner.
 
     Raises `CheckpointError` if the address does not answer.
     """
@@ -71,10 +72,10 @@ def other_owner(store: Store, run: Path) -> str:
 
 
 def claim(store: Store, run: Path) -> None:
-    """Write into the folder `run`, and at the address, that this belongs to it.
+    """Claim the address for the folder `run`: write the new token into the folder and then to the address.
 
-    First into the folder: a death between the two leaves an address whose owner knows the token. Raises
-    `CheckpointError` if the address refuses.
+    In this order, a crash between the two leaves a folder that still has the newest token. Raises `CheckpointError` if
+    the address refuses.
     """
     token, before = uuid4().hex[:12], store.names(OWNERS)
     write(run, store.address, [token, *tokens(run)])
@@ -89,33 +90,36 @@ def claim(store: Store, run: Path) -> None:
 
 
 def hand_over(store: Store, run: Path) -> None:
-    """Let the folder `run`, which is made of what is at the address, be the next one to claim it."""
+    """Allow the folder `run`, which is restored from the address, to take over its newest claim."""
     names = store.names(OWNERS)
     write(run, store.address, [f"{TAKES_OVER}{newest(names)}"] if names else [])
 
 
 def write(run: Path, address: str, claims: Sequence[str] = ()) -> None:
-    """Let the run in the folder `run` have this address, with the tokens of its claims."""
+    """Write the address, and the tokens of its claims, into the folder `run`."""
     with durable.naming(run / ADDRESS, CheckpointError):
         durable.write(run / ADDRESS, "\n".join([address, " ".join(claims[:TOKENS])]).strip().encode() + b"\n")
 
 
 def owns(names: Sequence[str], run: Path) -> bool:
-    """True if the newest claim among the `names` of all is one of the run in the folder `run`, or there is none."""
+    """True if the folder `run` made the newest claim in `names`, or there is no claim."""
     return not names or newest(names) in tokens(run)
 
 
 def forget(run: Path) -> str:
-    """Say how a copy goes on as a run of its own."""
+    """A sentence that tells users how to continue a copy as a separate run."""
     return f"to go on with it as a run of its own, delete {run / ADDRESS}: it gets another address"
 
 
 def _written(run: Path) -> list[str]:
     file = run / ADDRESS
-    return file.read_text().split()[1:] if file.is_file() else []
+    return durable.read(file).decode().split()[1:] if file.is_file() else []
 
 
 def _read(store: Store, name: str) -> Claim | None:
-    """A claim; None if it was cut off."""
+    """A claim; None if its file is truncated, or is no claim."""
     row = row_of(store.read(OWNERS, name))
-    return None if row is None else msgspec.json.decode(row, type=Claim)
+    try:
+        return None if row is None else msgspec.json.decode(row, type=Claim)
+    except UNREADABLE:
+        return None

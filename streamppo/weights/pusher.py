@@ -1,9 +1,9 @@
-"""Every rank pushes its own shards beside training; engines pull.
+"""Every rank pushes its own shards concurrently with training; engines pull.
 
 Push   consumes a rank's share of a version in buckets    produces a version in the ledger, once all shares are there
-       waits for the push before it                        unblocks every engine's pull and the queue's next take
+       waits for the previous push                         unblocks every engine's pull and the queue's next take
 
-Two sets of buckets take turns: the learner writes a version into one, while the other is being pushed.
+Two sets of buckets alternate: the learner writes a version into one set while the other is pushed.
 """
 
 import time
@@ -20,15 +20,15 @@ from streamppo.weights.ledger import PublishReply
 from streamppo.weights.transport import BucketRef, Sender
 
 SETS = 2
-"""Sets of buckets: one is written, one is read."""
+"""Sets of buckets: one is written while the other is pushed."""
 
 
 Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], PublishReply]
-"""Publishes an encoded `Push` with its buckets, and the encoded `TokenRecord` of its batch; waits for all shares."""
+"""Publishes an encoded `Push` with its buckets and the encoded `TokenRecord` of its batch; waits for all shares."""
 
 
 class PushedVersion(NamedTuple):
-    """A published version: the hash of its weights, the milliseconds that its push took, this rank's bytes of it."""
+    """A published version: the digest of its weights, its push time in milliseconds, and this rank's bytes."""
 
     digest: str
     ms: float
@@ -36,12 +36,12 @@ class PushedVersion(NamedTuple):
 
 
 class Pusher:
-    """Hashes one rank's shares of versions, puts them into `outlet` and publishes them, in a thread, in their order.
+    """Hashes one rank's shares of versions, puts them into `outlet` and publishes them, in order, in a thread.
 
-    At most one push is under way: `push` waits for the one before, so memory holds two versions at most. Nobody
-    waits for an engine. `last` is the newest push. With `deltas` a version is described by what has changed since the
-    one before, where that is less, until the ledger wants a whole one again. Tensors that are `frozen` are
-    described in each, and do not travel. Buckets are `pinned` for a learner on a GPU.
+    At most one push runs: `push` waits for the previous one, so memory holds at most two versions. No push waits for an
+    engine. `last` is the newest push. With `deltas`, a push has the differences to the previous version if they are
+    smaller; it is whole when the ledger asks for it. `frozen` tensors are described in every push but not sent.
+    Buckets are `pinned` for a learner on a GPU.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Pusher:
         self._carried: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
 
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
-        """The buckets of the next version, which has the layout of `like`; no push reads them.
+        """The buckets for the next version, with the layout of `like`; no push reads them any more.
 
-        Waits until the push under way has compared its version with the one before, whose memory this is.
+        They may hold the version before the one being pushed: waits until the push has compared the two.
         """
         if len(self._sets) < SETS:
             return Buckets(like, self._bucket_bytes, pinned=self._pinned)
@@ -86,10 +86,10 @@ class Pusher:
         admitted_lag: int | None = None,
         written: Callable[[], None] = lambda: None,
     ) -> PushedVersion:
-        """Start pushing what is in `filled` once `written` returns. Returns the push before.
+        """Start pushing the content of `filled` once `written` returns. Returns the previous push.
 
-        `learned`, of the batch that made the version, goes along, and the lag to be admitted with it. Raises
-        the error of the push before.
+        The push includes `learned`, the record of the version's batch, and `admitted_lag`. Raises the error of the
+        previous push.
         """
         pushed = self.last.result()
         before = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
@@ -99,14 +99,14 @@ class Pusher:
         return pushed
 
     def republish(self) -> list[Future[PublishReply]]:
-        """Publish the newest whole version once more, and all deltas since: the ledger has forgotten everything.
+        """Publish the newest whole version and all later deltas again, after the ledger has lost its state.
 
-        Each waits in a thread of its own for the shares of the other ranks, which may come in another order, or, of a
-        version that they need no more, not at all.
+        Each version waits in its own thread for the shares of the other ranks: they may arrive in another order, or
+        never for a version that the other ranks no longer need.
         """
         carried = list(self._carried.values())
         threads = ThreadPoolExecutor(max_workers=max(1, len(carried)), thread_name_prefix="push again")
-        sent = [threads.submit(self._publish, *one) for one in carried]
+        sent = [threads.submit(self._publish, *entry) for entry in carried]
         threads.shutdown(wait=False)
         return sent
 
@@ -130,7 +130,7 @@ class Pusher:
         refs = self._outlet.put(version, arrays)
         self._carried[version] = encoded, refs, learned
         published = self._publish(encoded, refs, learned)
-        self._carried = {number: one for number, one in self._carried.items() if number >= published.whole}
+        self._carried = {number: entry for number, entry in self._carried.items() if number >= published.whole}
         self._outlet.drop(published.whole)
         self._wants_whole = published.wants_whole
         ms = (time.perf_counter() - start) * 1e3

@@ -1,8 +1,8 @@
-"""The tensors of one version after another, made of what was pulled. Pure: no Ray.
+"""The tensors of the last pulled version, built from its buckets. Pure: no Ray.
 
-whole, each tensor in one piece      tensors are views of what arrived: nothing is copied
-whole, in several pieces             copied into memory of its own, which is used again
-delta                                changed in place, in memory of its own
+whole, each tensor in one piece      the tensors are views of the buckets; nothing is copied
+whole, in several pieces             copied into the replica's own memory, which is reused
+delta                                applied in place in the replica's own memory
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ from streamppo.weights.shares import check_whole
 
 
 class Replica:
-    """The `tensors` (HF names) of `push`, the version that was last taken; before one there is neither.
+    """The `tensors` (HF names) of `push`, the version taken last; None and empty before the first one.
 
-    They are to be read alone, and change with the next `take`.
+    Tensors are read-only for callers, and change with the next `take`.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The version that was last taken; -1 before one."""
+        """The version taken last; -1 before the first one."""
         return -1 if self.push is None else self.push.version
 
     @property
     def contents(self) -> Mapping[str, int]:
-        """The hash of every tensor that the version should have. It is compared where the tensors end up."""
+        """The expected hash of every tensor of the version; to be compared where the tensors are used."""
         return {} if self.push is None else {tensor.name: tensor.content for tensor in self.push.tensors}
 
     def take(self, push: Push, buckets: Sequence[Bytes]) -> None:
@@ -50,9 +50,9 @@ class Replica:
         self.finish()
 
     def begin(self, push: Push) -> None:
-        """Be about to become the version that `push` describes; until `finish` there is none.
+        """Start taking the version that `push` describes; until `finish` the replica has no version.
 
-        Raises `WeightsError` if its deltas are to another version than this one.
+        Raises `WeightsError` if its deltas are relative to another version than the replica's.
         """
         before, self.push = self.version, None
         if push.base_version not in {None, before}:
@@ -71,7 +71,7 @@ class Replica:
             self._take_memory(push)
 
     def put(self, bucket: Bytes) -> None:
-        """Use the next bucket of the version that was begun. Raises `WeightsError` if it is not that of the push."""
+        """Apply the next bucket of the version that was begun. Raises `WeightsError` if it does not match the push."""
         push, number = self._next, self._put
         assert push is not None, "a version was begun"
         if number >= len(push.bucket_bytes) or bucket.nbytes != push.bucket_bytes[number]:
@@ -81,7 +81,7 @@ class Replica:
         self._put += 1
 
     def finish(self) -> None:
-        """Be the version that was begun. Raises `WeightsError` if not all of its buckets came."""
+        """Complete the version that was begun. Raises `WeightsError` if a bucket is missing."""
         push, self._next = self._next, None
         assert push is not None, "a version was begun"
         if self._put != len(push.bucket_bytes):
@@ -92,11 +92,11 @@ class Replica:
         self.push = push
 
     def forget(self) -> None:
-        """Have no version: the next one is to be whole."""
+        """Forget the version: the next one must be whole."""
         self.push = None
 
     def _take_memory(self, push: Push) -> None:
-        """Have memory for what comes: that of the version before, whose bytes a delta changes."""
+        """Get the replica's own memory: reuse it, or allocate it, with a copy of the base version for deltas."""
         sizes = [tensor.nbytes for tensor in push.tensors]
         if not self._is_own or [array.nbytes for array in self._arrays] != sizes:
             seen = [] if push.base_version is None else self._arrays
@@ -127,7 +127,7 @@ def _stored(push: Push, piece: TensorChunk, bucket: Bytes) -> Bytes:
 
 
 class _Exposed:
-    """An array's memory as NumPy takes it from a stranger, which keeps the array alive."""
+    """Exposes a read-only array to NumPy as writable memory; keeps the array alive."""
 
     def __init__(self, array: Bytes) -> None:
         self.array = array
@@ -136,6 +136,6 @@ class _Exposed:
 
 def _view(tensor: Tensor, raw: Bytes) -> torch.Tensor:
     if not raw.flags.writeable:
-        # A tensor cannot say that it is read-only, and torch warns of that. Nobody writes to weights that have arrived.
+        # torch has no read-only tensors and warns about such arrays. Pulled weights are never written to.
         raw = np.asarray(_Exposed(raw))
     return torch.from_numpy(raw).view(getattr(torch, tensor.dtype)).reshape(tensor.shape)

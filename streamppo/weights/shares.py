@@ -1,4 +1,4 @@
-"""Brings together what the ranks of a learner publish of one version."""
+"""Joins the shares of one version that the ranks of a learner publish."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,32 +12,32 @@ from streamppo.types import Push, Tensor, TensorChunk
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-Told: TypeAlias = "bytes | list[ObjectRef[bytes]]"
-"""An encoded `TokenRecord`, empty without a batch; or, for a queue with shards, a reference of it."""
+EncodedRecord: TypeAlias = "bytes | list[ObjectRef[bytes]]"
+"""An encoded `TokenRecord`, empty without a batch; for a queue with shards, a list with at most one reference to it."""
 T = TypeVar("T")
 R = TypeVar("R")
 REMEMBERED = 64
-"""Versions whose results are kept for a rank that asks once more."""
+"""Versions whose results are kept for ranks that repeat a call."""
 
 
 class RankShare(NamedTuple, Generic[T]):
-    """One rank's part of a version, with references, of type T, of its buckets; `learned` comes from rank 0."""
+    """One rank's share of a version, with references (of type T) of its buckets; only rank 0's `learned` is used."""
 
     push: Push
     refs: list[T]
-    learned: Told
+    learned: EncodedRecord
 
 
 class Shares(Generic[T]):
-    """The shares of versions of which not every rank has brought its own."""
+    """The shares of incomplete versions."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, RankShare[T]]] = {}
 
     def add(self, share: RankShare[T]) -> list[RankShare[T]]:
-        """Return the shares of a version, by rank, as soon as every rank has brought its own; nothing before.
+        """Add a share. Returns the version's shares, ordered by rank, once all ranks have added theirs; empty before.
 
-        Of two shares by one rank the last counts.
+        If a rank adds two shares of a version, the last one counts.
         """
         shares = self._waiting.setdefault(share.push.version, {})
         shares[share.push.rank] = share
@@ -48,10 +48,10 @@ class Shares(Generic[T]):
 
 
 class ShareCollector(Generic[T, R]):
-    """One learner's versions: `publish` is called once for each, and all of its ranks wait for that result.
+    """One learner's versions: `publish` is called once for each version, and all ranks wait for its result.
 
-    A rank that brings its share of a version again, which Ray may do to a call, gets the result at once; a share with
-    other weights is published anew.
+    A rank that adds the same share again, because Ray may repeat a call, gets the same result; a share with other
+    weights starts the version anew.
     """
 
     def __init__(self, publish: Callable[[RankShare[T]], Awaitable[R]]) -> None:
@@ -61,7 +61,7 @@ class ShareCollector(Generic[T, R]):
         self._brought: dict[int, dict[int, str]] = {}
 
     async def result(self, share: RankShare[T]) -> R:
-        """Add a share, and wait for the result of its version. Raises what publishing it raised, and as `join` does."""
+        """Add a share, and wait for the result of its version. Raises the errors of `publish` and of `join`."""
         version, rank, digest = share.push.version, share.push.rank, share.push.digest
         if self._brought.setdefault(version, {}).setdefault(rank, digest) != digest:
             self._begun.pop(version, None)
@@ -81,14 +81,14 @@ class ShareCollector(Generic[T, R]):
                 del self._begun[version]
 
     async def _make(self, shares: Sequence[RankShare[T]]) -> R:
-        refs = [ref for one in shares for ref in one.refs]
-        return await self._publish(RankShare(join([one.push for one in shares]), refs, shares[0].learned))
+        refs = [ref for share in shares for ref in share.refs]
+        return await self._publish(RankShare(join([share.push for share in shares]), refs, shares[0].learned))
 
 
 def join(parts: Sequence[Push]) -> Push:
-    """Describe a version by the shares of all ranks, whose buckets follow one another.
+    """The push of a whole version from the shares of all ranks; their buckets are concatenated.
 
-    Raises `WeightsError` if they are not the shares of one version, or leave out a byte or have it twice.
+    Raises `WeightsError` if the shares are not of one version, or if a byte is missing or present twice.
     """
     first = parts[0]
     if [part.rank for part in parts] != list(range(first.ranks)):
@@ -117,13 +117,13 @@ def join(parts: Sequence[Push]) -> Push:
 
 
 def _sum_hashes(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The tensors of all ranks: the hash of each is the sum of those of its shards."""
+    """The tensors of all ranks; the hash of a tensor is the sum of its shards' hashes."""
     columns = zip(*parts, strict=True)
-    return tuple(structs.replace(same[0], content=sum(one.content for one in same) % 2**64) for same in columns)
+    return tuple(structs.replace(same[0], content=sum(shard.content for shard in same) % 2**64) for same in columns)
 
 
 def check_whole(push: Push) -> None:
-    """Raise `WeightsError` unless the pieces of `push` are each byte of its tensors exactly once."""
+    """Raise `WeightsError` unless the pieces of `push` cover each byte of its tensors exactly once."""
     ends = [0] * len(push.tensors)
     for piece in sorted(push.pieces, key=lambda piece: (piece.tensor, piece.first)):
         if not 0 <= piece.tensor < len(ends) or piece.first != ends[piece.tensor]:

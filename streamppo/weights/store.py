@@ -1,7 +1,7 @@
-"""Files at an address of fsspec's: an object store (s3://, gs://, ...), or a folder (file://). Needs no torch, no Ray.
+"""Files at an fsspec address: an object store (s3://, gs://, ...) or a folder (file://). Needs no torch, no Ray.
 
-A run that has an address there keeps what its nodes have to get from each other: copies of checkpoints, and where nodes
-have disks of their own (`cluster.own_disks`) the model that it has made and the one that it has trained.
+A run with an address keeps there what its nodes share: copies of checkpoints, and, if each node has its own disk
+(`cluster.own_disks`), the initial model that the run created and the trained one.
 """
 
 import io
@@ -9,7 +9,7 @@ import logging
 import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -23,67 +23,68 @@ from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import CheckpointError
 
 PAUSES_S = (1.0, 10.0, 60.0)
-"""Seconds before a file is tried again that an address has refused; then it is given up."""
+"""Pauses in seconds before the retries of a refused write; after the last retry the error is raised."""
 PART_BYTES = 2**24
 CHAIN = "::"
 MODEL, FINAL = "model", "final"
-"""Folders at a run's address: the model that it has made, and the one that it has trained."""
+"""Folders at a run's address: the initial model that the run created, and the trained one."""
 ADDRESS = "remote.address"
-"""The file in a run's folder that has the address of its copies."""
+"""The file in a run's folder with the address of its copies."""
 log = logging.getLogger(__name__)
 
 
 def with_crc(row: bytes) -> bytes:
-    """The content of a file with one row, behind its CRC-32: a folder shows what is half written."""
+    """The content of a file with one row, behind its CRC-32: in a folder a file may be half written."""
     return crc32(row).to_bytes(4, "little") + row
 
 
 def row_of(content: bytes) -> bytes | None:
-    """The row in a file's content; None if it is cut off or damaged."""
+    """The row in a file's content; None if it is truncated or damaged."""
     return content[4:] if crc32(content[4:]).to_bytes(4, "little") == content[:4] else None
 
 
 class Store:
-    """The files at `address`. Every method raises `CheckpointError`, which names it, if that refuses."""
+    """The files at `address`. Every method raises `CheckpointError`, which names the address, if that refuses."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        # fsspec chains file systems by it, and one of them renders templates: a folder's address is not always our own.
+        # fsspec chains file systems with it, and one of them renders templates: the address may be untrusted.
         if CHAIN in address:
             raise CheckpointError(f"{address}: names one file system inside of another: give the store's own address")
         with self.naming_errors():
             self._files, self._root = fsspec.url_to_fs(address)
 
     def put(self, folder: str, files: Mapping[str, BinaryIO]) -> None:
-        """Copy open files to `folder` there, in their order, under these names; an address may refuse for a minute."""
+        """Copy open files, in order, to `folder` at the address, under these names; retries as in `PAUSES_S`."""
         for name, file in files.items():
             self._put_with_retries(f"{self._root}/{folder}", name, file)
 
     def put_folder(self, folder: str, path: Path) -> None:
-        """Copy the folder at `path`, which has no others in it, to `folder` there."""
-        for one in sorted(path.iterdir()):
-            with one.open("rb") as file:
-                self.put(folder, {one.name: file})
+        """Copy the folder at `path`, which has no subfolders, to `folder` at the address."""
+        for source in sorted(path.iterdir()):
+            with durable.reading(source) as file:
+                self.put(folder, {source.name: file})
 
     def prove(self) -> None:
-        """Write a file there, read it, and delete it."""
+        """Test the address: write a file, read it and delete it."""
         folder = f"check-{uuid4().hex}"
         self._put(f"{self._root}/{folder}", "written", io.BytesIO(b"written"))
         self.read(folder, "written")
         self.delete(folder)
 
     def fetch(self, folder: str, name: str, to: Path) -> None:
-        """Fetch one file, to `to / name`."""
+        """Fetch one file to `to / name`."""
         aside = to / f"{name}.{uuid4().hex}{durable.ASIDE}"
-        with self.naming_errors(), durable.naming(to, CheckpointError):
+        source = f"{self._root}/{folder}/{name}"
+        with self.naming_errors(), self._reading(source) as theirs, durable.naming(to, CheckpointError):
             to.mkdir(parents=True, exist_ok=True)
-            with self._files.open(f"{self._root}/{folder}/{name}", "rb") as theirs, aside.open("wb") as ours:
+            with aside.open("wb") as ours:
                 shutil.copyfileobj(theirs, ours, PART_BYTES)
             durable.flush(aside)
             durable.rename(aside, to / name)
 
     def fetch_folder(self, folder: str, path: Path) -> None:
-        """Fetch all files of `folder` there to a folder at `path`, which has its name when it is whole."""
+        """Fetch all files of `folder` to a folder at `path`, which appears under its name only when complete."""
         aside = path.with_name(f"{path.name}.{uuid4().hex}{durable.ASIDE}")
         for name in self.names(folder):
             self.fetch(folder, name, aside)
@@ -94,36 +95,42 @@ class Store:
                 durable.rename(aside, path)
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of what is in a folder there; none of one that is not there."""
+        """The names of the files in a folder at the address; empty if it does not exist."""
         place = f"{self._root}/{folder}".rstrip("/")
         with self.naming_errors():
             self._files.invalidate_cache()
             try:
-                found: Sequence[str] = self._files.ls(place, detail=False)
+                listed: Sequence[str] = self._files.ls(place, detail=False)
             except FileNotFoundError:
                 return []
-        names = sorted(one.rstrip("/").rpartition("/")[2] for one in found)
-        # A writer that died has left it.
+        names = sorted(path.rstrip("/").rpartition("/")[2] for path in listed)
+        # Temporary files are left over from writers that died.
         return [name for name in names if not name.endswith(durable.ASIDE)]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The bytes of each file in a folder there; none of one that is not there."""
+        """The size in bytes of each file in a folder at the address; empty if it does not exist."""
         place = f"{self._root}/{folder}"
         with self.naming_errors():
             self._files.invalidate_cache()
             try:
-                found: Sequence[dict[str, Any]] = self._files.ls(place, detail=True)
+                listed: Sequence[dict[str, Any]] = self._files.ls(place, detail=True)
             except FileNotFoundError:
                 return {}
-        return {one["name"].rpartition("/")[2]: int(one["size"] or 0) for one in found}
+        return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in listed}
 
     def read(self, folder: str, name: str) -> bytes:
         """The content of a file."""
-        with self.naming_errors():
-            return self._files.cat_file(f"{self._root}/{folder}/{name}")
+        with self.naming_errors(), self._reading(f"{self._root}/{folder}/{name}") as file:
+            return file.read()
+
+    def _reading(self, path: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file there. A folder may be a stranger's, with a pipe in it."""
+        if isinstance(self._files, LocalFileSystem):
+            return durable.reading(Path(path))
+        return self._files.open(path, "rb")
 
     def delete(self, folder: str) -> None:
-        """Delete a folder, and all that is in it."""
+        """Delete a file, or a folder with its content."""
         with self.naming_errors():
             self._files.rm(f"{self._root}/{folder}", recursive=True)
 
@@ -135,7 +142,7 @@ class Store:
         except CheckpointError:
             raise
         except Exception as error:
-            # Each kind of store has errors of its own.
+            # Each kind of store raises its own exceptions.
             raise CheckpointError(f"{self.address}: {type(error).__name__}: {error}") from error
 
     def _put_with_retries(self, folder: str, name: str, file: BinaryIO) -> None:
@@ -151,7 +158,7 @@ class Store:
         file.seek(0)
         with self.naming_errors():
             self._files.makedirs(folder, exist_ok=True)
-            # An object store shows a file when it is whole; a folder shows what is half written.
+            # An object store makes a file visible when it is complete; a folder shows half-written files.
             is_folder = isinstance(self._files, LocalFileSystem)
             path = Path(folder) / name
             aside = f"{path}.{uuid4().hex}{durable.ASIDE}" if is_folder else f"{folder}/{name}"
@@ -165,11 +172,11 @@ class Store:
 def known_address(folder: Path) -> str:
     """The address of the copies of the run in `folder`; empty if it has none."""
     file = folder / ADDRESS
-    return (file.read_text().split() or [""])[0] if file.is_file() else ""
+    return (durable.read(file).decode().split() or [""])[0] if file.is_file() else ""
 
 
 def bring_model(config: Config, path: str) -> None:
-    """Fetch the model that the run has made to `path`, if this node lacks it; `config` has the run's address."""
+    """Fetch the initial model that the run created to `path`, if this node lacks it, from the run's address."""
     if config.cluster.own_disks and config.model.path == BUILTIN and not Path(path).exists():
         store = Store(config.checkpoint.remote)
         if store.names(MODEL):

@@ -1,10 +1,10 @@
-"""The way of buckets from a rank to rollout actors: two ends, and a reference of each bucket between them.
+"""Transport of buckets from a rank to rollout actors: a sender, a receiver, and a reference of each bucket.
 
     rank     outlet.put(version, buckets) -> references ----> ledger ----> inlet.fetch(reference)     rollout actor
 
-Ranks put and go on, actors fetch when they are ready. No end waits for the other one: a bucket whose rank has died, or
-has newer ones, is `BucketGone`, and the actor asks the ledger again. Nothing is trusted on the way: bytes are compared
-where they end up.
+Ranks put buckets and continue; actors fetch them when they are ready. Neither end waits for the other: if a bucket's
+rank has died or has replaced the bucket, the fetch raises `BucketGone`, and the actor pulls from the ledger again. The
+transport is not trusted: bytes are verified where they arrive.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 BucketRef: TypeAlias = "ObjectRef[Bytes] | bytes"
-"""A bucket at its rank: opaque to all but the two ends of one transport."""
+"""A reference of a bucket at its rank; only the two ends of one transport interpret it."""
 
 
 class BucketGone(Exception):
-    """A bucket is not there any more: its rank has died, or has newer ones."""
+    """A bucket no longer exists: its rank has died, or has replaced it by a newer one."""
 
 
 class Sender(Protocol):
     """A rank's end."""
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """Keep a copy of the buckets of `version` where actors get them. Raises `WeightsError` if there is no room."""
+        """Keep a copy of the buckets of `version` for actors to fetch. Raises `WeightsError` if there is no room."""
         ...
 
     def drop(self, before: int) -> None:
-        """Keep no versions below `before` for those that begin to fetch; those that have begun may still end."""
+        """Drop versions below `before` for new fetches; fetches that have begun may finish."""
         ...
 
 
@@ -39,5 +39,5 @@ class Receiver(Protocol):
     """A rollout actor's end."""
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """Return the bytes of a bucket, which nobody changes. Raises `BucketGone`."""
+        """Return the bytes of a bucket; callers must not change them. Raises `BucketGone`."""
         ...

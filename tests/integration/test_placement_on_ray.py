@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import ray
+import ray.util
+from ray.cluster_utils import Cluster
 
 from streamppo.config.sections import Config
 from streamppo.driver.ray.placement import Placement
@@ -56,3 +58,24 @@ def test_every_rank_has_a_gpu_of_its_own_and_engines_have_theirs_or_share_it(
     rank, model = seen(judged.rank(0), judged.model("taste"))
     assert len(model) == 1 and model != rank
     assert seen(judged.model("taste")) == [model], "it is kept for when the model starts again"
+
+
+@pytest.mark.slow
+def test_ranks_of_a_mesh_share_a_node_of_a_cluster_of_four(math_config: Callable[..., Config]) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 64, "num_gpus": 8})
+    try:
+        for _ in range(3):
+            cluster.add_node(num_cpus=64, num_gpus=8)
+        ray.init(address=cluster.address, log_to_driver=False)
+        config = math_config(
+            "learner.ranks=32", "learner.gpus=1", "learner.mesh={tensor=4}", f"cluster.address={cluster.address}"
+        )
+        placed = Placement(config)
+        ray.get(placed._group.ready(), timeout=120)
+        nodes = ray.util.placement_group_table(placed._group)["bundles_to_node_id"]
+        places = [nodes[bundle] for bundle in placed._plan.ranks]
+        assert all(len(set(places[first : first + 4])) == 1 for first in range(0, 32, 4))
+        assert len(set(places)) == 4
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

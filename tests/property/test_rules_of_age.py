@@ -50,7 +50,7 @@ class Engine:
     calls: Any = field(default_factory=itertools.count)
 
 
-class Told(NamedTuple):
+class Outcome(NamedTuple):
     """The numbers of one world: lags of trained tokens, updates from the beginning of a completion to its own; shares
     of ticks in which the learner waited and of tokens that nobody trains on; the mean length."""
 
@@ -131,18 +131,18 @@ class World:
             self.ages.append(version - self.begun[one.identity])
             self.lengths.append(len(versions))
 
-    def told(self) -> Told:
+    def outcome(self) -> Outcome:
         queue = report.report(self.rules.state)
         lost = queue.masked_tokens + queue.tokens["too_old"]
         share, length = lost / queue.tokens["delivered"], statistics.mean(self.lengths)
-        return Told(self.lags, self.ages, self.waited / TICKS, share, length)
+        return Outcome(self.lags, self.ages, self.waited / TICKS, share, length)
 
 
-def world(too_old: str, max_lag: int, seed: int, *, size: int = 1, deaths: float = 0.0, ticks: int = TICKS) -> Told:
+def world(too_old: str, max_lag: int, seed: int, *, size: int = 1, deaths: float = 0.0, ticks: int = TICKS) -> Outcome:
     made = World(seed, settings(too_old, max_lag, size), deaths=deaths)
     for _ in range(ticks):
         made.tick()
-    return made.told()
+    return made.outcome()
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 4, 8])
@@ -153,10 +153,10 @@ def test_a_window_bounds_every_token_and_drops_none_also_where_actors_die(max_la
     assert window is not None
     assert chosen.flow_lag + -(-(window - 1) // units) == max_lag, "S + ceil((W - 1) / P)"
     for seed in range(3):
-        told = world("windowed", max_lag, seed, size=size, deaths=0.01, ticks=1500)
-        assert told.lost == 0
-        assert max(told.lags) <= max_lag
-        assert len(told.ages) > 20 * BATCH
+        outcome = world("windowed", max_lag, seed, size=size, deaths=0.01, ticks=1500)
+        assert outcome.lost == 0
+        assert max(outcome.lags) <= max_lag
+        assert len(outcome.ages) > 20 * BATCH
 
 
 @pytest.mark.parametrize("too_old", ["wait", "windowed", "mask"])
@@ -165,10 +165,10 @@ def test_a_lag_that_is_steered_at_random_keeps_the_hard_bound_and_batches_come(t
         made = World(seed, settings(too_old, 6, 1)._replace(first_lag=1), deaths=0.01)
         for _ in range(1500):
             made.tick()
-        told = made.told()
-        assert max(told.lags) <= 6
-        assert told.lost == 0 or too_old == "mask"
-        assert len(told.ages) > 20 * BATCH
+        outcome = made.outcome()
+        assert max(outcome.lags) <= 6
+        assert outcome.lost == 0 or too_old == "mask"
+        assert len(outcome.ages) > 20 * BATCH
 
 
 def test_a_window_is_used_to_its_end() -> None:
@@ -178,21 +178,21 @@ def test_a_window_is_used_to_its_end() -> None:
 
 @pytest.mark.process
 def test_the_rules_differ_in_how_long_the_learner_waits_and_in_what_they_lose() -> None:
-    told = {rule: [world(rule, 8, seed) for seed in range(3)] for rule in RULES}
-    waited = {rule: statistics.mean(one.waited for one in some) for rule, some in told.items()}
-    lost = {rule: statistics.mean(one.lost for one in some) for rule, some in told.items()}
+    outcomes = {rule: [world(rule, 8, seed) for seed in range(3)] for rule in RULES}
+    waited = {rule: statistics.mean(one.waited for one in some) for rule, some in outcomes.items()}
+    lost = {rule: statistics.mean(one.lost for one in some) for rule, some in outcomes.items()}
     assert waited["mask"] < waited["windowed"] < waited["wait"]
     assert lost["wait"] == lost["windowed"] == lost["keep"] == 0 < lost["mask"] < lost["drop"]
     for rule in ("mask", "drop", "wait", "windowed"):
-        assert max(max(one.lags) for one in told[rule]) <= 8
+        assert max(max(one.lags) for one in outcomes[rule]) <= 8
 
 
 def test_admission_by_the_mean_bounds_the_mean_age_of_completions_and_no_single_one() -> None:
     for seed in range(3):
-        told = world("keep", 4, seed)
-        assert statistics.mean(told.ages) <= 4
-        assert max(told.lags) > 4 * 4
-        assert told.lost == 0
+        outcome = world("keep", 4, seed)
+        assert statistics.mean(outcome.ages) <= 4
+        assert max(outcome.lags) > 4 * 4
+        assert outcome.lost == 0
 
 
 def table(max_lags: Sequence[int], seeds: Sequence[int]) -> None:
@@ -201,7 +201,7 @@ def table(max_lags: Sequence[int], seeds: Sequence[int]) -> None:
     for max_lag, rule in itertools.product(max_lags, RULES):
         some = [world(rule, max_lag, seed) for seed in seeds]
         lags = [lag for one in some for lag in one.lags]
-        waits, lost, length = (statistics.mean(getattr(one, name) for one in some) for name in Told._fields[2:])
+        waits, lost, length = (statistics.mean(getattr(one, name) for one in some) for name in Outcome._fields[2:])
         row = f"{max(lags)} | {statistics.mean(lags):.1f} | {lost:.1%} | {waits:.1%} | {length:.2f}"
         print(f"| {max_lag} | {rule} | {row} |")
 

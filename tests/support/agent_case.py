@@ -1,4 +1,4 @@
-"""An endpoint over an engine that answers by a function, with clients of every kind."""
+"""An endpoint over an engine whose answers are a function of the context, and its clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -35,7 +35,7 @@ def tokenizer(folder: Path, template: str | None = TEMPLATE) -> Tokenizer:
 
 
 class Speaks:
-    """Answers a context with what `say` makes of its text; `gate` holds answers back, `pace_s` is a token's time."""
+    """An engine that answers a context with `say(text)`; `gate` delays answers, `pace_s` is the time of a token."""
 
     version = 0
 
@@ -81,7 +81,7 @@ def _completion(tokens: Ints, finish: Any) -> Completion:
 
 
 class Case:
-    """An endpoint with one run of its own."""
+    """An endpoint with one open run."""
 
     def __init__(self, endpoint: Endpoint, engine: Speaks, limits: AgentEnvironment) -> None:
         self.endpoint, self.engine, self.limits = endpoint, engine, limits
@@ -107,7 +107,7 @@ class Case:
         return dict(self.endpoint.counts)
 
     def keep(self, client: T) -> T:
-        """Close a client at the end."""
+        """Register a client to be closed at the end."""
         self._closing.append(client)
         return client
 
@@ -124,12 +124,12 @@ class Case:
 async def served(
     tokenizer: Tokenizer, say: Callable[[str], str] = lambda _: "hi", host: str = "127.0.0.1", **limits: Any
 ) -> AsyncIterator[Case]:
-    """An endpoint that listens, and stops at the end."""
+    """A listening endpoint, stopped at the end of the block."""
     endpoint = Endpoint(host)
     await endpoint.start()
     case = Case(endpoint, Speaks(tokenizer, say), AgentEnvironment(agent="a:b", **limits))
     try:
-        # Every piece is shown, however fast it comes.
+        # Every piece of a stream is shown, without a minimum interval.
         with mock.patch.object(session, "STREAM_S", 0.0):
             yield case
     finally:

@@ -1,4 +1,4 @@
-"""Agents that behave and agents that do not, loaded by name like any user's."""
+"""Good and faulty agents, loaded by name like a user's agent."""
 
 import asyncio
 import os
@@ -104,7 +104,7 @@ async def hangs_up(prompt: str, base_url: str, api_key: str) -> float:
 
 
 async def hangs_up_once(prompt: str, base_url: str, api_key: str) -> float:
-    """The first answer takes too long, and another question is asked."""
+    """Give up the first request after a timeout, then make another request."""
     try:
         await ask(base_url, api_key, user(prompt), read_s=0.3)
     except httpx.ReadTimeout:
@@ -129,7 +129,7 @@ async def prints_much(prompt: str, base_url: str, api_key: str) -> float:
 
 
 async def forks(prompt: str, base_url: str, api_key: str) -> float:
-    """Leaves programs behind: one in its group, one in a session of its own."""
+    """Leave two programs running: one in its process group, one in a new session."""
     for away in (False, True):
         subprocess.Popen(["sleep", "611"], start_new_session=away)
     await ask(base_url, api_key, user(prompt))
@@ -150,7 +150,7 @@ async def reads_the_environment(prompt: str) -> float:
 
 
 def program(last: str) -> None:
-    """The same as a program: asks once, and prints what it is told to."""
+    """An agent as a program: make one request, then do as `last` says and print the result."""
     names = "OPENAI_BASE_URL", "OPENAI_API_KEY"
     asyncio.run(ask(*(os.environ[name] for name in names), user(os.environ["STREAMPPO_PROMPT"])))
     if last == "much":

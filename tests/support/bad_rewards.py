@@ -1,4 +1,4 @@
-"""Rewards that misbehave, loaded by name like any user's."""
+"""Faulty rewards, loaded by name like a user's reward."""
 
 import math
 import os
@@ -14,7 +14,7 @@ async def always_raises(trajectory: ScoredText, answer: str) -> float:
 
 
 def of_every_kind(trajectory: ScoredText, answer: str) -> float:
-    """Sync; some prompts raise, hang with the GIL held, end the process, or are given no number."""
+    """Synchronous; for some prompts it raises, hangs with the GIL held, ends the process, or returns NaN."""
     match int(trajectory.prompt[:2]):
         case 12 | 24:
             raise ValueError("no such answer")
@@ -31,7 +31,7 @@ programs: list[subprocess.Popen[bytes]] = []
 
 
 async def starts_programs(trajectory: ScoredText, answer: str) -> float:
-    """Starts two programs that outlast a run, one in a session of its own."""
+    """Start two programs that outlive a run, one of them in a new session."""
     if not programs:
         programs.extend(subprocess.Popen(["sleep", "600"], start_new_session=away) for away in (False, True))
     return await arithmetic.score(trajectory, answer)

@@ -1,4 +1,4 @@
-"""What people bring: a tiny model in a folder, rows in a file, an async reward in another."""
+"""A user's files: a tiny model in a folder, rows in a file, an async reward in another."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def rows(path: Path, content: Sequence[Mapping[str, object]] = ROWS) -> Path:
 
 
 def model(folder: Path, *, template: str | None = None, context: int = 256, width: int = 16) -> Path:
-    """Write a Qwen2 model of one layer with a tokenizer of ASCII characters, as transformers does."""
+    """Save a Qwen2 model of one layer with a tokenizer of ASCII characters."""
     import string
 
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -53,7 +53,7 @@ def model(folder: Path, *, template: str | None = None, context: int = 256, widt
 
 
 def bring(folder: Path, **options: str) -> list[str]:
-    """Put everything into `folder`; the words of the command that begins with it, `options` replaced."""
+    """Write all files to `folder`; return the arguments of `streamppo init` with them, with `options` replaced."""
     if "model" not in options:
         model(folder / "model")
     if "data" not in options:

@@ -1,4 +1,4 @@
-"""A headless Chromium: the page as it is after its scripts have run, and the errors in its console."""
+"""A headless Chromium: a page after its scripts have run, and the errors in its console."""
 
 import asyncio
 import shutil
@@ -15,7 +15,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def opened(address: str, width: int, profile: Path, seconds: float | None = None) -> tuple[str, list[str]]:
-    """The page at `address` and the console's errors, by default at once, else after seconds of the page's own clock.
+    """Return the page at `address` and the console's errors, at once or after `seconds` of the page's virtual time.
 
     `profile` is a folder for the browser's files.
     """
@@ -29,7 +29,7 @@ def opened(address: str, width: int, profile: Path, seconds: float | None = None
 
 
 async def on_a_phone(address: str, profile: Path, script: str, seconds: float) -> str:
-    """The value of `script` in the page at `address`, after so many seconds on a touch screen of 400 by 800."""
+    """Return the value of `script` in the page at `address` after `seconds`, on a touch screen of 400 by 800."""
     aiohttp = pytest.importorskip("aiohttp")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
     browser = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Checkpoints as folders of files: what is in them does not matter."""
+"""Checkpoints as folders of files with arbitrary content."""
 
 import io
 from pathlib import Path
@@ -9,7 +9,7 @@ from streamppo.learner.checkpoint.remote import CheckpointStore
 
 
 def written(folder: Path, version: int, ranks: int = 2) -> Path:
-    """A checkpoint by `ranks` ranks, of a file each, and one that all of them read."""
+    """Write a checkpoint of `ranks` ranks with one file each and one shared file; return its folder."""
     path = folder / f"{version:08d}"
     path.mkdir(parents=True)
     for name in (".metadata", *(f"__{rank}_0.distcp" for rank in range(ranks))):

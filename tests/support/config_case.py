@@ -1,4 +1,4 @@
-"""Configurations of one entry, as the short forms of a file make them."""
+"""Configurations with one entry, equal to the short forms in a file."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from streamppo.config.task import DataTask, Source
 
 
 def one_source(**fields: Any) -> DataTask:
-    """A task of one data set."""
+    """A task with one data set."""
     return DataTask(sources={"data": Source(**fields)})
 
 
 def one_function(**fields: Any) -> Reward:
-    """A reward of one function."""
+    """A reward with one function."""
     return Reward(scorers={"reward": FunctionScorer(**fields)})

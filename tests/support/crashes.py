@@ -1,10 +1,10 @@
-"""Run one durable operation again and again, and let it die at its first, second, third, ... file-system call.
+"""Repeat one durable operation, and make it fail at its first, second, third, ... file-system call.
 
-    python crashes.py archive|checkpoint crash|full FOLDER        prints how many crashes, or full disks, were survived
+    python crashes.py archive|checkpoint crash|full FOLDER        prints the number of survived crashes or full disks
 
-A write that is hit leaves half of its bytes, and whoever is dead gets nothing more to the disk, however he cleans up.
-Where the disk is full from that call on, the error must be one of ours and name the file. After each of them the last
-good state must load, and the operation must succeed when it is done once more.
+A failing write leaves half of its bytes; all later file-system calls fail too, also those of the cleanup. If the disk
+is full, the error must be one of ours and name the file. After each failure the last good state must load, and a second
+attempt of the operation must succeed.
 """
 
 import builtins
@@ -42,7 +42,7 @@ CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open")
 
 
 class Crash(BaseException):
-    """The process is dead."""
+    """Stands for the death of the process."""
 
 
 def crash() -> BaseException:
@@ -54,7 +54,7 @@ def full() -> BaseException:
 
 
 class Shim:
-    """Counts file-system calls; number `at` and all after it raise what `error` makes."""
+    """Counts file-system calls; call number `at` and all later ones raise `error()`."""
 
     def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
         self.left = at
@@ -87,7 +87,7 @@ class Shim:
 
 
 class File:
-    """A file whose writes can be cut in half."""
+    """A file whose failing write leaves half of its bytes."""
 
     def __init__(self, file: Any, shim: Shim) -> None:
         self._file, self._shim = file, shim
@@ -171,7 +171,7 @@ def check_checkpoint(folder: Path) -> None:
 def survived(
     write: Callable[[Path], None], check: Callable[[Path], None], base: Path, error: Callable[[], BaseException]
 ) -> int:
-    """How many times `write` is hit until it comes to its end; `check` looks at what each of them left."""
+    """Return the number of failing calls after which `write` completes; `check` tests the folder after each failure."""
     for at in itertools.count(1):
         folder = base / str(at)
         shutil.copytree(base / "good", folder)

@@ -1,4 +1,4 @@
-"""Processes that kill themselves in the exact middle of a push or a swap: a rank of a learner, and a rollout actor."""
+"""Processes that kill themselves at a chosen call of a push or a swap: a learner rank and a rollout actor."""
 
 import asyncio
 import os
@@ -33,9 +33,9 @@ SETTINGS = Qwen2Config(
     max_position_embeddings=64,
 )
 Chain = list[tuple[bytes, list[bytes]]]
-"""Encoded pushes, and the references of their buckets."""
+"""Encoded pushes, each with the references of its buckets."""
 Carried = dict[str, tuple[tuple[int, ...], np.ndarray]]
-"""Tensors of bfloat16 by name, as shapes and bits."""
+"""bfloat16 tensors by name, as (shape, bits)."""
 
 
 def carried(tensors: Tensors) -> Carried:
@@ -51,7 +51,7 @@ def die() -> None:
 
 
 def dying(owner: Any, name: str, at: int) -> None:
-    """Let the call number `at` of `owner.name` end this process before it has done anything."""
+    """Kill this process at the beginning of call number `at` of `owner.name`."""
     real, calls = getattr(owner, name), [0]
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
@@ -74,7 +74,7 @@ RANK_DIES: dict[str, Callable[[], None]] = {
 
 
 def rank(path: str, number: int, version: int, tensors: Carried, pipe: Connection, dies: str) -> None:
-    """Put a share of a version, tell of it, and drop older ones."""
+    """Put this rank's share of a version, drop older versions, and report the push."""
     torch.set_num_threads(1)
     outlet, present = folder.FolderSender(Path(path), number), received(tensors)
     made = Rank(present, number, 2, bucket_bytes=700)
@@ -98,7 +98,7 @@ ACTOR_DIES: dict[str, Callable[[], None]] = {
 
 
 class Actor:
-    """The queue's calls behind a rollout actor that first gets one chain, and then another."""
+    """A queue for one rollout actor: it returns the chain `first`, then the chain `then`."""
 
     def __init__(self, first: Chain, then: Chain) -> None:
         self.chains = [first, then]
@@ -111,11 +111,11 @@ class Actor:
         return await asyncio.Event().wait() or []
 
     def _told(self) -> None:
-        """The engine holds the second version: its actor asks for a newer one."""
+        """Called when the engine holds the second version and its actor waits for a newer one."""
 
 
 def actor(first: Chain, then: Chain, dies: str) -> None:
-    """Begin with the first chain, and follow to the second; the exit code is 0 if it gets there."""
+    """Begin with the first chain, and swap to the second; the exit code is 0 if the process survives."""
     torch.set_num_threads(1)
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""The driver without Ray: a call is a string that says which actor was asked for what, and a test gives its value."""
+"""The driver without Ray: a call is a string, "actor.method(arguments)", and a test sets its value."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from streamppo.telemetry.live.display import PlainLines
 
 
 class Actor:
-    """Handle of an actor; `actor.method.remote(1, 2)` returns "name.method(1, 2)"."""
+    """The handle of an actor; `actor.method.remote(1, 2)` returns "name.method(1, 2)"."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,7 +46,7 @@ def id_of(name: str) -> str:
 
 
 class FakeRay:
-    """In the place of ray.get, ray.wait and ray.kill; `now` is the driver's clock, which runs while it waits."""
+    """Replaces ray.get, ray.wait and ray.kill; `now` is the driver's clock, which advances while the driver waits."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.values: dict[str, Any] = {}
@@ -81,7 +81,7 @@ class FakeRay:
 
 
 class Recorded:
-    """A record that writes nothing."""
+    """A record that writes no files."""
 
     def __init__(self) -> None:
         self.restarts: list[tuple[str, str]] = []
@@ -96,23 +96,23 @@ class Recorded:
     display = PlainLines()
 
     def queue(self, report: object) -> None:
-        """The queue's counters."""
+        """Ignore the queue's counters."""
 
     def engine(self, report: object) -> None:
-        """The counters of a rollout actor."""
+        """Ignore the counters of a rollout actor."""
 
     def tick(self, doing: str) -> None:
-        """The driver waits."""
+        """Do nothing while the driver waits."""
 
     def begin(self, version: int) -> None:
-        """The learner stands at `version`."""
+        """Ignore the version with which the learner begins."""
 
     def restart(self, stage: str, reason: str) -> None:
         self.restarts.append((stage, reason))
 
 
 class Case:
-    """`Stages` on `FakeRay`, whose rollout actors have all loaded; `with_model`, the learner has too."""
+    """`Stages` on `FakeRay`, with loaded rollout actors; after `with_model`, the learner is loaded too."""
 
     def __init__(self, config: Config, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.ray = FakeRay(patch)
@@ -133,12 +133,12 @@ class Case:
         self.load_all()
 
     def load_all(self) -> None:
-        """Every rollout actor that starts has loaded."""
+        """Let every starting rollout actor finish loading."""
         for ref in self.watched(".start("):
             self.answer(ref, 0)
 
     def with_model(self) -> "Case":
-        """A new group of ranks has loaded its model."""
+        """Let a new group of ranks finish loading its model."""
         group = self.stages.ranks[0].name if self.stages._ranks_are_new else "learner-0.1"
         model = self.folder / "model"
         self.ray.values |= {
@@ -154,14 +154,14 @@ class Case:
         del self.ray.values[ref]
 
     def die(self, name: str) -> None:
-        """All calls of the actor that are under way fail."""
+        """Fail all calls of the actor that are under way."""
         self.ray.dead.add(name)
         for ref in self.watched(f"{name}."):
             if ref in self.calls._watched:
                 self.calls._handle(ref, "a test", [])
 
     def scale(self, wanted: int) -> None:
-        """A command asks for so many rollout actors, and the driver looks up."""
+        """Request `wanted` rollout actors as the command does, and let the driver notice."""
         with lock.driver_lock(self.folder), pytest.raises(RunError, match="no answer"):
             lock.scale(self.folder, wanted, within_s=0)
         self.tick()

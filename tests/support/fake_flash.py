@@ -1,6 +1,8 @@
-"""flash-attn 2 as transformers finds it, in plain torch: the package itself cannot be had without CUDA."""
+"""A flash-attn 2 for transformers in plain torch: the package itself needs CUDA."""
 
+import sys
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +11,7 @@ from transformers import modeling_flash_attention_utils
 
 
 class Call(NamedTuple):
-    """What one layer asked flash-attn for: where the queries and the keys of each row begin, and the longest."""
+    """One layer's call: cumulative lengths of queries and keys, the longest of each, and whether it is causal."""
 
     queries: list[int]
     keys: list[int]
@@ -19,7 +21,7 @@ class Call(NamedTuple):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Let transformers find it; return the list that its calls are added to."""
+    """Install it for transformers; return the list of its calls."""
     calls: list[Call] = []
 
     def varlen(
@@ -44,14 +46,26 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return torch.cat([_row(q[slice(*own)], k[slice(*seen)], v[slice(*seen)], softmax_scale) for own, seen in rows])
 
     flash_utils: Any = modeling_flash_attention_utils
-    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *a, **k: (None, varlen, None, None, None))
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    for name, function in {
+        "flash_attn_func": None,
+        "flash_attn_varlen_func": varlen,
+        "flash_attn_with_kvcache": None,
+    }.items():
+        setattr(package, name, function)
+    for name in ("pad_input", "unpad_input"):
+        setattr(padding, name, None)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    # transformers checks for the package by the name of the attention, and rejects other names.
+    monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True)
     return calls
 
 
 def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of one row [tokens, heads, width], aligned at the end as flash-attn has it since 2.1."""
+    """Causal attention of one row [tokens, heads, width], aligned at the end as in flash-attn since 2.1."""
     sees = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     turned = [x[None].transpose(1, 2) for x in (q, k, v)]
     made = torch.nn.functional.scaled_dot_product_attention(*turned, attn_mask=sees, scale=scale, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""An SGLang of a few lines, as our side of it sees it: it lives, dies, takes weights, and streams completions."""
+"""A minimal fake of SGLang: it starts, dies, loads weights, and streams completions."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
@@ -19,9 +19,10 @@ CONFIG = Qwen2Config(
 
 
 class Fake:
-    """An SGLang, the link to it and the carrier of its weights in one.
+    """A fake SGLang, the link to it and the carrier of its weights in one object.
 
-    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts. `cached` tokens are found.
+    `gate` delays completions; `swallows` loses pushes; `deadly` fails on prompts; `cached` is the reported number of
+    cached tokens.
     """
 
     version, ranks = (0, 5, 21), 1
@@ -99,7 +100,7 @@ class Fake:
 
 @dataclass
 class Running:
-    """A completion that is streamed: its tokens' true versions, and how many of them SGLang has counted and sent."""
+    """A streamed completion: its tokens' true versions, and the numbers of counted and of sent tokens."""
 
     name: int
     limit: int
@@ -113,11 +114,11 @@ class Running:
 
 
 class Streaming(Fake):
-    """Steps all completions that are streamed, one token each, as often as a test tells it to and it is not paused.
+    """Steps all streamed completions by one token, as often as a test requests, unless paused.
 
-    As in SGLang with overlap scheduling, the token of the step before is counted, and may be sent, when the next step
-    has begun: a pause leaves one uncounted, which SGLang takes for the next version's. With `repeats`, each message has
-    all tokens so far, as those of a server without incremental output have.
+    As in SGLang with overlap scheduling, a token is counted, and may be sent, when the next step has begun: a pause
+    leaves one token uncounted, which SGLang attributes to the next version. With `repeats`, each message has all tokens
+    so far, as from a server without incremental output.
     """
 
     def __init__(self, capacity: int = 64, *, repeats: bool = False) -> None:
@@ -170,7 +171,7 @@ class Streaming(Fake):
         await super().stop()
 
     async def step(self, count: int) -> None:
-        """Let what was asked for arrive, make `count` steps, and let their tokens arrive."""
+        """Let pending requests arrive, make `count` steps, and let their tokens arrive."""
         await _settled()
         self.steps = count
         while self.steps:
@@ -178,7 +179,7 @@ class Streaming(Fake):
         await _settled()
 
     async def took(self, version: int) -> None:
-        """Wait until it goes on with `version`."""
+        """Wait until it continues with `version`."""
         while self.paused or self.loaded != version:
             await asyncio.sleep(0.001)
 
@@ -199,7 +200,7 @@ class Streaming(Fake):
                     self._count(one, under_way=len(one.truth) < one.limit)
 
     def _count(self, one: Running, *, under_way: bool = False) -> None:
-        """Count all tokens, but for that of the step under way, and send them at the interval and at the end."""
+        """Count all tokens except that of the step under way; send them at the interval and at the end."""
         one.counted = len(one.truth) - under_way
         at_end = one.counted == one.limit
         if one.counted > one.sent and (at_end or one.interval == 1 or one.counted % one.interval == 1):
@@ -236,27 +237,27 @@ async def _settled() -> None:
 
 
 def token(name: int, place: int) -> int:
-    """The token at `place` in the completion of the request with this number: no other is the same."""
+    """The token at `place` in the completion of request number `name`; all tokens differ."""
     return 1000 * name + place
 
 
 def logprob(place: int) -> float:
-    """Its log-prob, exact in float32."""
+    """The log-prob of the token at `place`, exact in float32."""
     return -(place + 1) / 64
 
 
 def candidates(name: int, place: int) -> list[int]:
-    """The tokens that it was drawn from, 1 to 3."""
+    """The 1 to 3 candidates of a token."""
     return [token(name, place) + more for more in range(place % 3 + 1)]
 
 
 def pushed(norm: float) -> dict[str, torch.Tensor]:
-    """Weights whose norm layers are all `norm`."""
+    """Weights with the value `norm` in every element."""
     return {name: torch.full(shape, norm) for name, shape in Architecture(CONFIG).shapes.items()}
 
 
 async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None, **setup: Any) -> SGLangEngine:
-    """An engine on `fake`, which holds version 5."""
+    """An engine on `fake`, at version 5."""
     given = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
     longest = 32 if not isinstance(fake, Streaming) else 4096
     return await start(given, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=longest)

@@ -1,4 +1,4 @@
-"""A package `tensorboard` for a tracker's process: it does what a test says, and writes down what it was told."""
+"""A fake package `tensorboard` for a tracker's process: it fails as a test plans, and records its input."""
 
 import json
 import os
@@ -55,11 +55,11 @@ import faulthandler
 wait = faulthandler.dump_traceback_later
 faulthandler.dump_traceback_later = lambda seconds, exit: wait(seconds / 60, exit=exit)
 """
-"""A minute is a second for a process that begins with this."""
+"""Makes a process's faulthandler timeouts 60 times shorter."""
 
 
 def install(place: Path, plan: Mapping[str, str], *, impatient: bool = False) -> dict[str, str]:
-    """Write the package below `place`; return the environment in which it is found before any other."""
+    """Write the package to `place`; return the environment in which it is imported before any other."""
     package = place / "tensorboard"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(SOURCE.replace("{plan!r}", repr(dict(plan))))
@@ -74,6 +74,6 @@ def install(place: Path, plan: Mapping[str, str], *, impatient: bool = False) ->
 
 
 def told(run: Path) -> list[Any]:
-    """Everything that the package was told about a run, in order."""
+    """All records of the package about a run, in order."""
     path = run / "told.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,4 +1,4 @@
-"""Rewards that misbehave, loaded by path like any user's. The completion names the fault."""
+"""Faulty rewards, loaded by path like a user's reward. The completion names the fault."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ def misbehave(what: str) -> Any:
 
 
 def meeting(trajectory: ScoredText) -> float:
-    """Ends when four calls are under way: each leaves a file in the folder that is the completion."""
+    """Return once four calls are under way; each writes a file to the folder named by the completion."""
     folder = Path(trajectory.completion)
     (folder / str(os.getpid())).touch()
     while len(list(folder.iterdir())) < 4:
@@ -85,7 +85,7 @@ def crowd(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 class Flaky:
-    """Works at every n-th call."""
+    """Succeeds at every `every`-th call."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -99,7 +99,7 @@ class Flaky:
 
 
 class Paid:
-    """A batched reward that leaves a file for every call of it. While "first" is scored, the others come together."""
+    """A batched reward that writes a file for every call. While it scores "first", further completions make a batch."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -124,7 +124,7 @@ MET: list[str] = []
 
 
 async def beside(trajectory: ScoredText) -> float:
-    """Waits until as many calls are under way in its process; or holds its process in one of several ways."""
+    """Wait until `TOGETHER` calls are under way in the process; or block the process as the completion says."""
     match trajectory.completion:
         case "sleeps":
             await asyncio.sleep(0.05)
@@ -162,7 +162,7 @@ async def nap() -> None:
 
 
 def chatty(trajectory: ScoredText) -> float:
-    """Prints the mebibytes that the completion says."""
+    """Print as many MiB as the completion says."""
     for _ in range(16 * int(trajectory.completion)):
         print("x" * 2**16)
     return 1.0

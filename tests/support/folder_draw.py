@@ -1,4 +1,4 @@
-"""A draw of the campaign: what somebody brings, and what has to come of it."""
+"""A draw of the campaign benchmarks/faults/folders.py: a user's input, and the outcome that it must have."""
 
 import random
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import tokenizer_kinds
 
 Expected = Literal["passes", "refused", "either"]
 EMBEDDED = ("llama3", "qwen2", "qwen3")
-"""Families of the embedded engine."""
+"""Families that the embedded engine runs."""
 FAULTY = 0.3
-"""Share of draws with a fault."""
+"""Fraction of draws with a fault."""
 FAULTY_RUNS = 0.1
-"""The same of whole runs, of which a refusal shows little."""
+"""Fraction of whole runs with a fault: a refused run tests little."""
 REMEDIES = {
     "missing_tensor": r"missing|lacks|no tensor|not in",
     "missing_head": r"lm_head",
@@ -44,12 +44,12 @@ REMEDIES = {
     "broken_config": r"config\.json",
     "in_a_subfolder": r"config\.json|snapshots",
 }
-"""Words of the sentence that refuses each fault of a model folder."""
+"""Patterns of the message that refuses each fault of a model folder."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A model folder, rows, and how they are used. `fault` is of the model folder, `row_fault` of the rows."""
+    """A model folder, rows, and their use. `fault` is a fault of the model folder, `row_fault` one of the rows."""
 
     number: int
     family: str
@@ -72,14 +72,14 @@ class Draw:
 
     @property
     def expected(self) -> Expected:
-        """Where the outcome follows from the draw alone."""
+        """The outcome that the draw must have."""
         if self.fault in folder_faults.FAULTS or self.row_fault or self.refusals:
             return "refused"
         return "either" if self.allowed else "passes"
 
     @property
     def allowed(self) -> str:
-        """A pattern of the sentences that may refuse it instead: they name a thing that not every template has."""
+        """A pattern of messages that may refuse a healthy draw: they name a feature that some templates lack."""
         found = {
             r"\.gz|\.csv": self.rows in ("gzip", "csv"),
             r"tool|alternate|roles": self.rows == "tools",
@@ -90,7 +90,7 @@ class Draw:
 
     @property
     def refusals(self) -> list[str]:
-        """Reasons for which a healthy folder and healthy rows do not go together."""
+        """Reasons why a healthy folder and healthy rows do not fit together."""
         found = list[str]()
         if self.template is None and (self.turns > 1 or self.rows not in folder_rows.TEXTS):
             found.append("template")
@@ -100,7 +100,7 @@ class Draw:
 
     @property
     def remedy(self) -> str:
-        """A pattern of the sentence that refuses it."""
+        """A pattern of the message that refuses it."""
         if self.fault in REMEDIES:
             return REMEDIES[self.fault]
         if self.row_fault:
@@ -108,7 +108,7 @@ class Draw:
         return "|".join([*self.refusals, *([self.allowed] if self.allowed else [])])
 
     def __str__(self) -> str:
-        """In one line, without what is usual."""
+        """One line with all fields that differ from their usual values."""
         usual = {"dtype": "float32", "layout": "single", "generation": "published", "spare": 0, "engine": "embedded"}
         usual |= {"compute": "float32", "words": "", "fault": "", "row_fault": "", "whole": False}
         shown = {name: value for name, value in vars(self).items() if usual.get(name, "?") != value}
@@ -116,7 +116,7 @@ class Draw:
 
 
 def draw(seed: int, number: int, *, whole: bool = False) -> Draw:
-    """Draw number `number` of a campaign."""
+    """Make draw number `number` of a campaign."""
     chance = random.Random(f"{seed}/{number}")
     family = chance.choice(EMBEDDED if whole else model_folders.FAMILIES)
     usual = model_folders.usual(family)
@@ -153,8 +153,8 @@ def draw(seed: int, number: int, *, whole: bool = False) -> Draw:
 
 
 def _with_fault(made: Draw, chance: random.Random) -> Draw:
-    """The same draw with a fault of its folder or of its rows, in the layout that the fault is made in."""
-    # All but the fault is healthy.
+    """Return the draw with a fault of its folder or of its rows, in the layout that the fault needs."""
+    # Everything else is healthy.
     changes: dict[str, object] = {"layout": "single" if made.layout != "extras" else "extras", "spare": 0}
     changes |= {"rows": "text" if made.template is None else "messages", "words": "", "reward": "trajectory"}
     changes |= {"turns": 1 if made.template is None else made.turns}

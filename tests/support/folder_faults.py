@@ -1,4 +1,4 @@
-"""Faults of model folders, each as it happens to people: `apply(folder, name)` makes one in a healthy folder."""
+"""Common faults of model folders: `apply(folder, name)` makes one in a healthy folder."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def apply(folder: Path, name: str) -> None:
-    """Make the fault `name` in the folder of a model of one file."""
+    """Make the fault `name` in a model folder with one weights file."""
     FAULTS[name](folder)
 
 
@@ -72,7 +72,7 @@ def _not_a_number(folder: Path) -> None:
 
 
 def _fewer_layers(folder: Path) -> None:
-    """A config.json with one layer beside weights of two."""
+    """A config.json with one layer, and weights of two layers."""
     names = json.loads((folder / "config.json").read_text())
     key = "n_layer" if "n_layer" in names else "num_hidden_layers"
     changed: dict[str, object] = {key: 1}
@@ -91,7 +91,7 @@ def _more_layers(folder: Path) -> None:
 
 
 def _shards(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
-    """Split the weights in two files and write their index; the name of a tensor of the second, and both."""
+    """Split the weights into two files with an index; return (name of a tensor in the second, first, second)."""
     weights = _weights(folder)
     names = sorted(weights)
     parts = [{name: weights[name] for name in half} for half in (names[::2], names[1::2])]
@@ -113,21 +113,21 @@ def _missing_shard(folder: Path) -> None:
 
 
 def _index_beyond_shard(folder: Path) -> None:
-    """An index that lists a tensor its shard lacks."""
+    """An index that lists a tensor that is missing in its shard."""
     name, _, second = _shards(folder)
     del second[name]
     save_file(second, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
 
 
 def _lfs_pointer(folder: Path) -> None:
-    """What `git clone` leaves without git-lfs."""
+    """The pointer file of `git clone` without git-lfs."""
     oid, size = "4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393", 988097824
     text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {size}\n"
     (folder / "model.safetensors").write_text(text)
 
 
 def _cut_file(folder: Path) -> None:
-    """A download that ended early."""
+    """A truncated download."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
@@ -137,7 +137,7 @@ def _no_weights(folder: Path) -> None:
 
 
 def _lora_adapter(folder: Path) -> None:
-    """What PEFT saves: the adapter alone."""
+    """PEFT's format: only the adapter."""
     (folder / "model.safetensors").unlink()
     (folder / "config.json").unlink()
     a, b = torch.zeros(4, 32), torch.zeros(32, 4)
@@ -155,7 +155,7 @@ def _gguf(folder: Path) -> None:
 
 
 def _fp8(folder: Path) -> None:
-    """A checkpoint in float8 blocks, as DeepSeek and Qwen publish them."""
+    """A checkpoint in float8 blocks, as published by DeepSeek and Qwen."""
     weights = _weights(folder)
     for name in [one for one in weights if "_proj" in one and one.endswith("weight")]:
         weights[name] = weights[name].to(torch.float8_e4m3fn)
@@ -180,7 +180,7 @@ def _awq(folder: Path) -> None:
 
 
 def _auto_map(folder: Path) -> None:
-    """Code of the model's own, as for families that transformers does not have."""
+    """A model with custom code, as for families that transformers lacks."""
     entries = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     _edit(folder, "config.json", auto_map=entries, model_type="own_model", architectures=["OwnForCausalLM"])
     (folder / "configuration_own.py").write_text(
@@ -200,7 +200,7 @@ def _no_tokenizer(folder: Path) -> None:
 
 
 def _small_embeddings(folder: Path) -> None:
-    """A tokenizer with more words than the model has rows."""
+    """A tokenizer with more tokens than the model's embeddings have rows."""
     path = folder / "tokenizer.json"
     entries = json.loads(path.read_text())
     top = max(one["id"] for one in entries["added_tokens"])
@@ -218,7 +218,7 @@ def _broken_config(folder: Path) -> None:
 
 
 def _different_head(folder: Path) -> None:
-    """`tie_word_embeddings` beside an lm_head of its own."""
+    """`tie_word_embeddings` together with a separate lm_head."""
     weights = _weights(folder)
     key = next(name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight")))
     weights["lm_head.weight"] = torch.randn(weights[key].shape, generator=torch.Generator().manual_seed(3)).to(
@@ -229,7 +229,7 @@ def _different_head(folder: Path) -> None:
 
 
 def _in_a_subfolder(folder: Path) -> None:
-    """The folder above the model's, as a hub's cache has it."""
+    """The folder above the model's, as in the hub's cache."""
     inner = folder / "snapshots" / "0a1b2c"
     inner.mkdir(parents=True)
     for path in [one for one in folder.iterdir() if one.is_file()]:
@@ -264,6 +264,6 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "broken_config": _broken_config,
     "in_a_subfolder": _in_a_subfolder,
 }
-"""Folders that cannot be trained, by the name of their fault."""
+"""Faults that make training impossible, by name."""
 ODDITIES: dict[str, Callable[[Path], None]] = {"different_head": _different_head}
-"""Folders that transformers loads in a way that has to be matched."""
+"""Oddities that must be loaded as transformers loads them."""

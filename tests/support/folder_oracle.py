@@ -1,4 +1,4 @@
-"""The words of transformers alone about a model folder: its log-probs, its template, its tokens. None of our code."""
+"""Reference results of transformers for a model folder: log-probs, template, tokens; without our code."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ import transformers
 from numpy.typing import NDArray
 
 ANSWER = "QXZQ"
-"""An assistant's answer that occurs nowhere else."""
+"""An assistant's answer that does not occur elsewhere."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Loaded(NamedTuple):
-    """A model folder as transformers loads it, in float32, and its tokenizer."""
+    """A model loaded by transformers in float32, its tokenizer, and its load report (`missing`)."""
 
     lm: Any
     tokenizer: Any
@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
 
 
 def load(folder: Path) -> Loaded:
-    """Load a folder, and what of it is missing, unexpected or mis-shaped."""
+    """Load a folder; `missing` lists tensors that are missing, unexpected or of the wrong shape."""
     lm, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
@@ -34,7 +34,7 @@ def load(folder: Path) -> Loaded:
 
 @torch.no_grad()
 def logprobs(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], *, words: int | None = None) -> NDArray[Any]:
-    """Log-probs [T] of `tokens` behind `prompt`, among the first `words` of the vocabulary."""
+    """Log-probs [T] of `tokens` after `prompt`, over the first `words` tokens of the vocabulary."""
     row = torch.tensor([[*prompt, *tokens]])
     logits_TV = loaded.lm(row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     if words is not None:
@@ -43,7 +43,7 @@ def logprobs(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], *, wo
 
 
 def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """The ids of a prompt as TRL and transformers make them; a text neither ends in eos nor has its bos twice."""
+    """The token ids of a prompt, as in TRL and transformers; a text has one bos at most, and no eos at its end."""
     if isinstance(prompt, str):
         ids: list[int] = list(tokenizer(prompt)["input_ids"])
         while ids and ids[-1] == tokenizer.eos_token_id:
@@ -55,9 +55,9 @@ def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
 def observation_ids(
     tokenizer: Any, prompt: list[dict[str, Any]], said: list[dict[str, Any]], turn_end: str
 ) -> list[int]:
-    """The ids of the whole conversation that stand behind the end of the assistant's turn.
+    """The token ids of the whole conversation after the end of the assistant's turn.
 
-    The token at the end of the turn is the policy's own, also where the template gives it to the next turn (GLM).
+    The token that ends the turn is the policy's, even if the template begins the next turn with it (GLM).
     """
     turns = [*prompt, {"role": "assistant", "content": ANSWER}, *said]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -68,13 +68,13 @@ def observation_ids(
 
 
 def stops(folder: Path, tokenizer: Any, template: str | None) -> set[int]:
-    """Every token that ends a turn: of generation config, model config and tokenizer, and the template's own."""
+    """All tokens that end a turn: of generation config, model config, tokenizer and template."""
     found: set[int] = set()
     config = transformers.AutoConfig.from_pretrained(folder)
     sources = [config.eos_token_id, tokenizer.eos_token_id]
     if (folder / "generation_config.json").is_file():
         sources.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
-    # GLM's template writes nothing behind a turn: the next one begins.
+    # GLM's template writes no end of a turn: the next turn begins.
     if template not in (None, "glm"):
         sources.append(tokenizer.convert_tokens_to_ids(tokenizer_kinds.CONTROLS[template].turn_end))
     for one in sources:
@@ -83,9 +83,9 @@ def stops(folder: Path, tokenizer: Any, template: str | None) -> set[int]:
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> str:
-    """The text of a turn without the token that ends it, and without special tokens that every tokenizer may have.
+    """The text of a turn without its end token and without named special tokens (`NAMED`).
 
-    Others are text: `<|python_tag|>` is what a parser of tool calls looks for.
+    Other special tokens are text: parsers of tool calls look for `<|python_tag|>`, for example.
     """
     kept = list(tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens)
     named = {getattr(tokenizer, f"{name}_token_id") for name in NAMED}
@@ -93,10 +93,10 @@ def text_of(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> str:
 
 
 def furthest(one: NDArray[Any], other: NDArray[Any]) -> float:
-    """The largest distance of two arrays."""
+    """The largest absolute difference of two arrays; 0 if they are empty."""
     return float(np.abs(np.asarray(one) - np.asarray(other)).max()) if len(one) else 0.0
 
 
 def specials(tokenizer: Any) -> set[int]:
-    """The ids of all special tokens, also of those without a name."""
+    """The ids of all special tokens, named or not."""
     return {*tokenizer.all_special_ids, *(n for n, one in tokenizer.added_tokens_decoder.items() if one.special)}

@@ -1,6 +1,6 @@
-"""Plays a draw in this process: `check`, then three updates with learner and engine, an export, and what it is worth.
+"""Plays a draw in this process: `check`, three updates with learner and engine, and an export.
 
-Every number is compared with transformers' own (folder_oracle.py).
+All results are compared with transformers' (folder_oracle.py).
 """
 
 import asyncio
@@ -42,9 +42,9 @@ from streamppo.weights.ledger import PublishReply
 UPDATES, BATCH, SAMPLES = 3, 6, 2
 MAX_TOKENS, ALL_TOKENS = 12, 96
 SAID = "Are you sure?"
-"""The environment's words after the first turn."""
+"""The environment's message after the first turn."""
 CLOSE = {"float32": 3e-4, "bfloat16": 0.4}
-"""The furthest that two log-probs of one token may be from each other, by the type of the computation."""
+"""The largest allowed difference of two log-probs of one token, by the dtype of the computation."""
 
 REWARD = """\
 import datetime
@@ -100,7 +100,7 @@ class Turns:
 
 @dataclass
 class Outcome:
-    """What came of a draw: "passes", "refused" with a sentence, or "failed" with what is wrong; the seconds it took."""
+    """The outcome of a draw: "passes", "refused" with a message, or "failed" with a list of errors; its seconds."""
 
     number: int
     draw: str
@@ -113,11 +113,11 @@ class Outcome:
 
     @property
     def silent(self) -> bool:
-        """True if it neither passed nor was refused in a sentence that names the remedy, as it had to."""
+        """True if the draw failed: it neither passed nor was refused with a remedy, as it must."""
         return bool(self.wrong)
 
     def row(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The fields as values for JSON."""
         return asdict(self)
 
 
@@ -171,7 +171,7 @@ def write(made: Draw, folder: Path) -> tuple[Path, folder_rows.Rows]:
 
 
 def play(made: Draw, folder: Path) -> Outcome:
-    """Play a draw in `folder`; a process group of this process alone has to be there."""
+    """Play a draw in `folder`. Requires a process group with only this process."""
     begin = time.perf_counter()
     found = Outcome(made.number, str(made), made.expected)
     path, rows = write(made, folder)
@@ -183,7 +183,7 @@ def play(made: Draw, folder: Path) -> Outcome:
             asyncio.run(_Played(made, rows, config, folder, found).all())
     except StreamppoError as error:
         found.wrong.append(f"check found nothing, and then {type(error).__name__}: {_short(error)}")
-    # Anything at all may come of a folder that nobody expects.
+    # A faulty folder may raise any exception.
     except (Exception, SystemExit) as error:
         found.wrong.append(f"raw {type(error).__name__}: {_short(error)} at {_place(error)}")
     judge(made, found)
@@ -192,7 +192,7 @@ def play(made: Draw, folder: Path) -> Outcome:
 
 
 def judge(made: Draw, found: Outcome) -> None:
-    """Compare the outcome with what had to come of the draw."""
+    """Compare the outcome with the expected one."""
     if found.wrong:
         found.outcome = "failed"
     elif found.outcome == "passes" and made.expected == "refused":
@@ -204,7 +204,7 @@ def judge(made: Draw, found: Outcome) -> None:
 
 
 def refusal(path: Path) -> str:
-    """The errors of `check`, or nothing."""
+    """The errors of `check`; empty if there are none."""
     try:
         config = configfile.load(path)
         found = list(light_checks.findings(config))
@@ -227,7 +227,7 @@ def _place(error: BaseException) -> str:
 
 
 class TransformersEngine:
-    """Samples with transformers, one completion after another: stands for an engine that this machine has not."""
+    """Samples with transformers, one completion after another: replaces an engine that this machine lacks."""
 
     def __init__(self, lm: Any, eos_ids: set[int], words: int, seed: int) -> None:
         self._lm, self._stops, self._words = lm, eos_ids, words
@@ -236,7 +236,7 @@ class TransformersEngine:
 
     async def generate(self, prompt: Any, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
-        # A decorator would end before the coroutine begins.
+        # As a decorator, no_grad would end before the coroutine runs.
         with torch.no_grad():
             return self._generate(prompt, sampling)
 
@@ -270,7 +270,7 @@ class TransformersEngine:
 
 
 class _Played:
-    """The playing of one draw, and all that is compared on the way; what is not as it has to be goes to `found`."""
+    """Plays one draw, and compares all results on the way; differences are added to `found.wrong`."""
 
     def __init__(self, made: Draw, rows: folder_rows.Rows, config: Config, folder: Path, found: Outcome) -> None:
         self._made, self._rows, self._config, self._folder = made, rows, config, folder
@@ -284,7 +284,7 @@ class _Played:
 
     @property
     def _words(self) -> int:
-        """The rows of the head that are tokens: Qwen's tokenizer may have fewer than were there when it was saved."""
+        """The number of tokens of the loaded tokenizer; for Qwen it may be smaller than when it was saved."""
         return len(self._first.tokenizer)
 
     async def all(self) -> None:
@@ -333,7 +333,7 @@ class _Played:
         if self._made.family in EMBEDDED:
             return await build.engine(self._config, "draw", str(self._model), 0, tensors)
         lm = oracle.load(self._model).lm.to(getattr(torch, self._made.compute))
-        # The learner's weights, as an engine gets them.
+        # The learner's weights, as in a push.
         engine = TransformersEngine(lm, self._stops, self._words, self._made.number)
         await engine.update_weights(0, tensors)
         return engine
@@ -366,7 +366,7 @@ class _Played:
             self.wrong.append(f"update {version}: {wrong}")
 
     def _compare(self, what: str, loaded: oracle.Loaded, episodes: Sequence[Episode]) -> None:
-        """Compare the log-probs that tokens were sampled with and transformers'."""
+        """Compare the log-probs of sampled tokens with transformers'."""
         far = 0.0
         for one in episodes:
             theirs = oracle.logprobs(loaded, one.prompt_tokens.tolist(), one.tokens.tolist(), words=self._words)
@@ -377,7 +377,7 @@ class _Played:
             self.wrong.append(f"{what}: log-probs are {far:.2g} from transformers'")
 
     def _compare_tokens(self, prompt: Prompt, episode: Episode) -> None:
-        """Compare prompt, turns and observations with the template as transformers renders it."""
+        """Compare prompt, turns and observations with transformers' rendering of the template."""
         made, tokenizer = self._made, self._first.tokenizer
         given = self._given(prompt)
         expected = oracle.prompt_ids(tokenizer, given)
@@ -408,7 +408,7 @@ class _Played:
             self.wrong.append(f"text: {ours!r}, not {theirs!r}")
 
     def _given(self, prompt: Prompt) -> str | list[dict[str, Any]]:
-        """The conversation of the row that a prompt was made of."""
+        """The conversation of a prompt's row."""
 
         def end(one: str | list[dict[str, Any]]) -> str:
             users = [one] if isinstance(one, str) else [turn["content"] for turn in one if turn["role"] == "user"]
@@ -419,7 +419,7 @@ class _Played:
         return next((one for one in self._rows.prompts if end(one) == own), own)
 
     def _compare_controls(self, given: str | list[dict[str, Any]], ids: list[int]) -> None:
-        """Text of other people has no control tokens: as many are there as without their words."""
+        """Check that the row's text adds no control tokens: their number is as without `words`."""
         tokenizer, words = self._first.tokenizer, self._made.words
         if isinstance(given, str):
             bare: str | list[dict[str, Any]] = given.replace(words, "")
@@ -454,7 +454,7 @@ class _Played:
         self._compare_files(out, loaded)
 
     def _compare_files(self, out: Path, loaded: oracle.Loaded) -> None:
-        """Tokenizer, chat template, generation config and type of the export."""
+        """Compare tokenizer, chat template, generation config and dtype of the export."""
         text = "What is 1+2?\n <tool_call> x"
         before, after = self._first.tokenizer, loaded.tokenizer
         if before(text)["input_ids"] != after(text)["input_ids"] or before.eos_token != after.eos_token:

@@ -1,4 +1,4 @@
-"""Plays a draw as a user does: `streamppo check`, then `streamppo run`, each a process; then the same comparisons."""
+"""Plays a draw with the commands `streamppo check` and `streamppo run`, in processes; compares as folder_play.py."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TIMEOUT_S = 240
 
 
 def run(made: Draw, folder: Path) -> play.Outcome:
-    """Play a draw of a family that the embedded engine runs in `folder`, by way of the commands."""
+    """Play a draw in `folder` with the commands; its family must be one of the embedded engine."""
     begin = time.perf_counter()
     found = play.Outcome(made.number, str(made), made.expected)
     path, _ = play.write(made, folder)
@@ -56,7 +56,7 @@ def _command(*words: str) -> tuple[int, str]:
 
 
 def _compare(made: Draw, folder: Path, found: play.Outcome) -> None:
-    """Compare what the run left behind with transformers on the first model, and on the export."""
+    """Compare the run's files with transformers' results on the initial model and on the export."""
     model, runs = folder / "model", folder / "runs" / f"draw-{made.number}"
     first, last = oracle.load(model), oracle.load(runs / "final")
     words, close = len(first.tokenizer), play.CLOSE[made.compute]
@@ -73,7 +73,7 @@ def _compare(made: Draw, folder: Path, found: play.Outcome) -> None:
         prompt, tokens = ints(one.prompt_tokens).tolist(), ints(one.tokens).tolist()
         theirs, mask = oracle.logprobs(first, prompt, tokens, words=words), flags(one.mask)
         far = max(far, oracle.furthest(floats(one.logprobs)[mask], theirs[mask]))
-        # An environment's words are in the middle: another turn follows them.
+        # A masked token is an observation, and so there is a second turn.
         found.two_turns += not mask.all()
     if not far <= close:
         found.wrong.append(f"version 0: log-probs are {far:.2g} from transformers'")

@@ -1,4 +1,4 @@
-"""Files of weights that are all zeros and take no disk: of any size, with the names and shapes of a configuration."""
+"""Weights files of any size that are all zeros and sparse on disk, with a configuration's names and shapes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A local HTTP server that scores, judges, and has bad days."""
+"""A local HTTP server for scores and judges, with delays and faults."""
 
 import asyncio
 import itertools
@@ -12,7 +12,7 @@ Answer = Callable[[str, Any], tuple[int, Any]]
 
 @asynccontextmanager
 async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> AsyncIterator[str]:
-    """Serve at the address that is yielded: answer (path, body) with (status, body), once `together` have asked."""
+    """Serve, and yield the address: `answer(path, body)` returns (status, body), once `together` requests are there."""
     asked, enough = itertools.count(1), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,7 +37,7 @@ async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> 
 
 @asynccontextmanager
 async def trickling(every_s: float) -> AsyncIterator[str]:
-    """Serve at the address that is yielded: a byte every `every_s`, and the score after forty of them."""
+    """Serve, and yield the address: every reply is 40 bytes, one every `every_s`, and then the score."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = b" " * 40 + b'{"score": 1}'

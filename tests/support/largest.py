@@ -1,4 +1,4 @@
-"""The size of the largest tensor that a computation makes."""
+"""Measures the largest tensor of a computation."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the elements of the largest tensor that any operation made."""
+    """`elements` is the size of the largest tensor that an operation has made, views excluded."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""Rewards that are busy, sleep, fork, or stop somebody; and as a program, an actor that has called one of them."""
+"""Rewards that are busy, sleep, fork or stop a process; as a program, an actor that has called one of them."""
 
 import asyncio
 import multiprocessing
@@ -26,7 +26,7 @@ def parent_of(pid: int) -> int:
 
 
 def score(trajectory: ScoredText) -> float:
-    """Do as the completion says, and never return."""
+    """Do what the completion says, and never return."""
     match trajectory.completion:
         case "busy":
             while True:
@@ -55,7 +55,7 @@ def score(trajectory: ScoredText) -> float:
 
 
 async def score_async(trajectory: ScoredText) -> float:
-    """The same, in the process that all calls share."""
+    """As `score`, in the process that all calls share."""
     return score(trajectory)
 
 

@@ -1,4 +1,4 @@
-"""One small update, made from a seed alone, so that several processes can make the very same one."""
+"""One small update that depends on a seed only, so that several processes can make the same update."""
 
 import contextlib
 import multiprocessing
@@ -41,26 +41,26 @@ SMALL = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-"""Settings of the tests' models."""
+"""Model settings of the tests."""
 TIMES = {"score_s", "train_s"}
-"""Metrics that no two updates share."""
+"""Metrics that differ between equal updates."""
 Weights: TypeAlias = dict[str, torch.Tensor]
 Made = TypeVar("Made")
 
 
 def save_model(folder: Path) -> None:
-    """A model whose log-probs differ from token to token."""
+    """Save a model whose log-probs differ from token to token."""
     torch.manual_seed(5)
     Qwen2ForCausalLM(Qwen2Config(**SMALL, initializer_range=0.3)).save_pretrained(folder)
 
 
 def config_of(*overrides: str) -> Config:
-    """The task and the model of configs/math.toml, one step an update, and corrections of no sign."""
+    """Task and model of configs/math.toml with `PLAIN`: one step per update, no correction by sign."""
     return configfile.load(MATH, [*PLAIN, f"queue.batch_size={BATCH}", "queue.samples_per_prompt=2", *overrides])
 
 
 def batch(version: int = 3, min_version: int = 1, seed: int = 0) -> Batch:
-    """Ragged trajectories with tokens of several versions, some of them too old, and some not the policy's."""
+    """Ragged trajectories with tokens of several versions, some of them too old, and some masked."""
     generator = np.random.default_rng(seed)
     return Batch(
         version=version,
@@ -77,7 +77,7 @@ def _trajectory(generator: np.random.Generator, number: int, version: int) -> Tr
 
 
 def drawn_row(generator: np.random.Generator, number: int, version: int, prompt: int, mask: np.ndarray) -> Trajectory:
-    """Row `number` of a batch: `prompt` tokens and a completion with this mask, of versions up to `version`."""
+    """Row `number` of a batch: `prompt` prompt tokens, and a completion with `mask` and versions up to `version`."""
     count = len(mask)
     return Trajectory(
         identity=Identity(task="t", prompt=number // 2, sample=number % 2),
@@ -93,7 +93,7 @@ def drawn_row(generator: np.random.Generator, number: int, version: int, prompt:
 
 
 def cut(batch: Batch, seed: int = 0) -> Batch:
-    """The same batch as if sampled with top-p: tokens of one candidate, of several, and of the whole vocabulary."""
+    """The batch as if sampled with top-p: tokens with one candidate, with several, and with the whole vocabulary."""
     generator = np.random.default_rng(seed)
     return replace(batch, trajectories=tuple(_with_candidates(generator, one) for one in batch.trajectories))
 
@@ -122,7 +122,7 @@ def group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator
 
 
 def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
-    """The learner's updater on the model in `folder`, with a critic that is not zero."""
+    """The learner's updater on the model in `folder`, with a random value head."""
     mesh = mesh_of(device, config.learner.mesh)
     temperature = config.rollout.temperature
     torch.manual_seed(9)
@@ -147,7 +147,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         head.copy_(fill)
     return Updater(
         policy,
-        # AdamW makes a full step of a gradient that is zero but for rounding; plain descent shows it as it is.
+        # AdamW turns a gradient of rounding errors into a full step; SGD's steps are proportional to the gradient.
         torch.optim.SGD([one for one in policy.parameters() if one.requires_grad], lr=config.learner.lr * 100),
         objective.build(config),
         config,
@@ -170,7 +170,7 @@ def whole(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor:
-    """All of a tensor, if it is sharded or not, without its graph."""
+    """The whole tensor, sharded or not, without its graph."""
     assert tensor is not None
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -191,23 +191,23 @@ def assert_same_weights(one: Weights, other: Weights, *, atol: float = 2e-6) -> 
 def assert_same(
     one: tuple[Weights, dict[str, float]], other: tuple[Weights, dict[str, float]], *, rel: float = 1e-3
 ) -> None:
-    """The same weights, and the same metrics but for times."""
+    """Assert equal weights, and equal metrics except times."""
     assert_same_weights(one[0], other[0])
     for name in one[1].keys() - TIMES:
         assert other[1][name] == pytest.approx(one[1][name], rel=rel, abs=1e-5), name
 
 
 def processes() -> ForkServerContext:
-    """The making of processes that have imported what a rank imports, in a tenth of a second and not in three."""
+    """A context for processes with a rank's imports preloaded: a start takes a tenth of a second instead of three."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["streamppo.learner.learner", "transformers.models.qwen2.modeling_qwen2"])
     return context
 
 
 def by_ranks(make: Callable[..., Made], ranks: int, folder: Path, *arguments: object) -> Made:
-    """What `make(ranks, *arguments)`, a function of a module, returns on the first of `ranks` processes of a group.
+    """Run `make(ranks, *arguments)`, a module's function, on a process group of `ranks`; return rank 0's result.
 
-    `folder` takes their files.
+    `folder` is for their files.
     """
     context, store, out = processes(), folder / f"store-{ranks}", folder / f"{ranks}.pt"
     workers = [context.Process(target=_rank, args=(rank, ranks, store, out, make, arguments)) for rank in range(ranks)]

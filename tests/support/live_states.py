@@ -30,7 +30,7 @@ def engine(name: str, tokens: int, lived_s: float, wall_s: float, completion: st
 
 
 def busy(versions: int = 40, completion: str = NASTY) -> RunState:
-    """A run in the middle, with everything that can be shown, and text that could do harm."""
+    """A run in progress, with everything that can be shown, and text with markup and control characters."""
     state = empty()
     state.add({"part": 1, "wall_s": 0.0, "version": 0})
     for version in range(1, versions + 1):

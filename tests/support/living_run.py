@@ -1,4 +1,4 @@
-"""A queue and a driver at work on a run of `report_case`, without Ray: a process that commits until it is killed."""
+"""A process that acts as queue and driver of a run of `report_case`, without Ray; it commits until it is killed."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ from streamppo.telemetry import metrics_file
 
 
 class Writer:
-    """The process; one that was killed can be begun again."""
+    """The process; a killed one can be started again."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self._given = (folder, config)
@@ -29,20 +29,20 @@ class Writer:
         self._process.start()
 
     def kill(self) -> None:
-        """Kill it as a kernel does, wherever it is."""
+        """Kill it with SIGKILL, at any point of its work."""
         assert self._process.is_alive(), "the writer has failed"
         self._process.kill()
         self._process.join()
 
     def die_and_go_on(self) -> None:
-        """Kill it, and begin the next one."""
+        """Kill it, and start the next one."""
         self.kill()
         self._begin()
 
 
 @contextmanager
 def at_work(folder: Path, config: Config) -> Generator[Writer]:
-    """Have a writer at work during the block."""
+    """Run a writer during the block."""
     writer = Writer(folder, config)
     try:
         yield writer
@@ -51,7 +51,7 @@ def at_work(folder: Path, config: Config) -> Generator[Writer]:
 
 
 def _write(folder: Path, config: Config) -> None:
-    """Go on with the run: three transactions for a version, and its line after the next one, as the driver does."""
+    """Continue the run: three transactions for a version, and its metrics line a version later, as in the driver."""
     journal, settings = Journal(folder / "journal.sqlite"), settings_of(config)
     journal.fence()
     saved = journal.read()

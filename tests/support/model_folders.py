@@ -1,4 +1,4 @@
-"""Tiny model folders as people bring them: a family's model, a tokenizer of some kind, a chat template, a layout."""
+"""Tiny model folders like published ones: a family's model, a kind of tokenizer, a chat template, a layout."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -70,27 +70,27 @@ TEMPLATES = tuple(tokenizer_kinds.CONTROLS)
 """Names of chat templates, and None for a model without one."""
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("single", "sharded", "bin", "head_in_file", "bare_names", "extras", "version_4")
-"""How the weights lie in the folder.
+"""Layouts of the weights in the folder.
 
     single        model.safetensors
-    sharded       several of them and their index
+    sharded       several safetensors files and their index
     bin           pytorch_model.bin, a pickle
-    head_in_file  model.safetensors with lm_head beside the embeddings that it is tied to
-    bare_names    names without "model." or "transformer.", as the first GPT-2 was published
-    extras        other files beside: original/, consolidated.safetensors, README.md, .gitattributes
-    version_4     config.json and tokenizer_config.json as transformers 4 wrote them
+    head_in_file  model.safetensors with lm_head and the embeddings that it is tied to
+    bare_names    names without "model." or "transformer.", as in the first published GPT-2
+    extras        additional files: original/, consolidated.safetensors, README.md, .gitattributes
+    version_4     config.json and tokenizer_config.json in the format of transformers 4
 """
 GENERATION = ("published", "absent", "no_eos", "greedy_with_temperature")
-"""What generation_config.json holds: the stops and the sampling of a published model, or one of its usual faults."""
+"""Contents of generation_config.json: stop tokens and sampling of a published model, or a common fault."""
 
 
 def usual(family: str) -> Family:
-    """The settings of a family, its usual tokenizer and template, and if its embeddings are tied."""
+    """The settings of a family, its usual tokenizer and template, and whether its embeddings are tied."""
     return _FAMILIES[family]
 
 
 def fits(family: str, tokenizer: str, layout: str = "single") -> bool:
-    """True if people have it: transformers reads every tokenizer of a Qwen2 model as a byte-level BPE."""
+    """True for realistic combinations: transformers reads every tokenizer of a Qwen2 model as a byte-level BPE."""
     if layout == "bare_names" and family != "gpt2":
         return False
     return family != "qwen2" or tokenizer_kinds.KINDS[tokenizer].model == "byte_bpe"
@@ -111,10 +111,10 @@ def make(  # noqa: PLR0913  The draws of a folder.
     settings: Mapping[str, Any] | None = None,
     stop_chance: float = 0.0,
 ) -> Path:
-    """Write a model with random weights and its tokenizer at `folder`.
+    """Write a model with random weights and its tokenizer to `folder`.
 
-    `spare` is the number of rows of the embeddings beyond the tokenizer's words, `settings` change the model's
-    configuration. With `stop_chance` a token ends the assistant's turn about so often.
+    `spare` is the number of embedding rows beyond the tokenizer's tokens; `settings` change the model's configuration.
+    `stop_chance` is the mean probability of the token that ends the assistant's turn.
     """
     made = tokenizer_kinds.make(tokenizer, template)
     controls = tokenizer_kinds.CONTROLS[template]
@@ -143,7 +143,7 @@ def config_of(
     return getattr(transformers, f"{chosen.prefix}Config")(
         **{
             **sizes,
-            # transformers adds this one to a tokenizer of a Qwen2 model that lacks it.
+            # transformers adds <|endoftext|> to a Qwen2 model's tokenizer if it is missing.
             "vocab_size": len(tokenizer) + spare + (family == "qwen2" and "<|endoftext|>" not in tokenizer.get_vocab()),
             "initializer_range": 0.1,
             "tie_word_embeddings": tied,
@@ -158,7 +158,10 @@ def config_of(
 
 @torch.no_grad()
 def _teach_stop(lm: "PreTrainedModel", token: int, chance: float) -> None:
-    """Give every word's embedding a common part, and the head's row of `token` so much of it that it is drawn often."""
+    """Add a common vector to all embeddings, and a multiple of it to the head's row of `token`.
+
+    The multiple is found by bisection: the mean probability of `token` is then `chance`.
+    """
     embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     common = torch.sin(torch.arange(embeddings.shape[1]) * 1.7)
     common = (common - common.mean()) * embeddings.std()
@@ -184,10 +187,10 @@ def _set_generation(
 
 
 def _write_generation(folder: Path, tokenizer: "PreTrainedTokenizerFast", generation: str) -> None:
-    """Write what transformers itself refuses to."""
+    """Write generation_config.json, also with faults that transformers refuses to save."""
     path = folder / "generation_config.json"
     entries = json.loads(path.read_text())
-    # What a model's own file does not have: transformers would make the settings anew from config.json.
+    # Published files lack this entry; with it transformers would derive the settings from config.json.
     entries.pop("_from_model_config", None)
     match generation:
         case "absent":

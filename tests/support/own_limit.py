@@ -1,10 +1,10 @@
-"""Limits of completions, as a user would write them."""
+"""Length limits of completions, as in a user's module."""
 
 from streamppo.types import Identity, Prompt
 
 
 def by_prompt(prompt: Prompt, identity: Identity | None) -> int:
-    """1 and 10 for prompts 0 and 1, 5 for an evaluation's answer; raises for others."""
+    """1 and 10 for prompts 0 and 1, 5 in evaluations; raises ValueError for other prompts."""
     if identity is None:
         return 5
     if identity.prompt < 2:
@@ -13,10 +13,10 @@ def by_prompt(prompt: Prompt, identity: Identity | None) -> int:
 
 
 def half(prompt: Prompt, identity: Identity | None) -> float:
-    """No whole number."""
+    """An invalid limit: not a whole number."""
     return 0.5
 
 
 def none_at_all(prompt: Prompt, identity: Identity | None) -> int:
-    """No token."""
+    """An invalid limit: no token."""
     return 0

@@ -1,6 +1,6 @@
 """Ragged batches as rows of plain floats, one list per sequence, with rows of booleans for the mask.
 
-`Padded` turns rows into a [B, T] tensor with NaN at every masked or padded place, so that a leak cannot go unseen.
+`Padded` turns rows into a [B, T] tensor with NaN at every masked or padded token, so that a leak gives NaN.
 """
 
 import random
@@ -17,7 +17,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Padded:
-    """Turns rows into [B, T] tensors, padded on the right, and back."""
+    """Converts rows to [B, T] tensors, padded on the right, and back."""
 
     mask_rows: Mask
 
@@ -27,28 +27,28 @@ class Padded:
         return self.raw([[float(m) for m in row] for row in self.mask_rows], 0.0).bool()
 
     def raw(self, rows: Rows, beyond: float) -> Tensor:
-        """The rows as float64, with `beyond` after the end of each."""
+        """The rows as a float64 tensor, padded with `beyond`."""
         longest = max(len(row) for row in rows)
         return torch.tensor([row + [beyond] * (longest - len(row)) for row in rows], dtype=torch.float64)
 
     def tensor(self, rows: Rows) -> Tensor:
-        """The rows, with NaN wherever the mask is False."""
+        """The rows as a float64 tensor, with NaN where the mask is False."""
         hidden = [[x if m else NAN for x, m in zip(*rm, strict=True)] for rm in zip(rows, self.mask_rows, strict=True)]
         return self.raw(hidden, NAN)
 
     def unmasked(self, x: Tensor) -> Rows:
-        """The tensor's numbers at unmasked tokens, sequence by sequence."""
+        """The tensor's values at unmasked tokens, one list per sequence."""
         flat = iter(x[self.mask].tolist())
         return [[next(flat) for m in row if m] for row in self.mask_rows]
 
 
 def compact(rows: Rows, mask_rows: Mask) -> Rows:
-    """The rows without their masked tokens: every slow reference is computed on these."""
+    """The rows without masked tokens, the input of every slow reference."""
     return [[x for x, m in zip(*rm, strict=True) if m] for rm in zip(rows, mask_rows, strict=True)]
 
 
 def ragged_mask(seed: int = 0, sequences: int = 5) -> Mask:
-    """Lengths 1 to 9, holes in the middle, one sequence that is masked altogether."""
+    """A mask of rows of 1 to 9 tokens, with masked tokens in the middle, and one row that is all masked."""
     rng = random.Random(seed)
     rows = [[rng.random() < 0.75 for _ in range(rng.randint(2, 9))] for _ in range(sequences)]
     rows[0][0] = rows[-1][0] = True
@@ -68,7 +68,7 @@ def logprob_rows(mask_rows: Mask, seed: int) -> Rows:
 
 
 def near(rows: Rows, seed: int, by: float = 0.4) -> Rows:
-    """Log-probs of a policy that is up to `by` away."""
+    """Log-probs of another policy, which differ by at most `by`."""
     rng = random.Random(seed)
     return [[min(x + rng.uniform(-by, by), -1e-4) for x in row] for row in rows]
 

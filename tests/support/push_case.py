@@ -1,4 +1,4 @@
-"""What the ranks of a learner push, without a learner; a queue's calls without Ray."""
+"""Pushes of learner ranks without a learner, and a queue's calls without Ray."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Remote:
-    """A coroutine function under the name by which Ray would call it."""
+    """Offers a coroutine function as `remote`, like a method of a Ray actor."""
 
     def __init__(self, function: Any) -> None:
         self.remote = function
 
 
 def shard(tensor: torch.Tensor, rank: int, ranks: int) -> Shard:
-    """The rows of one rank, as FSDP cuts them; the last ranks of a small tensor have none."""
+    """One rank's shard of a tensor's rows, as in FSDP; the last ranks of a small tensor have no rows."""
     rows = tensor.shape[0] if tensor.dim() else 1
     chunk = -(-rows // ranks)
     first = min(rank * chunk, rows)
@@ -26,7 +26,7 @@ def shard(tensor: torch.Tensor, rank: int, ranks: int) -> Shard:
 
 
 class Rank:
-    """One rank's buckets of one version after another."""
+    """Makes one rank's pushes, one version after another."""
 
     def __init__(self, like: Tensors, rank: int = 0, ranks: int = 1, bucket_bytes: int = 200) -> None:
         self.shards = {name: shard(tensor, rank, ranks) for name, tensor in like.items()}
@@ -39,7 +39,7 @@ class Rank:
             at = self.shards[name]
             into.copy_(tensors[name][at.first_row : at.first_row + at.rows] if tensors[name].dim() else tensors[name])
         packed = self.sets[0].push(version, self.sets[1] if delta else None, rank=self.rank, ranks=self.ranks)
-        # As in the object store: read-only, and apart from the memory that is used again.
+        # As in the object store: read-only copies, independent of the reused memory.
         arrays = [array.copy() for array in packed.arrays]
         for array in arrays:
             array.flags.writeable = False

@@ -1,7 +1,7 @@
-"""`streamppo replay` in a process that has the learner imported already, with threads in the place of Ray's actors.
+"""`streamppo replay` in a process with the learner preloaded, and with threads instead of Ray actors.
 
-Everything but Ray is the command's own: its arguments, `Rank`, the archive as a source, the report, the exit code. A
-replay takes a second or two in place of ten. Several ranks need several processes: they are replayed by the command.
+Everything but Ray is the real command: arguments, `Rank`, the archive as batch source, report, exit code. A replay
+takes one or two seconds instead of ten. Runs with several ranks need several processes, and use the command itself.
 """
 
 import asyncio
@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import learner_case
+import numpy as np
 import ray
 from conftest import REPOSITORY, SUPPORT
 from ray.exceptions import RayTaskError
@@ -28,14 +29,20 @@ from streamppo.config import file as configfile
 
 def replay(run: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     """`streamppo replay RUN OPTIONS` to its end; without Ray if the run has one rank."""
-    words = ["streamppo", "replay", str(run), *options]
+    words = "streamppo", "replay", str(run), *options
     if configfile.load(run / configfile.CONFIG).learner.ranks > 1:
         environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{SUPPORT}"}
-        command = [sys.executable, "-m", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return subprocess.run(
+            [sys.executable, "-m", *words], capture_output=True, text=True, check=False, env=environment
+        )
+    return command(*words)
+
+
+def command(*words: str) -> "subprocess.CompletedProcess[str]":
+    """A command of streamppo that makes updates again, to its end, without Ray."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = learner_case.processes().Process(target=_main, args=(words, out, err))
+        process = learner_case.processes().Process(target=_main, args=(list(words), out, err))
         process.start()
         process.join()
         assert process.exitcode is not None
@@ -43,15 +50,15 @@ def replay(run: Path, *options: str) -> "subprocess.CompletedProcess[str]":
 
 
 def succeeds(run: Path) -> bool:
-    """Every version of a run is made again bit for bit."""
+    """True if a replay reproduces every version of a run bit for bit."""
     return replay(run).returncode == 0
 
 
 def _main(words: list[str], out: Path, err: Path) -> None:
-    """The command with its output in two files. The process ends with it: nothing of it is left anywhere."""
+    """Run the command with its output in two files, and end the process."""
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    _without_ray()
+    without_ray()
     sys.argv = words
     code = 0
     try:
@@ -68,7 +75,7 @@ def _main(words: list[str], out: Path, err: Path) -> None:
     os._exit(code)
 
 
-def _without_ray() -> None:
+def without_ray() -> None:
     """Replace what `replay` uses of Ray, in this process."""
     from streamppo.commands import replay as command
 
@@ -82,18 +89,21 @@ def _without_ray() -> None:
     for name, function in patched.items():
         setattr(ray, name, function)
     ray.util.get_node_ip_address = lambda: "127.0.0.1"
+    # Coroutines wait for answers and for what was put, as for Ray's references.
+    Future.__await__ = lambda self: asyncio.wrap_future(self).__await__()  # pyright: ignore[reportAttributeAccessIssue]
     placement = SimpleNamespace(rank=lambda _: {})
     for name, function in {"init_ray": _nothing, "here": _nothing, "Placement": lambda *_, **__: placement}.items():
         setattr(command, name, function)
 
 
 def _nothing(*_: object) -> None:
-    """Ray's session and places, of which a replay here has none."""
+    """Replaces functions of Ray's session and placement, which are not needed here."""
 
 
 def _put(value: object) -> "Future[object]":
     done: Future[object] = Future()
-    done.set_result(value)
+    # The owner of an array may write to it again.
+    done.set_result(value.copy() if isinstance(value, np.ndarray) else value)
     return done
 
 
@@ -102,7 +112,7 @@ def _get(asked: Any) -> Any:
 
 
 class Actor:
-    """An object whose methods answer in a thread of its own, one after another; coroutines in an event loop."""
+    """An object whose methods run one after another in a thread; coroutines run in an event loop."""
 
     def __init__(self, kind: type, *arguments: object) -> None:
         self._loop = asyncio.new_event_loop()
@@ -112,20 +122,20 @@ class Actor:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._object, name)
-        return SimpleNamespace(remote=lambda *arguments: self._call(method, arguments))
+        return SimpleNamespace(remote=lambda *arguments, **named: self._call(partial(method, **named), arguments))
 
-    def _call(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> "Future[Any]":
-        if inspect.iscoroutinefunction(method):
+    def _call(self, method: "partial[Any]", arguments: tuple[object, ...]) -> "Future[Any]":
+        if inspect.iscoroutinefunction(method.func):
             return asyncio.run_coroutine_threadsafe(self._answer_later(method, arguments), self._loop)
         return self._thread.submit(self._answer, method, arguments)
 
-    async def _answer_later(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> object:
+    async def _answer_later(self, method: "partial[Any]", arguments: tuple[object, ...]) -> object:
         try:
             return await method(*map(_value, arguments))
         except Exception as error:
             raise _as_of_ray(method, error) from None
 
-    def _answer(self, method: Callable[..., Any], arguments: tuple[object, ...]) -> object:
+    def _answer(self, method: "partial[Any]", arguments: tuple[object, ...]) -> object:
         try:
             return method(*map(_value, arguments))
         except Exception as error:
@@ -133,12 +143,12 @@ class Actor:
 
 
 def _value(argument: object) -> object:
-    """An argument as Ray hands it over: a reference by its value."""
+    """An argument as Ray passes it: a reference is replaced by its value."""
     return argument.result() if isinstance(argument, Future) else argument
 
 
-def _as_of_ray(method: Callable[..., Any], error: Exception) -> Exception:
+def _as_of_ray(method: "partial[Any]", error: Exception) -> Exception:
     """The error as `ray.get` raises that of an actor."""
     if isinstance(error, RayTaskError):
         return error
-    return RayTaskError(method.__name__, traceback.format_exc(), error).as_instanceof_cause()
+    return RayTaskError(method.func.__name__, traceback.format_exc(), error).as_instanceof_cause()

@@ -1,4 +1,4 @@
-"""A run's folder as a run leaves it, made without Ray: journal, archive, lines, model and configuration."""
+"""The folder of an ended run, made without Ray: journal, archive, metrics, model and configuration."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ SMALL = (f"queue.batch_size={BATCH}", "queue.samples_per_prompt=1", "queue.max_l
 
 
 def run_folder(folder: Path, config: Config, updates: int = 24) -> Path:
-    """Make a run of so many updates; a failed attempt, one delivered twice and one that waits are there too."""
+    """Make a run of `updates` updates, with a failed attempt, a repeated delivery and a waiting trajectory."""
     folder.mkdir()
     model = folder / "model"
     character_tokenizer(ALPHABET).save_pretrained(model)
@@ -40,13 +40,13 @@ def run_folder(folder: Path, config: Config, updates: int = 24) -> Path:
 
 
 def _small(line: dict[str, object]) -> dict[str, object]:
-    """The line of an update with as many tokens as the run's batches have."""
+    """A metrics line, with the token counts of the run's batches if it is an update's."""
     tokens = {"tokens": BATCH * LENGTH, "tokens_trained": BATCH * LENGTH - 1, "tokens_too_old": 0}
     return {**line, **tokens, "lag_histogram": {"0": 4, "1": 8}} if "update" in line else line
 
 
 def line_of(update: int) -> dict[str, object]:
-    """The line of another update."""
+    """The metrics line of update number `update`."""
     return _small({**json.loads(next(line for line in LINES.open() if '"update"' in line)), "update": update})
 
 
@@ -66,7 +66,7 @@ def _sample(folder: Path, config: Config, updates: int) -> None:
 
 
 def deliver(rules: QueueRules, version: int, limit: int = BATCH, calls: int | None = None) -> None:
-    """Deliver a batch's worth; at version 0 one attempt fails and one comes twice."""
+    """Deliver the trajectories of a batch; at version 0 one attempt fails, and one is delivered twice."""
     tickets = rules.issue("rollout-0", version, limit, 2 * version if calls is None else calls)
     if version == 0:
         failed = Failure(

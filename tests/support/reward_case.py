@@ -1,4 +1,4 @@
-"""What tests of rewards share: rewards that are started and ended, and the faulty ones."""
+"""Helpers for tests of rewards: started rewards, and the faulty ones."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,7 +43,7 @@ async def total(rewards: Rewards, completion: str, **columns: Any) -> float:
 
 
 def processes() -> list[psutil.Process]:
-    """The reward processes of these tests: the templates first, without their reapers."""
+    """The reward processes of these tests, templates first, without the templates' reapers."""
     here = psutil.Process()
     found = [
         one for one in here.children(recursive=True) if "streamppo.tasks.rewards.processes.worker" in one.cmdline()

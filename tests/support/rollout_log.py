@@ -1,4 +1,4 @@
-"""A plugin for tests: the log lines of rollout."""
+"""A pytest plugin: the log lines of rollout."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class _Kept(logging.Handler):
 
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
-    """The lines that rollout logs during the test, wherever else they go."""
+    """The lines that rollout logs during the test, independent of other handlers."""
     lines: list[str] = []
     logger, handler = logging.getLogger("streamppo.rollout"), _Kept(lines)
     level = logger.level

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, and the chat template that tests read."""
+"""An engine with scripted completions, and a readable chat template."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +16,10 @@ TEMPLATE = (
 
 
 class Scripted:
-    """An engine that says what it is told to, one line for each call; it notes what it was asked.
+    """An engine that returns one of `lines` for each call; `asked` are the prompts of all calls.
 
-    With top-p or top-k every token had the next one as its alternative, and the last of a call had none. With
-    `routes` it tells experts; without `ends` a line is all of a call, and no end-of-sequence token follows.
+    With top-p or top-k every token has the next id as a second candidate, except the last token of a call. With
+    `routes` completions have routes; without `ends` they have no end-of-sequence token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
@@ -30,7 +30,7 @@ class Scripted:
         self.routes, self.ends = False, True
 
     def routed(self, tokens: int) -> Routes:
-        """One layer's two experts of each token: its place, and the call."""
+        """[tokens, 2] routes of one layer: the token's index and the number of the call."""
         return np.stack([np.arange(tokens), np.full(tokens, self.version)], 1).astype(np.int16)
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
@@ -57,7 +57,7 @@ class Scripted:
 
 
 def alternatives(tokens: Ints) -> TokenCandidates:
-    """Each token and the next, but for the last."""
+    """Candidates: each token and the next id; only the token itself for the last one."""
     counts = np.full(len(tokens), 2, np.int32)
     counts[-1] = 1
     return TokenCandidates(np.stack([tokens, tokens + 1], 1).ravel()[:-1], counts)

@@ -1,4 +1,4 @@
-"""In the place of a run's process: `python -m scripted_child DESCRIPTOR` does what the request's `config` says."""
+"""Replaces a run's process: `python -m scripted_child DESCRIPTOR` does what the request's `config` says."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def main(channel: socket.socket) -> int:
         case ["interrupts"]:
             heard: list[int] = []
             signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-            # As a terminal does it: to all of the script's process group.
+            # Like a terminal: to the script's whole process group.
             os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
             while not heard:
                 time.sleep(0.01)

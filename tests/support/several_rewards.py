@@ -1,4 +1,4 @@
-"""Rewards that a test combines; processes import them by this file's path."""
+"""Rewards for tests with several scorers; processes import them by this file's path."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the tests of SGLang share: small models, an engine for each, and what transformers says about its tokens."""
+"""Helpers for the tests of SGLang: small models, an engine for each, and transformers' log-probs of its tokens."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -45,13 +45,13 @@ EXPERTS: dict[str, Any] = {
     "head_dim": 16,
 }
 MODELS = {
-    # Nothing but their length ends its completions.
+    # Its completions end only at their length limit.
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, eos_token_id=None)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=1)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, eos_token_id=None)),
 }
 BEGUN_S = 0.3
-"""After so long, prompts are being completed."""
+"""Seconds after which requests are being decoded."""
 SGLANG = ("rollout.engine.kind=sglang", "rollout.slots=16")
 
 
@@ -67,24 +67,24 @@ def model(family: str = "qwen2", seed: int = 0) -> Any:
 
 
 def tensors(made: Any) -> dict[str, torch.Tensor]:
-    """What a push of the model holds."""
+    """The tensors of a push of the model."""
     return {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
 
 
 def save(made: Any, folder: Path) -> str:
-    """The model as a folder."""
+    """Save the model; return the folder's path."""
     made.save_pretrained(folder)
     return str(folder)
 
 
 async def engine(folder: str, pushed: Mapping[str, Any], *overrides: str) -> Any:
-    """A real engine on `folder`, holding `pushed` as version 0."""
+    """A real engine on `folder`, with `pushed` as version 0."""
     config = configfile.load(MATH, [*SGLANG, *overrides])
     return await build.engine(config, "rollout-0", folder, 0, pushed)
 
 
 def logprobs(made: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """What transformers says about `tokens` after `prompt`."""
+    """transformers' log-probs [T] of `tokens` after `prompt`."""
     text = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.no_grad():
         logits = made(text).logits[0, len(prompt) - 1 : -1].float() / temperature
@@ -92,7 +92,7 @@ def logprobs(made: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: flo
 
 
 def continued(before: Any, after: Any, prompt: np.ndarray, tokens: np.ndarray, at: int) -> np.ndarray:
-    """The log-probs of tokens[at:] by `after` on top of the cache that `before` has of all but the last before them."""
+    """Log-probs of tokens[at:] by `after`, on the KV cache of `before` for all tokens before tokens[at - 1]."""
     text = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     cached = len(prompt) + at - 1
     cache = DynamicCache(config=before.config)
@@ -109,7 +109,7 @@ def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
 
 
 async def swapped(made: Any, given: list[np.ndarray], length: int, version: int, pushed: Any) -> list[Completion]:
-    """Completions of `length` tokens during which `pushed` is swapped in, when they have begun."""
+    """Completions of `length` tokens with a swap to `pushed` after `BEGUN_S`."""
     begun = [asyncio.ensure_future(made.generate(prompt, Sampling(length))) for prompt in given]
     await asyncio.sleep(BEGUN_S)
     await made.update_weights(version, pushed)
@@ -117,7 +117,7 @@ async def swapped(made: Any, given: list[np.ndarray], length: int, version: int,
 
 
 class Setting(NamedTuple):
-    """An engine, the model that it started with, and how to run a coroutine where it lives."""
+    """An engine, its initial model and folder, and `run`, which runs a coroutine in the engine's event loop."""
 
     engine: Any
     model: Any
@@ -127,14 +127,14 @@ class Setting(NamedTuple):
 
 @pytest.fixture(scope="session")
 def run() -> Iterator[Run]:
-    """One event loop for all: an engine belongs to the loop in which it was opened."""
+    """One event loop for all tests: an engine belongs to the loop in which it was opened."""
     with asyncio.Runner() as runner:
         yield runner.run
 
 
 @pytest.fixture(scope="session")
 def setting(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
-    """The engine that most tests share: Qwen2 in float32, in-flight swaps that keep the cache."""
+    """The shared engine of most tests: Qwen2 in float32, with in-flight swaps that keep the KV cache."""
     made = model()
     folder = save(made, tmp_path_factory.mktemp("qwen2"))
     opened = run(engine(folder, tensors(made)))
@@ -143,7 +143,7 @@ def setting(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sett
 
 
 def alive(process: int) -> bool:
-    """Whether `process` runs: it is neither gone nor waiting to be buried."""
+    """True if `process` exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""A queue's shards without Ray: their calls are coroutines of this process."""
+"""Queue shards without Ray: their calls are coroutines of this process."""
 
 import asyncio
 from collections.abc import Generator, Sequence
@@ -16,7 +16,7 @@ from streamppo.types import TokenRecord, Trajectory, encode
 
 
 class Handle:
-    """Stands for the actor's handle of `shard`."""
+    """Replaces the actor handle of `shard`."""
 
     def __init__(self, shard: QueueShard) -> None:
         self.shard = shard
@@ -26,7 +26,7 @@ class Handle:
 
 
 class Ref:
-    """Stands for a reference, which any number may await."""
+    """Replaces an object reference; it can be awaited repeatedly."""
 
     def __init__(self, value: bytes) -> None:
         self._value = value
@@ -37,29 +37,29 @@ class Ref:
 
 
 class Never:
-    """Stands for a reference of a node that cannot be reached."""
+    """Replaces an object reference on an unreachable node: awaiting it never returns."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.Event().wait().__await__()
 
 
 def shards(config: bytes, run: Path, put: Put) -> Shards:
-    """The shards of the run in the folder `run`, which has the model's config.json."""
+    """The shards of the run in the folder `run`, which must have the model's config.json."""
     made = numbers(msgspec.msgpack.decode(config, type=Config))
     actors: Any = [Handle(QueueShard(config, str(run), str(run), number, put)) for number in made]
     return Shards(actors)
 
 
 async def deliver(queue: Any, actor: str, made: Sequence[Trajectory]) -> None:
-    """Deliver as a rollout actor does."""
+    """Deliver trajectories like a rollout actor."""
     await queue.deliver(actor, 0, await given(queue, made), encode(()))
 
 
 async def given(queue: Any, made: Sequence[Trajectory]) -> bytes:
-    """The trajectories as `queue` gets them: by its shards, if it has any."""
+    """Encode the trajectories for `queue`; if it has shards, store them there first."""
     return encode(await queue._shards.store(made) if queue._shards else tuple(made))
 
 
 def told(queue: Any, learned: TokenRecord) -> Any:
-    """The learner's numbers as a rank gives them to `queue`."""
+    """The learner's token record in the form in which a rank passes it to `queue`."""
     return [Ref(encode(learned))] if queue._shards else encode(learned)

@@ -1,4 +1,4 @@
-"""PPO's clip with negative advantages at a quarter, as a loss of one's own: what `negative_weight = 0.25` is."""
+"""PPO's clipped loss with negative advantages at a quarter, as a custom loss: equals `negative_weight = 0.25`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A loss that takes longer, once in a process, than a process may be silent in the test that has it."""
+"""A loss that takes, once per process, longer than the heartbeat timeout of its test."""
 
 import itertools
 import time

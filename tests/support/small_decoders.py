@@ -1,4 +1,4 @@
-"""Small models of the embedded engine's families, with biases and norms that are not those of a new model."""
+"""Small models of the embedded engine's families, with random biases and norms."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
 
 
 def disturbed(make: Callable[[], Any], seed: int) -> Any:
-    """The model that `make` builds under `seed`."""
+    """The model of `make` with `seed`, with noise added to its biases and norms."""
     torch.manual_seed(seed)
     model = make().eval()
     with torch.no_grad():
@@ -31,5 +31,5 @@ def disturbed(make: Callable[[], Any], seed: int) -> Any:
 
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Copies of its parameters, by name."""
+    """Copies of a model's parameters, by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Two sub-agents work out a sum each, beside each other; the agent hears both, and answers itself."""
+"""Two sub-agents compute a sum each, concurrently; the agent gets both results, and answers itself."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A policy that is a table: the same probabilities for every token, and a value for each. Numbers come out by hand."""
+"""A policy from tables: one distribution for all tokens, and a value for each token; results are computable by hand."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from streamppo.learner.update import Updater
 
 
 class Tables(nn.Module):
-    """The weights of the policy alone: log-probs of each token."""
+    """The policy's weights: the log-prob of each token."""
 
     def __init__(self, probabilities_V: list[float]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Tables(nn.Module):
 
 
 class TablePolicy(nn.Module):
-    """Stands in for `Policy`: `values_V` is the critic's value before each token; after the last one it is `last`."""
+    """Replaces `Policy`: `values_V` is the critic's value before each token; `last` is its value after the last one."""
 
     layout = staticmethod(attention.padded)
 
@@ -40,17 +40,17 @@ class TablePolicy(nn.Module):
         self.passes: list[Part] = []
 
     def reshard(self) -> None:
-        """Do nothing: there is nothing gathered."""
+        """Do nothing: no weights are gathered."""
 
     def sizes(self, host: Host) -> tree.TreeSizes:
-        """As `Policy.sizes`, of rows without branches."""
+        """As `Policy.sizes`, for rows without branches."""
         return tree.sizes(host, attention.padded, None)
 
     def _get_fsdp_state(self) -> SimpleNamespace:
         return SimpleNamespace(_comm_ctx=SimpleNamespace(post_forward_order=[]))
 
     def forward(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
-        """Score completions of rows whose prompts are one token long."""
+        """Score completions of rows with prompts of one token."""
         self.passes.append(part)
         tokens_BT = rows.inputs_BL[:, 1:]
         logp_V = self.lm.logits_V.log_softmax(-1)
@@ -65,14 +65,14 @@ class TablePolicy(nn.Module):
 
 
 class Scripted(torch.optim.SGD):
-    """Learns nothing from gradients: each step replaces the tables by the next ones of a script."""
+    """Ignores gradients: each step replaces the tables by the next ones of a script."""
 
     def __init__(self, policy: TablePolicy, script: list[tuple[list[float], list[float]]]) -> None:
         super().__init__(policy.parameters(), lr=0.25)
         self.policy, self.script = policy, list(script)
 
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take over the next tables, if there are any."""
+        """Copy the next tables, if there are any."""
         if not self.script:
             return
         probabilities_V, values_V = self.script.pop(0)

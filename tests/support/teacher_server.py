@@ -1,6 +1,6 @@
-"""A teacher behind HTTP in a thread of its own: the part of SGLang's /generate and /detokenize that a run uses.
+"""A teacher server in a thread: the parts of SGLang's /generate and /detokenize that a run uses.
 
-It computes log-probs with a Hugging Face model, at temperature 1, and has bad days.
+It computes log-probs with a Hugging Face model at temperature 1; tests can add faults and delays.
 """
 
 import json
@@ -18,12 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Edit = Callable[[dict[str, Any]], tuple[int, Any]]
-"""(a right answer to /generate) -> status and the answer that is given."""
+"""(the right answer of /generate) -> (status, the answer to send)."""
 
 
 @dataclass
 class Server:
-    """`edit` spoils answers, `latency_s` delays them; `asked` are the bodies of all calls of /generate."""
+    """`edit` changes answers, `latency_s` delays them; `asked` are the bodies of all calls of /generate."""
 
     url: str = ""
     edit: Edit = lambda answer: (200, answer)
@@ -34,7 +34,7 @@ class Server:
 
 
 class Listening(ThreadingHTTPServer):
-    """Says nothing of clients that die with their actor."""
+    """Ignores broken connections of clients that die with their actor."""
 
     daemon_threads = True
 
@@ -45,7 +45,7 @@ class Listening(ThreadingHTTPServer):
 
 @contextmanager
 def teaching(folder: Path) -> Iterator[Server]:
-    """Serve the model and the tokenizer, if there is one, in `folder`."""
+    """Serve the model in `folder`, and its tokenizer, if there is one."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     has_tokenizer = (folder / "tokenizer_config.json").exists()
@@ -67,7 +67,7 @@ def teaching(folder: Path) -> Iterator[Server]:
             else:
                 status, answer = 404, {"detail": "Not Found"}
             content = json.dumps(answer).encode()
-            # A client that has given up is gone.
+            # A client may have timed out.
             with suppress(ConnectionError):
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -87,7 +87,7 @@ def teaching(folder: Path) -> Iterator[Server]:
 
 @torch.no_grad()
 def scored(lm: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's answer: the token at the start has no log-prob, and the vocabulary's last token is called 0."""
+    """SGLang's answer: the first token has no log-prob, and the id of the vocabulary's last token is given as 0."""
     assert body["return_logprob"] and body["sampling_params"] == {"max_new_tokens": 0}
     ids, start = body["input_ids"], body["logprob_start_len"]
     logp_LV = lm(torch.tensor([ids])).logits[0].log_softmax(-1)

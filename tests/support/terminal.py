@@ -1,4 +1,4 @@
-"""A terminal of any size as standard output, and the rows that it would show."""
+"""A pseudo-terminal of any size as standard output, and the rows that a terminal would show."""
 
 import fcntl
 import os
@@ -13,28 +13,28 @@ from contextlib import contextmanager, redirect_stdout, suppress
 
 @contextmanager
 def terminal(columns: int = 40, rows: int = 24) -> Iterator[int]:
-    """Standard output is a terminal; its other end."""
+    """Make standard output a terminal during the block; yields the descriptor of its other end."""
     reader, writer = pty.openpty()
     resize(writer, columns, rows)
     stdout = os.fdopen(writer, "w")
     try:
-        # Within the test itself: pytest gives standard output another file between a fixture and its test.
+        # Inside the test: pytest replaces standard output between a fixture and its test.
         with redirect_stdout(stdout):
             yield reader
     finally:
-        # A test may have closed the other end, and left something to be written.
+        # A test may have closed the other end with output still buffered.
         for close in (stdout.close, lambda: os.close(reader)):
             with suppress(OSError):
                 close()
 
 
 def resize(descriptor: int, columns: int, rows: int = 24) -> None:
-    """Give a terminal another size."""
+    """Change the size of a terminal."""
     fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 def written(reader: int) -> str:
-    """Everything that was written: a terminal hands it over a moment later, and not always at once."""
+    """Everything that was written, read until 0.5 s pass without output."""
     text = b""
     while select.select([reader], [], [], 0.5)[0]:
         text += os.read(reader, 10_000)
@@ -42,7 +42,7 @@ def written(reader: int) -> str:
 
 
 def shown(text: str, columns: int) -> list[str]:
-    """The rows of an endless terminal after `text`: it knows the sequences that the screen uses, and refuses others."""
+    """The rows of an infinitely high terminal after `text`. Raises ValueError for escape sequences not used by ours."""
     rows, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]", text):
         if part == "\r":

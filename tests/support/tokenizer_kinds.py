@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001  DeepSeek writes its control tokens with these signs.
-"""Small tokenizers of the kinds that published models have, with the control tokens of a chat template."""
+# ruff: noqa: RUF001  DeepSeek's control tokens have these characters.
+"""Small tokenizers of the kinds of published models, with the control tokens of a chat template."""
 
 import json
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SIGN = "▁"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 TEXT = (
     "What is 12+34? The answer is 46.",
     "What is 5+7? The answer is 12, and not 57.",
@@ -26,14 +26,14 @@ TEXT = (
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where Qwen2's tokenizer splits a text into words."""
+"""The pattern with which Qwen2's tokenizer splits a text into words."""
 
 
 @dataclass(frozen=True)
 class Controls:
-    """The tokens of a chat template, by their role. `stops` end a completion, as generation_config.json has it.
+    """The control tokens of a chat template. `stops` end a completion, as in generation_config.json.
 
-    `turn_end` is the one that the template writes behind an assistant's turn.
+    `turn_end` is the token that the template writes after an assistant's turn.
     """
 
     eos: str
@@ -46,7 +46,7 @@ class Controls:
 
     @property
     def specials(self) -> list[str]:
-        """Every special token, each once."""
+        """All special tokens, without duplicates."""
         named = [one for one in (self.pad, self.bos, self.eos, *self.stops, *self.special) if one]
         return list(dict.fromkeys(named))
 
@@ -119,14 +119,14 @@ CONTROLS = {
         ),
     ),
 }
-"""The control tokens of each chat template, and of a base model, which has none."""
+"""The control tokens of each chat template, and (None) of a base model, which has no template."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of tokenizer: its `model` (byte_bpe, spm_bpe or unigram), and what it does with control tokens.
+    """A kind of tokenizer: its `model` (byte_bpe, spm_bpe or unigram), and its handling of control tokens.
 
-    `bos` and `eos` are added to every text by the post-processor; `pad` is "own", "eos" or "none".
+    With `bos` and `eos` the post-processor adds these tokens to every text; `pad` is "own", "eos" or "none".
     """
 
     model: str
@@ -161,9 +161,9 @@ def template_text(name: str | None) -> str | None:
 
 
 def make(kind: str, template: str | None) -> "PreTrainedTokenizerFast":
-    """A tokenizer of that kind with the chat template and its control tokens.
+    """A tokenizer of `kind` with the chat template `template` and its control tokens.
 
-    A tokenizer that doubles the bos has a template that writes one too.
+    For the kind "double_bos" the template writes a bos too.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -208,7 +208,7 @@ def _trained(model: str) -> str:
 
 
 def _byte_bpe() -> Tokenizer:
-    """GPT-2's and Qwen's kind: every byte is a token, and a space belongs to the word behind it."""
+    """GPT-2's and Qwen's kind: every byte is a token, and a space belongs to the next word."""
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -225,7 +225,7 @@ def _byte_bpe() -> Tokenizer:
 
 
 def _spm_bpe() -> Tokenizer:
-    """Llama 2's, Mistral's and Gemma's kind: a sign for a space, one before the text, and bytes for the unknown."""
+    """Llama 2's, Mistral's and Gemma's kind: `SIGN` for a space and before the text; unknown characters as bytes."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SIGN, prepend_scheme="first", split=False)
     made.decoder = _sentencepiece_decoder()
@@ -233,14 +233,14 @@ def _spm_bpe() -> Tokenizer:
         vocab_size=360, special_tokens=["<unk>", *_byte_names()], show_progress=False, max_token_length=12
     )
     made.train_from_iterator(TEXT, trainer)
-    # The trainer makes control tokens of the bytes; published tokenizers have them as words alone.
+    # The trainer makes control tokens of the bytes; in published tokenizers they are ordinary tokens.
     content = json.loads(made.to_str())
     content["added_tokens"] = content["added_tokens"][:1]
     return Tokenizer.from_str(json.dumps(content))
 
 
 def _unigram() -> Tokenizer:
-    """SentencePiece's unigram kind, with a sign for a space and one before the text."""
+    """SentencePiece's unigram kind, with `SIGN` for a space and before the text."""
     pieces = {SIGN, *(one for text in TEXT for one in text.replace(" ", SIGN))}
     words = {SIGN + word for text in TEXT for word in text.split()}
     scored = [(one, -6.0) for one in sorted(pieces)] + [(one, -4.0) for one in sorted(words - pieces)]

@@ -1,4 +1,4 @@
-"""Batches whose rows have random branches, and a policy that scores each path of a row by itself."""
+"""Batches of rows with random branches, and a policy that scores each path of a row separately."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ from streamppo.types import Batch, Trajectory, branches
 
 
 def batch(rows: int = case.BATCH, seed: int = 0, *, version: int = 3, longest: int = 14, linear: int = 2) -> Batch:
-    """Trajectories with up to four branches; each `linear`-th of them has none."""
+    """Trajectories with up to four branches; every `linear`-th trajectory has none."""
     generator = np.random.default_rng(seed)
     made = (_trajectory(generator, number, version, longest, branched=bool(number % linear)) for number in range(rows))
     return Batch(version=version, min_version=1, trajectories=tuple(made))
@@ -36,7 +36,7 @@ def _trajectory(
 
 
 class Leaf(NamedTuple):
-    """A path of row `row`: the row's tokens in it, and those that no leaf before it has."""
+    """A path of row `row`: the places of its tokens, and (`own`) those that are on no earlier path."""
 
     row: int
     path: list[int]
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(columns: Sequence[bytes], widths: Sequence[int]) -> list[Leaf]:
-    """The paths of all rows, found by following each token by itself."""
+    """The paths of all rows, found by following the parents of each leaf."""
     made: list[Leaf] = []
     for row, (column, width) in enumerate(zip(columns, widths, strict=True)):
         other = {int(start): int(parent) for start, parent in branches.pairs(column)}
@@ -61,7 +61,7 @@ def leaves_of(columns: Sequence[bytes], widths: Sequence[int]) -> list[Leaf]:
 
 
 def unrolled(plain: Callable[[PaddedBatch, Part], PolicyOutput], rows: PaddedBatch, part: Part) -> PolicyOutput:
-    """Scores by the forward pass `plain` of linear rows: each path is a row, and each token is of its first path."""
+    """Score rows with `plain`, a forward pass for linear rows: each path is a row, and scores are of the first path."""
     start_B, mask_BT = rows.start_B.tolist(), rows.mask_BT.tolist()
     leaves = leaves_of(rows.branches or (b"",) * len(start_B), (rows.start_B + rows.length_B).tolist())
     like = case.batch().trajectories[0]
@@ -78,7 +78,7 @@ def unrolled(plain: Callable[[PaddedBatch, Part], PolicyOutput], rows: PaddedBat
     spread = [
         into.index_put((row, column), found[line, place]) for into, found in zip(whole[:3], scored[:3], strict=True)
     ]
-    # The value before a completion counts as well where its first token was not sampled.
+    # The value before a completion is needed even if its first token was not sampled.
     states = torch.cat([scored.values_BT, scored.values_BT.new_zeros(len(leaves), 1)], 1)
     states[torch.arange(len(leaves)), [max(1, len(leaf.path) - 1) for leaf in leaves]] = scored.bootstrap_B
     for number, leaf in reversed(list(enumerate(leaves))):
@@ -92,7 +92,7 @@ def unrolled(plain: Callable[[PaddedBatch, Part], PolicyOutput], rows: PaddedBat
 
 
 def _line(like: Trajectory, line: np.ndarray) -> Trajectory:
-    """A linear trajectory of these tokens: all but the first are its completion; one token more has no meaning."""
+    """A linear trajectory of these tokens; all but the first are its completion. A single token is doubled."""
     tokens = line if len(line) > 1 else np.append(line, line)
     count = len(tokens) - 1
     return replace(
@@ -106,7 +106,7 @@ def _line(like: Trajectory, line: np.ndarray) -> Trajectory:
 
 
 def unroll(policy: Policy) -> Policy:
-    """Let `policy` score each path of a row by itself."""
+    """Make `policy` score each path of a row separately."""
     plain = policy.forward
     policy.forward = lambda rows, part: unrolled(plain, rows, part)
     return policy

@@ -1,4 +1,4 @@
-"""Two updates of a configuration on a policy that is a table: quick enough to try hundreds of configurations."""
+"""Two updates of a configuration on a table policy: fast enough for hundreds of configurations."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from streamppo.types import Batch
 
 
 def answers(config: Config) -> PaddedBatch:
-    """A batch of 1 to 3 tokens a row, up to `max_lag` versions old; the samples of the first prompt score the same."""
+    """A batch with rows of 1 to 3 tokens, up to `max_lag` versions old; the first prompt's rewards are all equal."""
     generator, samples, max_lag = random.Random(0), config.queue.samples_per_prompt, config.queue.max_lag
     made = []
     for row in range(config.queue.batch_size):
@@ -30,13 +30,13 @@ def answers(config: Config) -> PaddedBatch:
             reward=1.0 if row < samples < config.queue.batch_size else float(row % 2),
             finish="length" if row % 5 == 3 else "stop",
         )
-        # Those that the chaos campaign's GDPO compares.
+        # The reward components of GDPO in the chaos campaign.
         made.append(msgspec.structs.replace(answer, components={"right": answer.reward, "again": float(row % 3)}))
     return pad(Batch(version=3, min_version=3 - max_lag, trajectories=tuple(made)))
 
 
 def make(config: Config) -> None:
-    """Fail unless two updates are of finite numbers, make steps and move a weight."""
+    """Assert that two updates have finite metrics, make steps, and change the weights that are trained."""
     policy = tables.TablePolicy([0.25] * 4, [0.0, 0.5, 1.0, 0.25])
     reference = tables.TablePolicy([0.4, 0.3, 0.2, 0.1], [0.0] * 4) if config.algorithm.kl.on else None
     updater = tables.updater(config, policy, reference, torch.optim.SGD(policy.parameters(), lr=0.1))

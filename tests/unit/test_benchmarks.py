@@ -1,5 +1,6 @@
 """What a benchmark measures is what it says that it measures."""
 
+import ast
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.cost import throughput
 from benchmarks.gpu import gpu_day, gpu_parts
 from benchmarks.gpu.gpu_day import Part
+from benchmarks.learning import alarms
 from benchmarks.lib.latency import LATENCY
 from benchmarks.lib.runs import Run
 
@@ -64,6 +66,46 @@ def test_runs_of_one_lag_bound_differ_in_what_the_reward_takes_and_in_nothing_el
     (without, none), (with_latency, some) = asked
     assert without == with_latency
     assert (none, some) == ({LATENCY: "0.0"}, {LATENCY: "1.0"})
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def folder_of(script: Path, node: ast.expr, names: dict[str, Path]) -> Path | None:
+    """Evaluate `Path(__file__).parents[N]`, `.parent`, names of such folders, and `/` with a constant; else None."""
+    match node:
+        case ast.Name(id=name):
+            return names.get(name)
+        case ast.Attribute(value=ast.Call(args=[ast.Name(id="__file__")]), attr="parent"):
+            return script.parent
+        case ast.Subscript(value=ast.Attribute(attr="parents"), slice=ast.Constant(value=int(number))):
+            return script.parents[number]
+        case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=str(name))):
+            folder = folder_of(script, left, names)
+            return folder and folder / name
+        case _:
+            return None
+
+
+@pytest.mark.parametrize("script", sorted((REPOSITORY / "benchmarks").rglob("*.py")), ids=lambda path: path.name)
+def test_every_path_that_a_script_builds_from_its_folder_exists(script: Path) -> None:
+    tree = ast.parse(script.read_text())
+    names: dict[str, Path] = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if folder := folder_of(script, value, names):
+                names[name] = folder
+            case _:
+                pass
+    built = [folder_of(script, node, names) for node in ast.walk(tree) if isinstance(node, ast.BinOp)]
+    assert [path for path in built if path and not path.exists()] == []
+
+
+def test_every_shipped_project_of_the_study_of_alarms_exists() -> None:
+    for file, *changes in alarms.PROJECTS.values():
+        assert file == alarms.INIT or (REPOSITORY / file).exists()
+        for path in re.findall(r"function='([^:']+):", " ".join(changes)):
+            assert (REPOSITORY / path).exists(), path
 
 
 # --- the day of a GPU ----------------------------------------------------------------------------------------

@@ -10,11 +10,14 @@ from msgspec.structs import replace
 
 from benchmarks.learning import negatives
 from benchmarks.learning.negatives import Case
+from benchmarks.lib import world
 from benchmarks.lib.campaign import Row
 from streamppo.config import file as configfile
 from streamppo.config.correction import Topr
+from streamppo.config.task import GymTask
 from streamppo.learner.model import tiny
-from streamppo.types import ScoredText
+from streamppo.tasks.library.gym import Gym
+from streamppo.types import ScoredText, Trajectory
 
 pytestmark = pytest.mark.process
 
@@ -72,24 +75,55 @@ def test_a_split_is_right_if_its_parts_have_the_sum(completion: str, score: floa
     assert asyncio.run(negatives.score_split(cut_off, "12+25")) == 0.0
 
 
+def test_a_trajectory_over_turns_has_the_observations_of_its_environment(tmp_path: Path) -> None:
+    chosen = negatives.write("turns", tmp_path, 1) + negatives.overrides(Case("turns", "steady", 0, 1), 20, TINY)
+    config = configfile.load(negatives.CONFIG, [*chosen, "model.tiny.max_steps=30"])
+    tiny.make(config, tmp_path / "model")
+
+    async def sample() -> list[Trajectory]:
+        made = await world.build(config, tmp_path / "model", slots=64, max_total_tokens=64)
+        rows = await world.sampled(made, range(64), version=3)
+        await made.engine.stop()
+        return rows
+
+    with learner_case.group(0, 1, tmp_path / "store"):
+        rows = asyncio.run(sample())
+    called = [row for row in rows if b"\x00" in row.mask]
+    assert called, "the warm start shows some calls"
+    assert all(len(row.versions) == 4 * row.num_tokens and row.components["tool"] for row in called)
+
+
+@pytest.mark.parametrize("name", ["basic_arithmetic", "spell_backward"])
+def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier(name: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    task = Gym(GymTask(dataset=name, parameters={}, size=20, held_out=0.2), 1)
+    for prompt in task.held_out:
+        said = ScoredText(prompt=prompt.text, completion=str(prompt.columns["answer"]), finish="stop", num_tokens=3)
+        asked = {key: str(prompt.columns[key]) for key in ("dataset", "parameters", "entry")}
+        assert asyncio.run(negatives.score_gym(said, **asked)) == 1.0
+        assert asyncio.run(negatives.score_gym(replace(said, completion="?"), **asked)) < 1.0
+
+
 def test_two_evaluations_in_a_row_reach_a_target() -> None:
     assert negatives.reached([0.2, 0.95, 0.5, 0.88, 0.92], 0.9) == 80
     assert negatives.reached([0.9, 0.95], 0.9) is None, "the model of the start is no evaluation of training"
     assert negatives.reached([0.2, 0.5], 0.9) is None
 
 
-def test_a_run_tells_its_accuracy_and_that_of_the_averaged_weights(tmp_path: Path) -> None:
-    case = Case("split", "quarter", 2, 1)
-    chosen = negatives.write("split", tmp_path / "rows", 1) + negatives.overrides(case, 20, TINY)
+@pytest.mark.parametrize("task", ["split", "turns"])
+def test_a_run_tells_its_accuracy_and_that_of_the_averaged_weights(task: str, tmp_path: Path) -> None:
+    case = Case(task, "quarter", 2, 1)
+    chosen = negatives.write(task, tmp_path / "rows", 1) + negatives.overrides(case, 20, TINY)
     config = configfile.load(negatives.CONFIG, chosen)
     tiny.make(config, tmp_path / "model")
     with learner_case.group(0, 1, tmp_path / "store"):
         found = asyncio.run(negatives.measure(case, config, tmp_path / "model", "cpu"))
     assert len(found["accuracies"]) == len(found["averaged"]) == 2
     assert found["accuracies"][0] == found["averaged"][0]
-    assert len(found["entropy"]) == 1 and found["entropy"][0] > 0
+    assert len(found["entropy"]) == len(found["length"]) == 1 and found["entropy"][0] > 0
     (best,), (mean,) = found["pass_at_16"], found["mean_at_16"]
     assert 0 <= mean <= best <= 1
+    assert ("reward_tool" in found) == (task == "turns"), "an environment says how often its tool was used"
 
 
 def row(rule: str, lag: int, curve: list[float], seed: int = 4, task: str = "add", **more: list[float]) -> Row:

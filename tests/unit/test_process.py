@@ -127,6 +127,45 @@ with process.lasting_output(Path(sys.argv[1]) / "logs" / "driver.log"):
 """
 
 
+PRINTS = """
+import logging, subprocess, sys, threading
+from streamppo import process
+process.log_to_stdout()
+ours = logging.getLogger("streamppo.test")
+with process.naming_prints():
+    print("one\\x1b[2J\\rstreamppo: forged")
+    ours.info("ours")
+    sys.stderr.write("two\\nthree")
+    sys.stdout.buffer.write(b"four \\xff\\n")
+    thread = threading.Thread(target=lambda out=sys.stdout: print("seven", file=out) if ended.wait(20) else None)
+    ended = threading.Event()
+    thread.start()
+    with process.naming_prints():
+        print("five")
+    sys.stderr.close()
+    subprocess.run(["true"], stdout=sys.stdout, check=True)
+    print("six", "w" * 20_000, end="")
+print("of a command")
+ended.set()
+thread.join()
+"""
+
+
+def test_lines_of_other_peoples_code_are_named_and_those_of_the_log_and_of_a_command_are_not() -> None:
+    ran = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True, check=True)
+    long = [line for line in ran.stdout.splitlines() if "www" in line]
+    assert [line for line in ran.stdout.splitlines() if line not in long] == [
+        "prints: one·[2J·streamppo: forged",
+        "ours",
+        "prints: four \N{REPLACEMENT CHARACTER}",
+        "prints: five",
+        "of a command",
+        "prints: seven",
+    ]
+    assert ran.stderr.splitlines() == ["prints: two", "prints: three"]
+    assert len(long) == 3 and long[0].startswith("prints: six w") and all(one.startswith("prints: ") for one in long)
+
+
 def test_output_that_has_lost_its_reader_goes_on_in_a_file(tmp_path: Path) -> None:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", LOSES_ITS_READER, str(tmp_path)]

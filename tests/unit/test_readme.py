@@ -61,6 +61,12 @@ def test_the_readme_names_the_commands_that_there_are() -> None:
     assert commands <= there, "nothing that is not there"
 
 
+def test_the_page_about_commands_has_every_command() -> None:
+    page = (REPOSITORY / "docs" / "commands.md").read_text()
+    there = {name for name in cli.app if not name.startswith("-")}
+    assert {name for name in there if not re.search(rf"`{name}\b", page)} == set()
+
+
 def test_the_readme_s_configuration_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

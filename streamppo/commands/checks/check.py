@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from streamppo import process
 from streamppo.commands.checks import light_checks
 from streamppo.commands.checks.finding import Finding, State
 from streamppo.commands.console import console, echo, table
@@ -47,14 +48,15 @@ def look_over(config: Config, gpu_gib: float | None, *, call: bool = False) -> l
 
     Rewards are called on a few rows if `call` is true.
     """
-    findings = list(light_checks.findings(config))
-    if _count(findings, "error"):
-        text = "tokenizer, lengths of prompts and memory are looked at once the errors are mended"
-        return [*findings, Finding("model", "later", text)]
-    # Torch takes seconds to import, and is no use to somebody who has a mistake to mend.
-    from streamppo.commands.checks import torch_checks
+    with process.naming_prints():
+        findings = list(light_checks.findings(config))
+        if _count(findings, "error"):
+            text = "tokenizer, lengths of prompts and memory are looked at once the errors are mended"
+            return [*findings, Finding("model", "later", text)]
+        # Torch takes seconds to import, and is no use to somebody who has a mistake to mend.
+        from streamppo.commands.checks import torch_checks
 
-    return torch_checks.add(findings, config, gpu_gib, call=call)
+        return torch_checks.add(findings, config, gpu_gib, call=call)
 
 
 def _count(findings: Sequence[Finding], state: State) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 
+from streamppo import process
 from streamppo.commands.checks import context, folder, libraries, machine, ranges, sampling, task
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Findings
@@ -50,7 +51,9 @@ def refuse(config: Config) -> None:
     """
     fatal = ("error", "not here") if config.cluster.address == LOCAL else ("error",)
     wrong: list[str] = []
-    for one in findings(config, largest_mib=LARGEST_MIB):
+    with process.naming_prints():
+        found = list(findings(config, largest_mib=LARGEST_MIB))
+    for one in found:
         if one.state in fatal:
             wrong.append(f"{one.subject}: {one.text}")
         elif one.state == "note":

@@ -9,6 +9,7 @@ from pathlib import Path
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config, shares_gpus
+from streamppo.driver import threads
 from streamppo.driver.ray import placement
 from streamppo.driver.watch import memory
 from streamppo.errors import ModelError
@@ -63,6 +64,10 @@ def memory_mib() -> int:
 
 def places(config: Config) -> Findings:
     """Tell what Ray is asked for, and whether a cluster of this machine alone has it."""
+    if config.learner.threads == "auto":
+        number, reason = threads.choose(config)
+        yield Finding("threads", "ok", f"learner.threads = {number}: {reason}")
+        config = threads.resolved(config, number)
     plan, here = placement.plan(config), gpus_here()
     gpus, cpus = plan.total("GPU"), plan.total("CPU")
     together = ", which share GPUs" if shares_gpus(config) else ""

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from transformers import PretrainedConfig
 
 from streamppo.commands.checks import machine
@@ -12,6 +13,7 @@ from streamppo.config.sections import LOCAL, Config, longest_completion, longest
 from streamppo.config.task import DataTask
 from streamppo.driver.ray import placement
 from streamppo.errors import ModelError
+from streamppo.learner import memory as ranks
 from streamppo.rollout import positions
 
 GIB = 2**30
@@ -38,7 +40,7 @@ def gpu(gib: float | None) -> Gpu:
 def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     """Estimate the memory of rank, engine and object store, and compare it with what there is."""
     try:
-        model = estimate.sizes(hf_config, config.model)
+        model = ranks.sizes(hf_config, config.model)
     except ModelError as error:
         yield Finding("memory", "not here", first_line(error))
         return
@@ -50,17 +52,25 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
         text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
         yield Finding("context", "note", text)
     longest = min(allowed, context)
+    if config.model.gradient_checkpointing == "auto":
+        # As a rank chooses before it loads, on a GPU of which everything is free.
+        kind = ranks.checkpointing(config, model, longest, int(gpu.gib * GIB))
+        kept = _gib(ranks.rank(config, model, longest).total)
+        config = structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
+        if config.learner.gpus:
+            text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {kept}'
+            yield Finding("checkpointing", "ok", f"model.gradient_checkpointing = {text}")
     yield from _rank_and_engine(config, model, longest, gpu)
     text = f"rollout actors hold {_gib(estimate.host(config, model))} of weights: the served and the next version"
     if config.learner.offload:
-        text += f"; every rank {_gib(estimate.state(config, model))} of weights, gradients and moments"
+        text += f"; every rank {_gib(ranks.state(config, model))} of weights, gradients and moments"
     yield Finding("host memory", "ok", text)
     yield from _machine(config, model, longest)
     yield from _candidates(config, model)
     yield from _object_store(config, model)
 
 
-def _candidates(config: Config, model: estimate.ModelSizes) -> Findings:
+def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
     if not config.rollout.cuts:
         return
     most = estimate.candidate_bytes(config, model)
@@ -70,10 +80,10 @@ def _candidates(config: Config, model: estimate.ModelSizes) -> Findings:
     yield Finding("candidates", "ok", text)
 
 
-def _machine(config: Config, model: estimate.ModelSizes, longest: int) -> Findings:
+def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Compare what a run on this machine alone has in its memory with what there is."""
     engine = estimate.engine(config, model, longest, 0.0)
-    needed, has = estimate.machine(config, model, estimate.rank(config, model, longest), engine), machine.memory_mib()
+    needed, has = estimate.machine(config, model, ranks.rank(config, model, longest), engine), machine.memory_mib()
     if config.cluster.address != LOCAL or needed.total <= has * 2**20:
         return
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
@@ -84,8 +94,8 @@ def _machine(config: Config, model: estimate.ModelSizes, longest: int) -> Findin
     yield Finding("host memory", "error" if is_here else "not here", text + advice * is_cache)
 
 
-def _rank_and_engine(config: Config, model: estimate.ModelSizes, longest: int, gpu: Gpu) -> Findings:
-    rank, shared = estimate.rank(config, model, longest), shares_gpus(config)
+def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu: Gpu) -> Findings:
+    rank, shared = ranks.rank(config, model, longest), shares_gpus(config)
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.parts.items() if size)
     yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")
     if config.learner.gpus and not shared:
@@ -120,7 +130,7 @@ def _fits(subject: str, size: int, gpu: Gpu) -> Findings:
     yield Finding(subject, "error" if gpu.known else "not here", text)
 
 
-def _object_store(config: Config, model: estimate.ModelSizes) -> Findings:
+def _object_store(config: Config, model: ranks.ModelSizes) -> Findings:
     wanted, has = estimate.object_store(model), config.cluster.object_store_mib * 2**20
     if config.cluster.address == LOCAL and wanted > has:
         mib = -(-wanted // 2**20)

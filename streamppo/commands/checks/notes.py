@@ -1,7 +1,5 @@
 """Notes: settings that work, and are probably not meant."""
 
-import os
-
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.correction import NoCorrection, Truncate
 from streamppo.config.policy_loss import (
@@ -15,6 +13,7 @@ from streamppo.config.policy_loss import (
     SequenceClip,
 )
 from streamppo.config.sections import LOCAL, Config, longest_completion
+from streamppo.driver import threads
 from streamppo.tasks.task import Task
 
 
@@ -82,8 +81,8 @@ def _cuts(config: Config) -> Findings:
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
             f"queue.segments.max_tokens ({segments.max_tokens}) cuts every longer completion, also those that end in "
-            "time: their tokens learn from the critic instead of the reward; segments = {} cuts only what would grow "
-            "too old"
+            "time: their tokens learn from the critic instead of the reward, and the policy waits until that explains "
+            "outcomes; segments = {} cuts only what would grow too old"
         )
 
 
@@ -130,9 +129,14 @@ def _note_repeats(config: Config, task: Task | None) -> Findings:
 
 
 def _cores(config: Config) -> Findings:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = config.learner.ranks * config.learner.threads + config.rollout.actors * config.rollout.threads
-    if config.cluster.address == LOCAL and wanted > cores:
+    """More threads than cores. Engines wait for a learner of several threads, half of the time."""
+    learners, engines = (
+        config.learner.ranks * config.learner.thread_count,
+        config.rollout.actors * config.rollout.threads,
+    )
+    cores, wanted = threads.cores(), learners + engines
+    busy = learners + (engines if config.learner.thread_count == 1 else engines // 2)
+    if config.cluster.address == LOCAL and busy > cores:
         yield _note(f"learner ranks and rollout actors have {wanted} threads, and this machine {cores} cores")
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from streamppo import durable
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.folder import find
 from streamppo.config.sections import BUILTIN, Config
@@ -71,7 +72,7 @@ def _equal(value: object, wanted: object) -> bool:
 
 def _read(path: Path) -> Mapping[str, object]:
     try:
-        settings: object = json.loads(path.read_bytes())
+        settings: object = json.loads(durable.read(path))
     except (OSError, ValueError, RecursionError):
         # A model need not have one; a damaged one is found where the model is read.
         return {}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from streamppo import process
 from streamppo.config import consent
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import VerifiersTask
@@ -58,7 +59,8 @@ class RunRows:
             if isinstance(self._config.task, VerifiersTask):
                 consent.ask(self._folder, [self._config])
             tokenizer = Tokenizer(model_path(self._config, self._folder))
-            return tasks.build(self._config.task, self._config.seed, tokenizer), tokenizer, ""
+            with process.naming_prints():
+                return tasks.build(self._config.task, self._config.seed, tokenizer), tokenizer, ""
         except StreamppoError as error:
             return None, None, f"rows cannot be read: {error}"
 

@@ -33,8 +33,10 @@ def summary(run: Path, *, as_json: bool) -> int:
     rows = table("", "", "")
     for row in view.headline(shown):
         rows.add_row(row.name, condition(run, shown) if row.name == "outcome" else row.value, row.remark)
-    console().print(rows)
     config = configfile.load(run / configfile.CONFIG)
+    if origin := config.origin:
+        rows.add_row("forked of", Path(origin.run).name, f"at version {origin.version} ({origin.digest[:12]})")
+    console().print(rows)
     worse = progress.is_worse(view.evaluations(shown))
     for finding in diagnosis.diagnose_lines(config, shown.lines, shown.summary):
         if finding.holds or worse:

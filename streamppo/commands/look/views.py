@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from streamppo import durable
 from streamppo.commands.console import echo
 from streamppo.driver import report as reports
@@ -12,12 +14,27 @@ from streamppo.process import WHOLE
 from streamppo.telemetry import metrics_file, phase_times
 from streamppo.telemetry import trace as traces
 from streamppo.telemetry.catalogue import PHASES
+from streamppo.telemetry.report.view import attempt
 
 
-def report(found: Sequence[Path], to: Path | None) -> int:
-    """Write the report of runs and replays to `to`: by default into the folder of a single run, else here."""
+def report(found: Sequence[Path], to: Path | None, *, as_json: bool = False) -> int:
+    """Write the report of runs and replays to `to`: by default into the folder of a single run, else here.
+
+    Say how runs with a common past differ; with `as_json` only that, for programs, without a page.
+    """
+    if as_json:
+        echo(
+            json.dumps([{**one._asdict(), "rows": msgspec.to_builtins(one.rows)} for one in reports.differences(found)])
+        )
+        return 0
     single = len(found) == 1 and found[0].is_dir()
-    echo(f"report: {reports.write(found, to or (found[0] / reports.REPORT if single else Path(reports.REPORT)))}")
+    differences, why = attempt(lambda: reports.differences(found))
+    written = reports.write(
+        found, to or (found[0] / reports.REPORT if single else Path(reports.REPORT)), differences or ()
+    )
+    echo(f"report: {written}", *(one.sentence() for one in differences or ()))
+    if why:
+        echo(f"no difference: {why}")
     return 0
 
 

@@ -98,7 +98,8 @@ def bring(file: Path, given: UserInputs) -> int:
             "such a model, or --gpu 1, where SGLang runs it"
         )
     scorer = FunctionScorer(function=given.reward)
-    seen = rows.look(given.data, scorer, (given.prompt, given.answer), found.measure(), chat=found.chat)
+    with process.naming_prints():
+        seen = rows.look(given.data, scorer, (given.prompt, given.answer), found.measure(), chat=found.chat)
     chosen = text.ProjectChoices(
         name=file.stem,
         model=_from(file, given.model),

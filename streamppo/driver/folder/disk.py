@@ -1,7 +1,7 @@
-"""The disk under a run's folder: the journal's SQLite, in WAL mode, shares memory between processes by a file.
+"""Refuses run folders on network file systems: SQLite in WAL mode shares memory between processes through a file.
 
-A network file system gives processes of several machines different memory, and its locks come and go with its server:
-the journal would be damaged without an error.
+On a network file system, processes on several machines would see different memory, and locks are lost when the server
+restarts: the journal would be damaged without an error.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p"}) | fro
 )
 FUSE = "fuse."
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.bindfs", "fuse.lxcfs"})
-"""File systems in user space that are known to be of this machine."""
+"""FUSE file systems that are known to be local."""
 
 
 def refuse_network(folder: Path) -> None:
@@ -29,12 +29,12 @@ def refuse_network(folder: Path) -> None:
 
 
 def file_system(folder: Path, mounts: str) -> str:
-    """Return the type of the file system of `folder`, by the lines of mountinfo (proc(5)); "" if no line has it."""
-    found, longest = "", -1
+    """Return the type of `folder`'s file system by `mounts`, the text of mountinfo (proc(5)); "" if no line matches."""
+    kind, longest = "", -1
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         point = before.split()[4].encode().decode("unicode_escape")
-        # A later mount at the same place hides the one before.
+        # A later mount at the same point hides the earlier one.
         if folder.resolve().is_relative_to(point) and len(point) >= longest:
-            found, longest = after.split()[0], len(point)
-    return found
+            kind, longest = after.split()[0], len(point)
+    return kind

@@ -1,9 +1,9 @@
-"""A run's driver, as other commands see it: is it there, and how is it asked for another number of rollout actors?
+"""A run's driver seen by other commands: the lock that shows that it lives, and requests for rollout actors.
 
-RUN                the folder is locked (flock) as long as its driver lives, whatever is deleted in it; the kernel
-                   releases it however the driver ends
-RUN/scale.json     the number of rollout actors that a command asks for
-RUN/scale.taken    the same, while the driver sees to it; gone when it has, and config.toml has the number
+RUN                the driver holds a lock (flock) on the folder while it lives, whatever is deleted in it; the kernel
+                   releases the lock however the driver ends
+RUN/scale.json     the number of rollout actors that a command requests
+RUN/scale.taken    the accepted request; removed once config.toml has the number
 """
 
 import fcntl
@@ -18,28 +18,28 @@ import msgspec
 
 from streamppo import durable
 from streamppo.config.base import Positive, Section
-from streamppo.errors import RunError
+from streamppo.errors import UNREADABLE, RunError
 
 LOCK_S = 1.0
-"""How long a driver tries to lock: longer than `is_running` has the lock, which it shares."""
+"""How long a driver tries to lock: longer than `is_running` holds its shared lock."""
 SCALE = "scale.json"
 ACCEPTED = "scale.taken"
 WAIT_S = 60.0
-"""How long `scale` waits for the driver, which looks every half second once its learner has been loaded."""
+"""How long `scale` waits for the driver, which checks every half second once its learner has loaded."""
 POLL_S = 0.1
 
 
 class Scale(Section, frozen=True):
-    """A request to a run."""
+    """A request to a run's driver."""
 
     rollouts: Positive
 
 
 @contextmanager
 def driver_lock(folder: Path) -> Generator[None]:
-    """Lock the run in `folder` for its only driver. Raises `RunError` if it has one, or the folder takes no lock.
+    """Lock the run in `folder` for its driver. Raises `RunError` if it has one, or the file system has no locks.
 
-    Requests to the driver before are forgotten: a run begins with the configuration that it is given.
+    Requests to an earlier driver are deleted: a run starts with its given configuration.
     """
     with _open_folder(folder) as opened:
         deadline = time.monotonic() + LOCK_S
@@ -53,21 +53,21 @@ def driver_lock(folder: Path) -> Generator[None]:
 
 
 def _forget(request: Path) -> None:
-    # A disk that is read-only refuses to delete what is not there.
+    # On a read-only disk even deleting a missing file fails.
     if request.exists():
         with durable.naming(request, RunError):
             request.unlink(missing_ok=True)
 
 
 def is_running(folder: Path) -> bool:
-    """Tell if the run has a driver that lives; writes nothing. Raises `RunError` where the file system has no locks."""
+    """Return True if the run has a live driver; write nothing. Raises `RunError` if the file system has no locks."""
     with _open_folder(folder) as opened:
         return not _try_lock(folder, opened, fcntl.LOCK_SH)
 
 
 @contextmanager
 def _open_folder(folder: Path) -> Generator[int]:
-    """The folder, opened to be locked: its lock is released when it is closed."""
+    """A file descriptor of the folder for flock; closing it releases the lock."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -91,9 +91,9 @@ def _try_lock(folder: Path, opened: int, kind: int) -> bool:
 
 
 def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
-    """Ask the run in `folder` for so many rollout actors, and wait until its driver has answered.
+    """Request `rollouts` rollout actors for the run in `folder`, and wait until its driver has answered.
 
-    Raises `RunError` if it has no driver, or none that answers `within_s`.
+    Raises `RunError` if the run has no driver, or none that answers `within_s`.
     """
     if not is_running(folder):
         resume = f"streamppo resume {shlex.quote(str(folder))} rollout.actors={rollouts}"
@@ -111,7 +111,7 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
 
 
 def accept(folder: Path) -> int | None:
-    """Return the number of rollout actors that a command asks for, None without a request; `answer` comes next.
+    """Return the requested number of rollout actors, None without a request; call `answer` after it.
 
     Raises `RunError` for a file that `scale` has not written.
     """
@@ -120,11 +120,11 @@ def accept(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode((folder / ACCEPTED).read_bytes(), type=Scale).rollouts
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return msgspec.json.decode(durable.read(folder / ACCEPTED), type=Scale).rollouts
+    except (OSError, *UNREADABLE) as error:
         raise RunError(f"{folder / SCALE}: {error}") from error
 
 
 def answer(folder: Path) -> None:
-    """Let the command that asked return: the driver has done what it accepted, or refused it."""
+    """Let the requesting command return: the driver has applied or refused the request."""
     (folder / ACCEPTED).unlink(missing_ok=True)

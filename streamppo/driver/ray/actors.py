@@ -1,4 +1,4 @@
-"""The Ray actors of a run: how each is made, and with which options."""
+"""Creates the Ray actors of a run, each with its Ray options."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 MAILBOX_CALLS = 10_000
-"""Calls that may wait inside an actor at one time; more than all actors ever make."""
+"""Calls that may wait inside an actor at one time: more than all actors ever make."""
 
 
 def make_shards(config: Config, folder: Path) -> "list[ActorProxy[QueueShard]]":
-    """The shards of the queue of the run in `folder`, beside it; none where the queue has the trajectories itself."""
+    """Create the queue's shards on the driver's node; an empty list if the queue stores the trajectories itself."""
     actor = ray.remote(QueueShard)
     return [
         actor.options(name=shards.name(shard), **_lasting()).remote(
@@ -36,13 +36,13 @@ def make_shards(config: Config, folder: Path) -> "list[ActorProxy[QueueShard]]":
 
 
 def make_queue(config: Config, folder: Path) -> "ActorProxy[QueueActor]":
-    """The queue of the run in `folder`, beside the driver; its shards are there already."""
+    """Create the queue of the run in `folder` on the driver's node, after its shards."""
     actor = ray.remote(QueueActor).options(name="queue", **_lasting())
     return actor.remote(encode(config), str(folder), model_path(config, folder))
 
 
 def _lasting() -> dict[str, Any]:
-    """Ray's options for actors beside the driver, which it starts again when they die; it repeats calls to them."""
+    """Ray options for actors on the driver's node: Ray restarts them when they die, and retries calls to them."""
     lasting = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
     return {"num_cpus": 0, "scheduling_strategy": here(), **lasting}
 
@@ -54,7 +54,7 @@ def make_rollout(
     reward_models: Mapping[str, Any],
     options: Mapping[str, object],
 ) -> "ActorProxy[RolloutActor]":
-    """A rollout actor under `name`; `options` are Ray's, for its place."""
+    """Create a rollout actor named `name`; `options` are Ray's, for its placement."""
     actor = ray.remote(RolloutActor).options(name=name, max_concurrency=MAILBOX_CALLS, **options)
     return actor.remote(encode(config), name, queue, reward_models)
 
@@ -62,9 +62,9 @@ def make_rollout(
 def make_ranks(
     config: Config, queue: "ActorProxy[BatchSource]", placement: Placement, group: int = 0
 ) -> "list[ActorProxy[Rank]]":
-    """The learner's ranks, rank 0 first; `group` counts the groups of ranks that a run has had.
+    """Create the learner's ranks, rank 0 first; `group` counts the run's groups of ranks.
 
-    Wait for the same call of all of them: where one rank fails, the others stand in a collective that never ends.
+    Make each call on all ranks and wait for all: after one rank's failure the others wait in a collective for ever.
     """
     actor = ray.remote(Rank)
     return [

@@ -1,4 +1,4 @@
-"""Ray: how a run starts and ends it, how its errors read, and the attributes that it calls private."""
+"""Ray: start and shutdown for a run, readable errors, and all uses of Ray's private attributes."""
 
 import functools
 import logging
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle, ActorProxy
 
 BLAME_S = 5.0
-"""How long the other ranks of a group may take to show which of them died."""
+"""How long to look for the death among a group's calls after one of them failed."""
 CLOSING_S = 10.0
 """How long Ray may take to end its processes."""
 
 TOO_LATE = "timed out during startup"
-"""A part of what Ray says when its processes have not started after 30 s, which nothing can change."""
+"""Part of Ray's message when its processes have not started after 30 s; that limit cannot be configured."""
 
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
-"""What Ray has in place of a number for processes of its own: nobody else prints there."""
+"""Ray's "pid" of lines by its own processes, which no actor's lines have."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
-"""Words in a line by which Ray draws a bar, or leaves out what stands before them."""
+"""Markers in a line that make Ray draw a progress bar, or omit the text before them."""
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ log = logging.getLogger(__name__)
 def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
     """Run the block with Ray, and leave no process behind.
 
-    A Ray that hangs keeps no run from ending: after `CLOSING_S` this process ends, and with it all of Ray's.
+    If Ray's shutdown hangs, this process exits after `CLOSING_S`, and all of Ray's processes with it.
     """
     with orphans.ends() if config.cluster.address == LOCAL else nullcontext("") as mark:
         yield from _session(config, interrupts, mark)
 
 
 def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[None]:
-    # A closed terminal signals the whole process group: Ray's processes, which inherit this, live until we end them.
+    # A closed terminal signals the whole process group; Ray's processes inherit SIG_IGN and live until we end them.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     init_ray(config, mark)
     folder = _session_folder(config)
@@ -80,13 +80,13 @@ def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[Non
 
 
 def _session_folder(config: Config) -> Path | None:
-    """The folder of logs and sockets of a Ray of our own; None for a cluster, whose folders are its own."""
+    """The folder of logs and sockets of our own Ray; None for a cluster, which manages its folders itself."""
     node = cast("Node | None", worker._global_node)
     return Path(node.get_session_dir_path()) if node is not None and config.cluster.address == LOCAL else None
 
 
 def _clear(folder: Path, *, failed: bool) -> None:
-    """Remove the folder of a Ray that has ended; after a failure its logs stay, and the place is said."""
+    """Remove the session folder of a Ray that has ended; after a failure keep it and log its path."""
     if failed:
         size = sum(path.lstat().st_size for path in folder.rglob("*"))
         log.info("Ray's logs, %.1f MiB: %s", size / 2**20, folder)
@@ -99,21 +99,21 @@ def _clear(folder: Path, *, failed: bool) -> None:
 
 
 def tell_origins() -> str:
-    """Show whose each line of an actor is, from the next `ray.init` on; returns the `process.MARK` of its actors."""
+    """From the next `ray.init` on, show each printed line's origin; return the `process.MARK` of the actors."""
     secret = secrets.token_hex(8)
     printed = ray_logging.global_worker_stdstream_dispatcher
     printed.remove_handler(__name__)
-    # Before Ray's own, which `ray.init` adds.
+    # It must run before Ray's own handler, which `ray.init` adds.
     printed.add_handler(__name__, functools.partial(_show_lines, secret))
     return secret
 
 
 def _show_lines(mark: str, data: dict[str, Any]) -> None:
-    """Make lines of actors harmless before Ray prints them, and say which of them our log has not written."""
+    """Make actors' lines harmless before Ray prints them, and mark lines that our log has not written."""
     rays_own = data.get("pid") in RAYS_OWN
     shown = ((harmless(line) if rays_own else process.with_origin(line, mark)) for line in data.get("lines", ()))
     data["lines"] = [line if rays_own else functools.reduce(_without, ORDERS, line) for line in shown]
-    # A printed line can name them, for the lines after it.
+    # A printed line can set these names for later lines.
     for name in ("actor_name", "task_name"):
         if isinstance(data.get(name), str):
             data[name] = harmless(data[name])
@@ -130,12 +130,12 @@ def _end_without_ray(error: BaseException | None) -> None:
 
 
 def init_ray(config: Config, mark: str) -> None:
-    """Join the cluster, or start Ray here; the processes of a Ray of our own have the mark of `orphans.ends`."""
+    """Join the cluster, or start our own Ray here, whose processes have the mark of `orphans.ends`."""
     cluster = config.cluster
     plugins.export_path()
     environment.quiet_pipes()
     secret = tell_origins()
-    # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
+    # Some data sets use hashes of strings; every actor must make the same prompts, also after a resume.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
         variables = environment.carried_variables(os.environ, environment.key_variables(config)) | {
@@ -161,7 +161,7 @@ def init_ray(config: Config, mark: str) -> None:
 
 @contextmanager
 def _in_a_sentence() -> Generator[None]:
-    """Raise `RunError` if Ray says that its processes have not started in time: it has no error of its own for that."""
+    """Raise `RunError` if Ray's processes have not started in time: Ray has no exception class for that."""
     try:
         yield
     finally:
@@ -170,12 +170,12 @@ def _in_a_sentence() -> Generator[None]:
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """Keep an actor on the driver's node, which has the run's folder on a disk of its own."""
+    """Pin an actor to the driver's node, whose local disk has the run's folder."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def describe(error: BaseException) -> str:
-    """Return the root of a chain of remote errors and exception groups, in one line."""
+    """Return the root cause of remote errors and exception groups, in one line."""
     while True:
         if isinstance(error, RayTaskError) and error.cause is not None:
             error = error.cause
@@ -185,14 +185,14 @@ def describe(error: BaseException) -> str:
             break
     lines = str(error).strip().splitlines()
     if isinstance(error, ActorDiedError) and error.actor_init_failed:
-        # It died while it was made: of the error there is only the traceback, which ends with it.
+        # It died in its constructor: Ray gives only the traceback, whose last line is the error.
         return lines[-1].removeprefix(f"{errors.__name__}.")
     text = lines[0] if lines else ""
     return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"
 
 
 def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
-    """Find the death, among the calls of one group, that explains why another of them failed."""
+    """Return the first actor death among the calls of one group, which explains why another call failed."""
     deadline = time.monotonic() + BLAME_S
     for ref in refs:
         try:
@@ -205,22 +205,22 @@ def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
 
 
 def actor_id(actor: "ActorProxy[Any]") -> str:
-    """Ray's name for an actor, the same as `actor_id` of the error that tells of its death."""
+    """Ray's id of an actor, equal to `actor_id` of the error of its death."""
     return cast("ActorHandle[Any]", actor)._actor_id.hex()
 
 
 def inside(actor: "ActorProxy[Any]", function: Callable[..., None], *arguments: object) -> "ObjectRef[None]":
-    """Call `function(actor, *arguments)` in the process of an actor."""
+    """Call `function(actor, *arguments)` in the actor's process."""
     return cast("ActorHandle[Any]", actor).__ray_call__.remote(function, *arguments)
 
 
 def refuse_dead_ray() -> None:
-    """Raise `RunError` if a process of our own Ray has died: nothing is restarted or ended without them."""
+    """Raise `RunError` if a process of our own Ray has died: without it no actor can be restarted or ended."""
     node = cast("Node | None", worker._global_node)
     services = node.all_processes.items() if node is not None else ()
     for name, processes in services:
-        for one in processes:
-            if (code := one.process.poll()) is not None:
+        for process_info in processes:
+            if (code := process_info.process.poll()) is not None:
                 raise RunError(f"Ray's {name} has died ({_ending(code)}); resume starts another")
 
 

@@ -1,7 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP: noted whenever they come, raised where the driver looks for them.
+"""SIGINT, SIGTERM and SIGHUP: recorded by the handler, raised when the driver checks for them.
 
-An exception out of a signal handler surfaces anywhere: inside an import that swallows it, or inside Ray, which makes
-another exception of it. SIGHUP, of a terminal that is closed, is ignored where the run was started so (`nohup`).
+An exception raised in a signal handler can surface anywhere: inside an import that swallows it, or inside Ray, which
+converts it. SIGHUP (a closed terminal) stays ignored if the run was started so (`nohup`).
 """
 
 import shlex
@@ -18,9 +18,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """The first signal is noted; the next one ends the process at once, and local Ray processes die with it.
+    """The first signal is recorded; a second one ends the process at once, and local Ray processes with it.
 
-    `run` is the folder of the run, once there is one; `say` writes a line at once, out of a handler.
+    `run` is the run's folder, None before it exists; `say` writes a line at once, from the handler.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Interrupts:
                 signal.signal(number, self._note)
 
     def check(self) -> None:
-        """Raise `Interrupted` if there was a signal."""
+        """Raise `Interrupted` if a signal was recorded."""
         if self._noted is not None:
             raise Interrupted(self._noted)
 
@@ -46,11 +46,11 @@ class Interrupts:
         self._noted = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # A terminal that is closed sends it more than once.
+        # A closed terminal sends it more than once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._announce(signal.Signals(number).name)
 
     def _announce(self, name: str) -> None:
-        """Say at once that the run stops: the driver may look for signals seconds later."""
+        """Announce the stop at once: the driver may check for signals seconds later."""
         resume = f"; go on with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
         self.say(f"{name}: stopping, a second signal stops at once{resume}\n")

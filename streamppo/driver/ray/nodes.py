@@ -1,7 +1,7 @@
-"""Proof that every node of a cluster sees the same run: its folder, its model, its data and its plug-ins.
+"""Checks that every node of a cluster sees the same run: its folder, model, data and plug-ins.
 
-The driver leaves a random text in the run's folder; each rank and rollout actor, before it loads anything, must read
-the same text at the same path. Another disk with a folder of that name would have no checkpoint of the others.
+The driver writes a random token into the run's folder; each rank and rollout actor must read the same token at the same
+path before it loads anything. A folder of that name on another disk would lack the other nodes' checkpoints.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ TOKEN = "driver.token"
 
 
 class Needs(NamedTuple):
-    """Everything that a process needs of its node: paths, names of plug-ins, and environment variables."""
+    """What a process needs on its node: paths, names of plug-ins, and environment variables."""
 
     folder: str
     token: str
@@ -36,9 +36,9 @@ class Needs(NamedTuple):
 
 
 def needs_of_rank(config: Config, folder: Path) -> Needs:
-    """Leave a text in `folder`, and say what a learner rank needs. Raises `RunError` if the folder takes no file.
+    """Write the token into `folder` and return a learner rank's needs. Raises `RunError` if the write fails.
 
-    Nodes with disks of their own need not see the folder.
+    With `cluster.own_disks` the ranks do not need the folder, and no token is written.
     """
     if config.cluster.own_disks:
         return Needs("", "", _given(config), tuple(config.algorithm.own_functions.values()))
@@ -49,7 +49,7 @@ def needs_of_rank(config: Config, folder: Path) -> Needs:
 
 
 def needs_of_rollout(config: Config, rank: Needs) -> Needs:
-    """Say what a rollout actor needs: all that a `rank` does, and prompts and rewards."""
+    """Return a rollout actor's needs: the `rank`'s, and those of prompts and rewards."""
     scorers, task = config.reward.scorers.values(), config.task
     sources = task.sources.values() if isinstance(task, DataTask) else ()
     data = [path for source in sources for path in (source.data, source.evaluation) if path]
@@ -63,7 +63,7 @@ def needs_of_rollout(config: Config, rank: Needs) -> Needs:
 
 
 def check_visible(actor: object, needs: Needs) -> None:
-    """Raise `RunError`, with the node's name, if the node of this process lacks anything; run inside an actor."""
+    """Raise `RunError` with the node's name if this process's node lacks anything; runs inside an actor."""
     if missing := lacking(needs):
         raise RunError(
             f"node {platform.node()} lacks {'; '.join(missing)}: every node needs the same folders under the same "
@@ -72,7 +72,7 @@ def check_visible(actor: object, needs: Needs) -> None:
 
 
 def lacking(needs: Needs) -> list[str]:
-    """Name everything that this process does not find."""
+    """List the needs that this process does not find."""
     missing: list[str] = []
     token = Path(needs.folder) / TOKEN
     if not needs.folder:
@@ -88,7 +88,7 @@ def lacking(needs: Needs) -> list[str]:
 
 
 def _given(config: Config) -> tuple[str, ...]:
-    """The folders of models and runs that ranks read, and that the run does not make; and that of new weights."""
+    """The ranks' input folders that the run does not create (models, pretraining runs), and the folder transport's."""
     algorithm, way = config.algorithm, config.learner.transport
     folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
     folders += [way.path] if isinstance(way, Folder) else []
@@ -96,14 +96,14 @@ def _given(config: Config) -> tuple[str, ...]:
 
 
 def _local(names: Sequence[str]) -> tuple[str, ...]:
-    """Choose the names that are paths on the driver's node; others are names on a hub."""
+    """The absolute paths of the names that exist on the driver's node; other names are on a hub."""
     return tuple(
         str(Path(name).resolve()) if not os.path.isabs(name) else name for name in names if Path(name).exists()
     )
 
 
 def _is_there(module: str) -> bool:
-    """Tell if a module, or a file on the Python path, is there, without importing it."""
+    """Return True if a module, or a file on the Python path, exists; imports nothing of it."""
     if module.endswith(".py"):
         return any((Path(folder) / module).is_file() for folder in ("", *sys.path))
     try:

@@ -1,12 +1,13 @@
-"""Processes of a run's own Ray that outlive their driver, and the process that ends them.
+"""Ends the processes of a run's own Ray that outlive their driver.
 
-Ray's raylet dies with the driver; what it started (agents, actors, their children) looks for it by itself, and does not
-where it is stopped or waits for a Ray that is gone. The process `ends` starts stands beside the driver, and when the
-driver or the block ends, however it ends, it kills every process that inherited the mark. It knows them by the mark
-alone: orphans have no parent to be found by. A program that is started with an environment of its own is not found.
+Ray's raylet dies with the driver. The processes that it started (agents, actors, their children) check for it
+themselves, but not while they are stopped or wait for the lost Ray. `ends` therefore starts a watcher process. When the
+driver or the block ends, for whatever reason, the watcher kills every process that inherited the mark. The mark alone
+identifies them, because orphans have lost their parent. A program that was started with another environment is not
+found.
 
-This file is run by itself, with Python's standard library alone. Linux has what it needs; elsewhere Ray's own means
-are all there is.
+This file runs as a script, with Python's standard library alone. The watcher needs Linux; elsewhere only Ray's own
+cleanup works.
 """
 
 import os
@@ -21,24 +22,24 @@ from pathlib import Path
 from uuid import uuid4
 
 MARK = "STREAMPPO_OWN_RAY"
-"""The variable of the environment that all processes of a run's own Ray inherit."""
+"""The environment variable that all processes of a run's own Ray inherit."""
 ROUND_S, ROUNDS = 0.02, 500
-"""Between two looks for what is left, and so many looks: processes may fork while they are killed."""
+"""Time between two rounds of kills, and the number of rounds: processes may fork while they are killed."""
 LOOK_MS = 500
-"""Between two looks for the driver, where the kernel does not tell of its end."""
+"""Time between two checks for the driver, if the kernel offers no pidfd."""
 ENDING_S = 15.0
 """How long the block's end waits for the last process to end."""
 
 
 @contextmanager
 def ends() -> Generator[str]:
-    """Kill every process that has `MARK` with the value given to the block, when the block or this process ends."""
+    """Kill every process whose `MARK` has the value yielded here, when the block or this process ends."""
     value = f"{os.getpid()}-{uuid4().hex}"
     if sys.platform != "linux":
         yield value
         return
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), value]
-    # Signals to the driver's group, such as a terminal's, are not meant for it.
+    # In a session of its own it gets no signals of the driver's group, such as a terminal's.
     watcher = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -50,15 +51,15 @@ def ends() -> Generator[str]:
 
 
 def marked_processes(value: str) -> Iterator[int]:
-    """Yield the living processes of this user that inherited `MARK` with `value`, those of the highest number first.
+    """Yield the pids of this user's live processes that inherited `MARK` with `value`, the highest pid first.
 
-    A caller that ends each at once hardly misses one that forks and ends.
+    A caller that kills each at once then rarely misses a child of a process that forks and exits.
     """
-    wanted = f"{MARK}={value}".encode()
+    mark = f"{MARK}={value}".encode()
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
-        # Processes end while they are looked at, and others' are not ours to see.
+        # A process may end meanwhile, and other users' environments cannot be read.
         with suppress(OSError):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 yield pid
 
 
@@ -71,7 +72,7 @@ def _wait(driver: int) -> None:
         poll.poll()
     except ProcessLookupError:
         return
-    # An old kernel, or a filter around us. A child that the driver forked may hold our standard input open.
+    # Old kernels and seccomp filters have no pidfd. A child forked by the driver may hold our standard input open.
     except OSError:
         while not poll.poll(LOOK_MS) and os.getppid() == driver:
             pass
@@ -82,12 +83,12 @@ def _main(driver: int, value: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     _wait(driver)
     for _ in range(ROUNDS):
-        found = False
+        any_left = False
         for pid in marked_processes(value):
-            found = True
+            any_left = True
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not found:
+        if not any_left:
             return
         time.sleep(ROUND_S)
 

@@ -1,15 +1,16 @@
-"""The demand on Ray: bundles of CPUs and GPUs, reserved together or not at all.
+"""A run's placement group in Ray: bundles of CPUs and GPUs, reserved together or not at all.
 
-apart      a bundle for each rank, and one for each rollout actor
-sharing    both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... have a GPU between them
-beside     a bundle for each reward model that asks for GPUs
+separate         a bundle for each rank, and one for each rollout actor; in a cluster one for neighbouring ranks
+shared GPUs      both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... share one GPU
+reward models    a bundle for each reward model with GPUs
 
-They are reserved together, because a stage that waits for a GPU that another stage keeps would wait for ever. An actor
-that is started again finds its place free. Rollout actors that are added later find their places outside.
+They are reserved together, because a stage could otherwise wait for ever for a GPU held by another stage. A restarted
+actor finds its bundle free. Rollout actors that are added later are placed outside the group.
 """
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from streamppo.config.sections import LOCAL, Config, shares_gpus
@@ -17,36 +18,69 @@ from streamppo.errors import RunError
 
 Bundle = dict[str, float]
 Options = dict[str, object]
-"""Ray's options for an actor."""
+"""Ray options of an actor."""
+
+log = logging.getLogger(__name__)
 
 
 class PlacementPlan(NamedTuple):
-    """Bundles, and who lives where: rank i in bundle i, rollout actor i in `actors[i]`, a reward model by its name."""
+    """Bundles and their users: rank i has bundle `ranks[i]`, actor i `actors[i]`, a reward model `models[name]`."""
 
     bundles: list[Bundle]
+    ranks: list[int]
     actors: list[int]
     models: dict[str, int]
 
     def total(self, resource: str) -> float:
-        """Sum up the demand for "CPU" or "GPU"."""
+        """The total demand for "CPU" or "GPU"."""
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
-def plan(config: Config, *, rollout: bool = True) -> PlacementPlan:
-    """Give every rank a bundle, and every rollout actor and reward model a place, if the run has a `rollout`."""
+def plan(config: Config, *, rollout: bool = True, together: int = 1) -> PlacementPlan:
+    """Give every rank a bundle, and with `rollout` every rollout actor and reward model too.
+
+    `together` is the number of neighbouring ranks that share a bundle, which Ray never divides between nodes.
+    """
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
-    models = {name: one.gpus for name, one in config.reward.models().items() if one.gpus and rollout}
-    bundles = [_bundle(learner.threads, learner.gpus) for _ in range(learner.ranks)]
+    models = {name: model.gpus for name, model in config.reward.models().items() if model.gpus and rollout}
+    ranks = [number // together for number in range(learner.ranks)]
+    bundles = [_bundle(together * learner.thread_count, together * learner.gpus) for _ in range(ranks[-1] + 1)]
     if not shares_gpus(config):
+        places = [len(bundles) + number for number in range(count)]
         bundles += [_bundle(engine.threads, engine.gpus) for _ in range(count)]
-        places = [learner.ranks + number for number in range(count)]
     else:
         places = [number % learner.ranks for number in range(count)]
-        # All of the GPU: Ray must not put two ranks on one.
-        bundles = [_bundle(learner.threads + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)]
+        # A whole GPU, so that Ray does not put two ranks on one.
+        bundles = [
+            _bundle(learner.thread_count + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)
+        ]
     beside = {name: len(bundles) + number for number, name in enumerate(models)}
-    return PlacementPlan([*bundles, *({"GPU": gpus} for gpus in models.values())], places, beside)
+    return PlacementPlan([*bundles, *({"GPU": gpus} for gpus in models.values())], ranks, places, beside)
+
+
+def ranks_together(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Count the neighbouring ranks that the `nodes` of a cluster, by their resources, can have on one node each.
+
+    The ranks of a copy of the model, where there are several copies; else those that exchange tokens in every layer
+    (`learner.mesh`: context, tensor, expert); else 1. Ray orders equal bundles as it likes: of 32 ranks on four nodes
+    with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
+    """
+    learner, mesh = config.learner, config.learner.mesh
+    if shares_gpus(config) or learner.gpus % 1:
+        return 1
+    copy = mesh.shards(learner.ranks) if mesh.replicate > 1 else 1
+    for size in sorted({copy, exchanging(config)}, reverse=True):
+        bundle = _bundle(size * learner.thread_count, size * learner.gpus)
+        held = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
+        if held * size >= learner.ranks:
+            return size
+    return 1
+
+
+def exchanging(config: Config) -> int:
+    """Count the neighbouring ranks that exchange tokens in every layer."""
+    return math.lcm(config.learner.mesh.slices, config.learner.mesh.expert)
 
 
 def _bundle(cpus: int, gpus: float) -> Bundle:
@@ -54,7 +88,7 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
 
 
 def shortage(wanted: PlacementPlan, there: Mapping[str, float]) -> str:
-    """Say in words how much more is `wanted` than is `there`; "" if all is there."""
+    """Describe the resources that `wanted` needs beyond `there`; "" if they suffice."""
     missing = [
         f"{wanted.total(resource):g} {resource}s (there are {there.get(resource, 0):g})"
         for resource in ("GPU", "CPU")
@@ -64,40 +98,54 @@ def shortage(wanted: PlacementPlan, there: Mapping[str, float]) -> str:
 
 
 def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
-    """Raise `RunError` for a demand that a Ray of our own can never meet. A cluster may grow: a run waits for it."""
+    """Raise `RunError` for a demand that our own Ray can never meet. A cluster may grow, so a run waits for it."""
     import ray
 
-    there: Mapping[str, float] = ray.cluster_resources()
+    resources: Mapping[str, float] = ray.cluster_resources()
     if config.cluster.cpus is None:
-        # Ray is started with as many as the configuration asks for.
-        there = {**there, "CPU": math.inf}
-    if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), there)):
+        # Our own Ray is started with as many CPUs as the configuration needs.
+        resources = {**resources, "CPU": math.inf}
+    if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), resources)):
         raise RunError(
             f"the configuration asks for {missing}: learner.gpus, rollout.gpus, rollout.actors and cluster.cpus say "
             "how many, `streamppo check` says why"
         )
 
 
+def _ranks_together(config: Config) -> int:
+    """Ask the cluster's nodes, and say so where ranks that exchange tokens may be on several."""
+    import ray
+
+    if config.cluster.address == LOCAL:
+        return 1
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    together, needed = ranks_together(config, nodes), exchanging(config)
+    if together < needed:
+        log.info("learner.mesh: %d ranks exchange tokens in every layer, and no node has room for all of them", needed)
+    return together
+
+
 class Placement:
-    """The bundles of a run, once Ray is there. Raises `RunError` where a Ray of our own can never have enough."""
+    """Reserves a run's bundles in the running Ray. Raises `RunError` if our own Ray can never have enough."""
 
     def __init__(self, config: Config, *, rollout: bool = True) -> None:
         from ray.util import placement_group
 
         refuse_impossible(config, rollout=rollout)
         self._config = config
-        self._plan = plan(config, rollout=rollout)
+        self._plan = plan(config, rollout=rollout, together=_ranks_together(config))
         self._group = placement_group(self._plan.bundles, strategy="PACK")
 
     def rank(self, number: int) -> Options:
-        """Return Ray's options for rank `number`."""
+        """Return the Ray options of rank `number`."""
         learner = self._config.learner
-        return self._options(number, learner.threads, learner.gpus)
+        return self._options(self._plan.ranks[number], learner.thread_count, learner.gpus)
 
     def actor(self, number: int) -> Options:
-        """Return Ray's options for rollout actor `number`; beyond the plan, a demand that a cluster may grow by.
+        """Return the Ray options of rollout actor `number`; beyond the plan, a demand outside the placement group.
 
-        A Ray of our own does not count the CPUs of an actor beyond the plan: people know how many their machine bears.
+        A cluster may grow to meet that demand. Our own Ray does not count the CPUs of an actor beyond the plan: the
+        user decides how many actors the machine can run.
         """
         rollout = self._config.rollout
         if number >= len(self._plan.actors):
@@ -106,12 +154,12 @@ class Placement:
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
 
     def model(self, name: str) -> Options:
-        """Return Ray's options for the reward model `name`."""
+        """Return the Ray options of the reward model `name`."""
         gpus = self._config.reward.models()[name].gpus
         return self._options(self._plan.models[name], 0, gpus) if gpus else {"num_cpus": 0}
 
     def waiting(self) -> str:
-        """Say in words what Ray has no place for yet; "" once everything has one."""
+        """Describe the resources that Ray lacks for the bundles; "" once all are reserved."""
         import ray
         from ray.util import placement_group_table
 

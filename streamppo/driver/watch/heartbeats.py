@@ -1,7 +1,7 @@
-"""Actors that Ray takes for living and that give no sign of life: stopped, or held by a function that never returns.
+"""Finds actors that are alive for Ray and send no heartbeat: stopped, or in a function that never returns.
 
-Rollout actors and ranks tell the queue every `BEAT_S` that they live, each beside its work: neither a long swap nor a
-long collective is silence.
+Rollout actors and ranks send the queue a heartbeat every `BEAT_S`, concurrently with their work: neither a long swap
+nor a long collective delays it.
 """
 
 import time
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Heartbeats:
-    """Calls `on_silence` with the name of every actor that the queue has not heard for `limit_s`, and the reason."""
+    """Calls `on_silence` with name and reason for every actor whose last heartbeat is older than `limit_s`."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class Heartbeats:
         self._checked = time.monotonic()
 
     def check(self, actors: Sequence[str]) -> None:
-        """Ask the queue about `actors`, by the names under which they call it; four times within the limit."""
+        """Ask the queue which of `actors`, by their names, are silent; at most four times within `limit_s`."""
         if time.monotonic() - self._checked < self._limit_s / 4:
             return
         asked = self._checked = time.monotonic()
 
         def tell(silent: list[str]) -> None:
-            # A queue that answers late was stopped itself, and has yet to read the signs of life of that time.
+            # A queue that answers late was itself stopped, and has not yet read the heartbeats of that time.
             if time.monotonic() - asked < self._limit_s / 4:
                 for name in silent:
                     self._on_silence(name, f"silent for more than {self._limit_s:g} s")

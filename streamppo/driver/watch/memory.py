@@ -1,4 +1,4 @@
-"""Processes that the kernel has killed for memory, by the counter of this process's cgroup, version 1 or 2.
+"""Out-of-memory kills by the kernel, read from the counter of this process's cgroup, version 1 or 2.
 
 version 2    CGROUP/memory.events "oom_kill 3"         CGROUP/memory.max
 version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_bytes
@@ -9,15 +9,15 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
-"""The file with the number of kills, and the one with the limit, of either version."""
+"""File with the number of kills -> file with the limit, for either version."""
 UNLIMITED = 2**60
 """Version 1 writes a number above this where there is no limit."""
 
 
 class MemoryKills:
-    """The kills since this object was made. `cgroups` is the mount of all cgroups, `own` says which is this process's.
+    """The kills since this object was made. `cgroups` is the mount of all cgroups; the file `own` names this process's.
 
-    A cgroup inside another one is bounded by both: every level that has a counter is read.
+    A nested cgroup is bounded by its parents too, so every level with a counter is read.
     """
 
     def __init__(self, cgroups: Path = CGROUPS, own: Path = OWN) -> None:
@@ -25,7 +25,7 @@ class MemoryKills:
         self._known = self._count()
 
     def explain(self) -> str:
-        """Say that the kernel has killed processes for memory since the last call, and how much there was; else ""."""
+        """Describe the kernel's memory kills since the last call, with the memory limit; "" if there was none."""
         before, self._known = self._known, self._count()
         if self._known <= before:
             return ""
@@ -38,22 +38,22 @@ class MemoryKills:
 
 
 def limit(cgroups: Path = CGROUPS, own: Path = OWN) -> int | None:
-    """The bytes that this process's cgroups allow it, with all that is in them; None without a limit."""
+    """The smallest memory limit of this process's cgroups in bytes, shared by all their processes; None without one."""
     levels = _levels(cgroups, own.read_text() if own.exists() else "")
-    return min((found for level in levels if (found := _limit(level)) is not None), default=None)
+    return min((at_level for level in levels if (at_level := _limit(level)) is not None), default=None)
 
 
 def _levels(cgroups: Path, own: str) -> list[Path]:
-    """Find the folder of the memory cgroup of a process, and all above it, that count kills."""
-    found: list[Path] = []
+    """The folders that count kills: a process's memory cgroup and its parents."""
+    levels: list[Path] = []
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
         root = cgroups / controllers
         folder = root / path.lstrip("/")
-        found += [level for level in (folder, *folder.parents) if level.is_relative_to(root)]
-    return [level for level in found if any((level / name).is_file() for name in COUNTERS)]
+        levels += [level for level in (folder, *folder.parents) if level.is_relative_to(root)]
+    return [level for level in levels if any((level / name).is_file() for name in COUNTERS)]
 
 
 def _kills(level: Path) -> int:

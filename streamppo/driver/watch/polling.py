@@ -1,4 +1,4 @@
-"""The reports of queue and engines, asked for now and then while a run goes on."""
+"""Polls the reports of the queue and the engines during a run."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReportPolling:
-    """Gives `record` what queue and rollout actors tell of themselves, as often as its display wants it."""
+    """Passes the reports of queue and rollout actors to `record`, every `display.reports_s`."""
 
     def __init__(self, queue: "ActorProxy[QueueActor]", calls: WatchedCalls, record: RunRecord) -> None:
         self._queue = queue
@@ -25,7 +25,7 @@ class ReportPolling:
         self._asked = time.monotonic()
 
     def check(self, seats: Sequence[RolloutHandle]) -> None:
-        """Ask the queue and the rollout actors at work, if it is time."""
+        """Request reports of the queue and the rollout actors `seats` if they are due."""
         if time.monotonic() - self._asked < self._record.display.reports_s:
             return
         self._asked = time.monotonic()

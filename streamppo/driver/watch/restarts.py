@@ -1,7 +1,7 @@
-"""Restarts of late: too many of them end a run, for what is started again and again is not going to live.
+"""Counts recent restarts: too many of them end a run, because the next restart would not help either.
 
-Actors that die together count once, however many they are: a node dies with all that is on it, and a network that fails
-for a minute takes the learner and every rollout actor at one time. An actor that dies again is another restart.
+Actors that die together count as one restart: a dead node takes all its actors with it, and a network failure of a
+minute takes the learner and every rollout actor. The second death of one actor is another restart.
 """
 
 from collections import deque
@@ -9,23 +9,23 @@ from collections import deque
 from streamppo.config.sections import Watchdog
 
 TOGETHER_S = 30.0
-"""Ray gives up the nodes that one failure has cut off within so many seconds of each other."""
+"""Ray declares the nodes lost by one failure dead within so many seconds of each other."""
 
 
 class Restarts:
-    """Counts what has died; the caller tells the time. Raises nothing: `add` returns how many restarts count."""
+    """Counts deaths at times given by the caller. Raises nothing: `add` returns the number of restarts."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._within_s = watchdog.restarts_s
-        # A death that is out of sight has nobody together with it.
+        # A death outside the window of `restarts_s` groups no other with it.
         self._together_s = min(TOGETHER_S, watchdog.restarts_s)
         self._begun: deque[float] = deque()
         self._together: set[str] = set()
 
     def add(self, who: str, present: float) -> int:
-        """Count the death of `who`. Returns the restarts within `watchdog.restarts_s`.
+        """Count the death of `who` at `present` seconds. Returns the restarts within `watchdog.restarts_s`.
 
-        The learner's at 0 s and that of rollout 0 at 2 s are one; that of rollout 0 at 4 s is the second.
+        Example: deaths of the learner at 0 s and of rollout 0 at 2 s are one restart; rollout 0 at 4 s is the second.
         """
         if not self._begun or present - self._begun[-1] > self._together_s or who in self._together:
             self._begun.append(present)

@@ -1,9 +1,8 @@
-"""The rollout actors of a run and their lives.
+"""The rollout actors of a run and their states.
 
-hired -> loading -> at work -> gone    dead, silent, or no longer wanted
+created -> loading -> at work -> gone    dead, silent, or no longer wanted
 
-An actor that is gone is never asked again: what it was sampling goes back to the queue, which ignores everything that
-still comes from it.
+A gone actor gets no more calls. Its unfinished samples go back to the queue, which ignores all its later messages.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RolloutHandle:
-    """A rollout actor, the name under which it samples, and its place (placement.py); `at_work` once it has loaded."""
+    """A rollout actor, its name, and its number in the placement plan (placement.py); `at_work` once it has loaded."""
 
     name: str
     place: int
@@ -32,16 +31,16 @@ class RolloutHandle:
 
     @property
     def actor_id(self) -> str:
-        """Ray's name for the actor."""
+        """Ray's id of the actor."""
         return actor_id(self.actor)
 
 
 class RolloutPool:
     """The rollout actors, the oldest first, in `seats`.
 
-    `create` makes the actor of a name in the first free place; `note` writes a restart down, and whose. No name comes
-    twice: the queue ignores for ever an actor that has left. A driver that continues a run has another queue, of which
-    the actors of the queue before know nothing.
+    `create(name, place)` makes an actor in the first free place; `note` records a restart. Names are never reused,
+    because the queue ignores a gone actor for ever. After a resume the names start again: the queue is another one, and
+    earlier actors have no handle to it.
     """
 
     def __init__(
@@ -65,26 +64,26 @@ class RolloutPool:
     # --- coming and going ------------------------------------------------------------------------------------
 
     def resize(self, wanted: int) -> None:
-        """Hire, or dismiss the newest, until there are `wanted` actors."""
+        """Create actors, or dismiss the newest, until there are `wanted`."""
         for seat in self.seats[wanted:]:
             self._dismiss(seat)
         while len(self.seats) < wanted:
             self._create_actor()
 
     def generate(self) -> None:
-        """Start every actor, and from here on every new one: the learner has pushed weights."""
+        """Start every actor, and from now on every new one: the learner has pushed weights."""
         if not self.generating:
             self.generating = True
             for seat in self.seats:
                 self._start(seat)
 
     def replace(self, lost_id: str | None, reason: str) -> None:
-        """Hire another actor in the place of the one that Ray calls `lost_id`, unless it has left already."""
+        """Replace the actor with Ray's id `lost_id`, unless it is gone already."""
         if seat := next((seat for seat in self.seats if seat.actor_id == lost_id), None):
             self._replace(seat, reason)
 
     def replace_silent(self, name: str, reason: str) -> None:
-        """Hire another actor in the place of the one that samples under `name`, unless it has left already."""
+        """Replace the actor named `name`, unless it is gone already."""
         if seat := next((seat for seat in self.seats if seat.name == name), None):
             self._replace(seat, reason)
 
@@ -101,7 +100,7 @@ class RolloutPool:
             self._start(self.seats[-1])
 
     def _start(self, seat: RolloutHandle) -> None:
-        """Let an actor load, and then generate for ever."""
+        """Let an actor load, and then generate until it is killed."""
 
         def run(version: int) -> None:
             seat.at_work = True
@@ -122,13 +121,13 @@ class RolloutPool:
     # --- asking ----------------------------------------------------------------------------------------------
 
     def at_work(self) -> list[RolloutHandle]:
-        """The actors that have loaded, and answer at once."""
+        """The loaded actors, which answer at once."""
         return [seat for seat in self.seats if seat.at_work]
 
     def answering(self) -> list[RolloutHandle]:
-        """The actors to ask for an evaluation: those at work, or all while none is."""
+        """The actors for an evaluation: the ones at work, or all while none is."""
         return self.at_work() or self.seats
 
     def loading(self) -> list[str]:
-        """The names of the actors that have not loaded yet."""
+        """The names of the actors that are still loading."""
         return [seat.name for seat in self.seats if not seat.at_work]

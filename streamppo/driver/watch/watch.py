@@ -1,9 +1,9 @@
-"""Calls of actors: some are waited for, all others are watched meanwhile.
+"""Calls to actors: the driver waits for some and watches all others meanwhile.
 
     under way -> answered             `done` gets the value, inside a later `wait` or `drain`
-              -> its actor has died   `on_death` replaces the actor or raises; `again` asks another actor
+              -> its actor has died   `on_death` replaces the actor or raises; `again` calls another actor
               -> failed               RunError
-              -> forgotten            its actor was given up
+              -> forgotten            its actor was dismissed
 
 `on_tick` is called at least every `TICK_S` while the driver waits.
 """
@@ -21,12 +21,12 @@ from streamppo.driver.ray.cluster import death, describe
 from streamppo.errors import RunError
 
 TICK_S = 0.5
-"""How long the driver waits before it looks at everything else."""
+"""The longest wait of the driver between two calls of `on_tick`."""
 T = TypeVar("T")
 
 
 class RunStage(StrEnum):
-    """The part of a run that a call, or a restart, belongs to."""
+    """The part of a run to which a call or a restart belongs."""
 
     QUEUE = "queue"
     ROLLOUT = "rollout"
@@ -37,7 +37,7 @@ class RunStage(StrEnum):
 
 
 class WatchedCall(NamedTuple):
-    """A watched call. `name` is its actor or its stage, for messages; `again` asks another actor for the same."""
+    """A watched call. `name` is its actor or stage, for messages; `again` repeats the call on another actor."""
 
     stage: RunStage
     name: str
@@ -46,10 +46,10 @@ class WatchedCall(NamedTuple):
 
 
 class WatchedCalls:
-    """The calls that are under way.
+    """The unfinished calls.
 
     `on_death` gets the name of a call whose actor has died, and the error; `on_tick` gets the driver's reason to wait.
-    Either may raise, and so ends the run or the learner.
+    An exception of either ends the run or the learner.
     """
 
     def __init__(self, on_death: Callable[[str, RayActorError], None], on_tick: Callable[[str], None]) -> None:
@@ -59,10 +59,10 @@ class WatchedCalls:
         self._progress = time.monotonic()
 
     def wait(self, refs: Sequence[ObjectRef[T]], doing: str) -> list[T]:
-        """Return the values of `refs`, calls to queue or learner; every watched call goes on being watched.
+        """Return the values of `refs`, calls to queue or learner, and handle every watched call meanwhile.
 
-        Raises `RunError` when a call fails, and everything that `on_death` and `on_tick` raise. `doing` is the reason
-        to wait, for messages.
+        Raises `RunError` when a call fails, and any exception of `on_death` and `on_tick`. `doing` is the reason to
+        wait, for messages.
         """
         pending = list(refs)
         while pending:
@@ -84,7 +84,7 @@ class WatchedCalls:
         self._watched[ref] = WatchedCall(stage, name or stage, done, again)
 
     def watch_all(self, refs: Sequence[ObjectRef[T]], stage: RunStage) -> None:
-        """Watch calls for their errors alone."""
+        """Watch calls only for their errors."""
         for ref in refs:
             self.watch(ref, stage, _ignore)
 
@@ -95,12 +95,12 @@ class WatchedCalls:
         self.reset_stall()
 
     def forget(self, stage: RunStage, name: str = "") -> None:
-        """Watch no call of `stage` any more, or only those of the actor `name`."""
+        """Stop watching the calls of `stage`; with `name`, only this actor's."""
         gone = (stage, name or stage)
-        self._watched = {ref: one for ref, one in self._watched.items() if (one.stage, one.name) != gone}
+        self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != gone}
 
     def reset_stall(self) -> None:
-        """Count the time of a stall from here."""
+        """Restart the stall timer: there was progress."""
         self._progress = time.monotonic()
 
     def check_stall(self, limit_s: float, doing: str, explain: Callable[[], str]) -> None:
@@ -109,8 +109,8 @@ class WatchedCalls:
             raise RunError(f"nothing has progressed for {limit_s:g} s: the driver waits for {doing}; {explain()}")
 
     def _look(self, doing: str, pending: Sequence[ObjectRef[Any]]) -> list[ObjectRef[Any]]:
-        """Handle every answer that is there, of `pending` and of watched calls; return after `TICK_S` at the latest."""
-        # A watched call may be the very one that is waited for; Ray wants each of them once.
+        """Handle every answer to `pending` and watched calls; return the answered ones after at most `TICK_S`."""
+        # A watched call may also be pending, and `ray.wait` takes each ref once.
         ready, _ = ray.wait(list({*pending, *self._watched}), num_returns=1, timeout=TICK_S)
         for ref in ready:
             self._handle(ref, doing, pending)

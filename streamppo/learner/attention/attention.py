@@ -106,12 +106,12 @@ def told_apart() -> Iterator[None]:
     """A context without transformers' search for packed rows, which would synchronise with the device."""
     from transformers import masking_utils
 
-    looks = masking_utils.find_packed_sequence_indices
+    original = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *_: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = looks
+        masking_utils.find_packed_sequence_indices = original
 
 
 def layout(implementation: str) -> Layout:
@@ -144,13 +144,13 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
     """
     if layout(chosen) is padded:
         return chosen
-    found = [max((leak(transformer) for transformer in transformers), default=0.0)]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] <= LEAK:
+    largest = [max((leak(transformer) for transformer in transformers), default=0.0)]
+    dist.broadcast_object_list(largest, src=0)
+    if largest[0] <= LEAK:
         return chosen
     why = (
         f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {chosen} reads them: "
-        f"its hidden states change by up to {found[0]:.0%}"
+        f"its hidden states change by up to {largest[0]:.0%}"
     )
     if config.attention != "auto":
         raise ModelError(f'{why}; model.attention = "sdpa" reads every row alone')
@@ -163,7 +163,7 @@ def fall_back_to_eager(chosen: str, config: Model, configs: "Iterable[Pretrained
 
     Raises `ModelError` if the configuration names SDPA, which ignores the cap without a warning.
     """
-    if chosen != "sdpa" or not any(getattr(one.get_text_config(), CAP, None) for one in configs):
+    if chosen != "sdpa" or not any(getattr(hf_config.get_text_config(), CAP, None) for hf_config in configs):
         return chosen
     why = f"the model caps the scores of its attention ({CAP}), which SDPA leaves out"
     if config.attention != "auto":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from streamppo.config.sections import Model
 from streamppo.errors import ModelError
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ def layers_of(transformer: Any) -> Iterable[nn.Module]:
             return transformer.get_submodule(place)
     where = ", ".join(PLACES)
     raise ModelError(f"{type(transformer).__name__} keeps its layers elsewhere than under {where}: not supported")
+
+
+def kind(config: Model) -> Checkpointing:
+    """The checkpointing of `config`; all is kept where no rank has chosen."""
+    return "off" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
 
 
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:

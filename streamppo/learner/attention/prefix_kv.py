@@ -84,10 +84,10 @@ def _hand_over(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any
 
 def keys_and_values(transformer: Any, context: ContextPass) -> dict[str, ContextJoin]:
     """Compute a context without gradient; return the argument with its keys and values for the completions' pass."""
-    kept = PrefixCache()
+    cache = PrefixCache()
     with torch.no_grad():
-        transformer(**context.arguments, use_cache=False, **{NAME: kept})
-    return {NAME: ContextJoin(kept, context.join)}
+        transformer(**context.arguments, use_cache=False, **{NAME: cache})
+    return {NAME: ContextJoin(cache, context.join)}
 
 
 def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool) -> Reading:

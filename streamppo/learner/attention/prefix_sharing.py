@@ -44,9 +44,9 @@ def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
 
     `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
     """
-    found = [all(_can_share(transformer) for transformer in transformers)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    answers = [all(_can_share(transformer) for transformer in transformers)]
+    dist.broadcast_object_list(answers, src=0)
+    return answers[0]
 
 
 def _can_share(transformer: "PreTrainedModel") -> bool:
@@ -55,11 +55,11 @@ def _can_share(transformer: "PreTrainedModel") -> bool:
 
 def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> Reading:
     """Lay out rows, shared or padded by the work of a model of width `hidden`; completions begin at `start_B`."""
-    made = plan(inputs_BL, start_B, width_B)
-    rows, width = len(made.width_G), int(made.width_G.max())
+    shared_plan = plan(inputs_BL, start_B, width_B)
+    rows, width = len(shared_plan.width_G), int(shared_plan.width_G.max())
     if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
         return padded(inputs_BL, width_B, device)
-    return shared(inputs_BL, start_B, width_B, made, device)
+    return shared(inputs_BL, start_B, width_B, shared_plan, device)
 
 
 def work(rows: int, width: int, hidden: int) -> float:

@@ -51,7 +51,7 @@ def attend(
     )
     if hasattr(module, "q_norm"):
         query_GWHD, key_GWKD = module.q_norm(query_GWHD), module.k_norm(key_GWKD)
-    cosine, sine = (one[:, None, :, : module.head_dim // 2] for one in position_embeddings)
+    cosine, sine = (embedding[:, None, :, : module.head_dim // 2] for embedding in position_embeddings)
     turn_G1WC, bias = torch.complex(cosine, sine), _bias(attention_mask, width)
     seen_GWHD: Any = _Attention.apply(query_GWHD, key_GWKD, value_GWKD, turn_G1WC, bias)
     return module.o_proj(seen_GWHD.reshape(rows, width, -1)), None

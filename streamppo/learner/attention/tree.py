@@ -53,14 +53,17 @@ def sizes(host: Host, layout: Layout, hidden: int | None) -> TreeSizes:
         return TreeSizes(width_B)
     lengths = [_lengths(*row, hidden) for row in zip(host.branches, width_B.tolist(), strict=True)]
     if layout is not padded:
-        return TreeSizes(torch.tensor([sum(one) for one in lengths]))
-    return TreeSizes(torch.tensor([max(one) for one in lengths]), torch.tensor([len(one) for one in lengths]))
+        return TreeSizes(torch.tensor([sum(line_lengths) for line_lengths in lengths]))
+    return TreeSizes(
+        torch.tensor([max(line_lengths) for line_lengths in lengths]),
+        torch.tensor([len(line_lengths) for line_lengths in lengths]),
+    )
 
 
 def _lengths(column: bytes, width: int, hidden: int | None) -> list[int]:
     """The tokens of each of a row's lines."""
-    found = branches.sizes(column, width)
-    return [length for one in found for length in ([one.tokens] if _is_masked(one, hidden) else one.paths)]
+    trees = branches.sizes(column, width)
+    return [length for tree in trees for length in ([tree.tokens] if _is_masked(tree, hidden) else tree.paths)]
 
 
 def _is_masked(tree: Size, hidden: int | None) -> bool:
@@ -79,21 +82,21 @@ def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = 
     """
     assert host.branches is not None
     lines, masked = _lines(host.branches, (host.start_B + host.length_B).tolist(), hidden)
-    width_G = torch.tensor([len(one.tokens) for one in lines])
+    width_G = torch.tensor([len(tree_line.tokens) for tree_line in lines])
     B, L = host.inputs_BL.shape
     source_GW = torch.full((len(lines), int(width_G.max())), -1)
     for line, source_W in zip(lines, source_GW.numpy(), strict=True):
         source_W[: len(line.tokens)] = line.tokens + line.row * L
     inputs_GW = host.inputs_BL.flatten()[source_GW.clamp(min=0)].masked_fill_(source_GW < 0, 0)
-    made = _masked(inputs_GW, host.branches, lines, device) if masked else layout(inputs_GW, width_G, device)
+    reading = _masked(inputs_GW, host.branches, lines, device) if masked else layout(inputs_GW, width_G, device)
     place_N = torch.zeros(B * L, dtype=torch.long)
     is_token_GW = source_GW >= 0
-    source_N = torch.full((made.arguments["input_ids"].numel(),), -1)
-    source_N[made.place_BL[is_token_GW]] = source_GW[is_token_GW]
+    source_N = torch.full((reading.arguments["input_ids"].numel(),), -1)
+    source_N[reading.place_BL[is_token_GW]] = source_GW[is_token_GW]
     # The first line that has a token comes last, and stays.
     for number, line in reversed(list(enumerate(lines))):
-        place_N[torch.from_numpy(line.tokens).long() + line.row * L] = made.place_BL[number, : len(line.tokens)]
-    return made._replace(place_BL=place_N.view(B, L), source_N=source_N)
+        place_N[torch.from_numpy(line.tokens).long() + line.row * L] = reading.place_BL[number, : len(line.tokens)]
+    return reading._replace(place_BL=place_N.view(B, L), source_N=source_N)
 
 
 def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[TreeLine], bool]:
@@ -103,8 +106,8 @@ def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) ->
         paths = branches.paths(column, width)
         for tree, size in zip(branches.trees(column, width), branches.sizes(column, width), strict=True):
             is_masked = _is_masked(size, hidden)
-            own = [tree] if is_masked else [path for path in paths if path[0] == tree[0]]
-            lines += [TreeLine(row, tokens) for tokens in own]
+            chosen = [tree] if is_masked else [path for path in paths if path[0] == tree[0]]
+            lines += [TreeLine(row, tokens) for tokens in chosen]
             masked |= is_masked
     return lines, masked
 
@@ -114,11 +117,11 @@ def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[TreeLine]
     G, W = inputs_GW.shape
     position_GW, piece_GW = np.zeros((G, W), np.int64), np.zeros((G, W), np.int64)
     sees, count = [np.ones((1, W), np.bool_)], 1
-    for row, own in groupby(enumerate(lines), key=lambda one: one[1].row):
-        some = list(own)
-        width = 1 + max(int(line.tokens[-1]) for _, line in some)
+    for row, members in groupby(enumerate(lines), key=lambda item: item[1].row):
+        numbered = list(members)
+        width = 1 + max(int(line.tokens[-1]) for _, line in numbered)
         depth, piece, sees_row = branches.depths(columns[row], width), *branches.seen(columns[row], width)
-        for number, (_, tokens) in some:
+        for number, (_, tokens) in numbered:
             numbers, piece_W = np.unique(piece[tokens], return_inverse=True)
             position_GW[number, : len(tokens)], piece_GW[number, : len(tokens)] = depth[tokens], piece_W + count
             sees.append(np.zeros((len(numbers), W), np.bool_))

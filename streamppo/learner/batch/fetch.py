@@ -80,20 +80,20 @@ class Fetcher:
                 time.sleep(RETRY_S)
 
     def _fetch_whole(self, version: int) -> Batch | None:
-        found = ray.get(self._source.take.remote(version))
-        return None if found is None else batch_parts.merge([decode(one.data, Batch) for one in ray.get(found)])
+        refs = ray.get(self._source.take.remote(version))
+        return None if refs is None else batch_parts.merge([decode(part.data, Batch) for part in ray.get(refs)])
 
     def _fetch_own_rows(self, version: int, own_rows: OwnRows) -> Batch | None:
         """The batch with the tokens of this rank's rows; None if the run was stopped."""
-        if (found := ray.get(self._source.outline.remote(version))) is None:
+        if (refs := ray.get(self._source.outline.remote(version))) is None:
             return None
-        outline = batch_parts.merge_outlines([decode(one.data, Outline) for one in ray.get(found)])
+        outline = batch_parts.merge_outlines([decode(piece.data, Outline) for piece in ray.get(refs)])
         rows = own_rows(pad(batch_parts.join(outline, [])))
         asked = np.array(rows, dtype="<i4").tobytes()
-        if (found := ray.get(self._source.tokens.remote(version, asked))) is None:
+        if (refs := ray.get(self._source.tokens.remote(version, asked))) is None:
             return None
         return batch_parts.join(
-            outline, [one for part in ray.get(found) for one in decode(part.data, tuple[Tokens, ...])]
+            outline, [piece for part in ray.get(refs) for piece in decode(part.data, tuple[Tokens, ...])]
         )
 
 

@@ -111,12 +111,12 @@ class PaddedBatch(NamedTuple):
     def select(self, rows: Tensor) -> "PaddedBatch":
         """The trajectories at `rows` (a CPU tensor), cut to the longest one."""
         host = self.on_host.select(rows)
-        (width_T, width_L), here = host.widths, to_device(rows, self.start_B.device)
-        picked = {name: tensor[here] for name, tensor in self._tensors().items()}
+        (width_T, width_L), device_rows = host.widths, to_device(rows, self.start_B.device)
+        picked = {name: tensor[device_rows] for name, tensor in self._tensors().items()}
         for name, tensor in picked.items():
             if tensor.dim() > 1:
                 picked[name] = tensor[:, : width_L if name.endswith(("L", "LE")) else width_T]
-        candidates = None if self.candidates is None else self.candidates.at((here, slice(width_T)))
+        candidates = None if self.candidates is None else self.candidates.at((device_rows, slice(width_T)))
         return self._replace(**picked, candidates=candidates, branches=host.branches, host=self.host and host)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -127,12 +127,14 @@ class PaddedBatch(NamedTuple):
 def pad(batch: Batch) -> PaddedBatch:
     """A whole batch as right-padded CPU tensors."""
     trajectories = batch.trajectories
-    start_B = torch.tensor([len(one.prompt_tokens) // 4 for one in trajectories])
-    length_B = torch.tensor([one.num_tokens for one in trajectories])
-    mask_BT = _pad_column(flags(b"".join(one.mask for one in trajectories)), length_B, 0)
-    versions_BT = _pad_column(ints(b"".join(one.versions for one in trajectories)), length_B, batch.version).long()
-    inputs = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
-    reward_B = torch.tensor([one.reward for one in trajectories], dtype=torch.float32)
+    start_B = torch.tensor([len(trajectory.prompt_tokens) // 4 for trajectory in trajectories])
+    length_B = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
+    mask_BT = _pad_column(flags(b"".join(trajectory.mask for trajectory in trajectories)), length_B, 0)
+    versions_BT = _pad_column(
+        ints(b"".join(trajectory.versions for trajectory in trajectories)), length_B, batch.version
+    ).long()
+    inputs = ints(b"".join(trajectory.prompt_tokens + trajectory.tokens for trajectory in trajectories))
+    reward_B = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32)
     return PaddedBatch(
         version=batch.version,
         inputs_BL=_pad_column(inputs, start_B + length_B, 0).long(),
@@ -141,18 +143,20 @@ def pad(batch: Batch) -> PaddedBatch:
         mask_BT=mask_BT,
         fresh_BT=mask_BT & (versions_BT >= batch.min_version),
         lag_BT=batch.version - versions_BT,
-        behavior_logprobs_BT=_pad_column(floats(b"".join(one.logprobs for one in trajectories)), length_B, 0),
+        behavior_logprobs_BT=_pad_column(
+            floats(b"".join(trajectory.logprobs for trajectory in trajectories)), length_B, 0
+        ),
         reward_B=reward_B,
         rewards_BT=_rewards(trajectories, reward_B, mask_BT),
-        truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
-        cut_B=torch.tensor([one.finish == "cut" for one in trajectories]),
-        prefix_B=torch.tensor([one.prefix for one in trajectories]),
-        prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
+        truncated_B=torch.tensor([trajectory.finish == "length" for trajectory in trajectories]),
+        cut_B=torch.tensor([trajectory.finish == "cut" for trajectory in trajectories]),
+        prefix_B=torch.tensor([trajectory.prefix for trajectory in trajectories]),
+        prompt_B=torch.tensor([trajectory.identity.prompt for trajectory in trajectories]),
         components_B=_components(trajectories),
         candidates=_candidates(trajectories, length_B),
         teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
         routes_BLE=_routes(trajectories, start_B + length_B),
-        branches=_some([one.branches for one in trajectories]),
+        branches=_some([trajectory.branches for trajectory in trajectories]),
     )
 
 
@@ -166,32 +170,35 @@ def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | Non
     if not any(one.routes for one in trajectories):
         return None
     widths = width_B.tolist()
-    given = [routes(one.routes).reshape(width - 1, -1) for one, width in zip(trajectories, widths, strict=True)]
-    padded_BLE = np.full((len(given), int(width_B.max()), max(one.shape[1] for one in given)), -1, np.int16)
-    for row, found in zip(padded_BLE, given, strict=True):
-        row[: len(found), : found.shape[1]] = found
+    reported = [routes(one.routes).reshape(width - 1, -1) for one, width in zip(trajectories, widths, strict=True)]
+    padded_BLE = np.full((len(reported), int(width_B.max()), max(one.shape[1] for one in reported)), -1, np.int16)
+    for row, experts in zip(padded_BLE, reported, strict=True):
+        row[: len(experts), : experts.shape[1]] = experts
     return torch.from_numpy(padded_BLE)
 
 
 def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:
     """The log-probs of a teacher's server; NaN for a trajectory without them."""
-    if not any(one.teacher_logprobs for one in trajectories):
+    if not any(trajectory.teacher_logprobs for trajectory in trajectories):
         return None
-    given = [one.teacher_logprobs or np.full(one.num_tokens, np.nan, "<f4").tobytes() for one in trajectories]
-    return _pad_column(floats(b"".join(given)), length_B, 0)
+    logprobs = [
+        trajectory.teacher_logprobs or np.full(trajectory.num_tokens, np.nan, "<f4").tobytes()
+        for trajectory in trajectories
+    ]
+    return _pad_column(floats(b"".join(logprobs)), length_B, 0)
 
 
 def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candidates | None:
     """The candidates of all tokens; a trajectory without any has the whole vocabulary."""
-    if not any(one.candidate_counts for one in trajectories):
+    if not any(trajectory.candidate_counts for trajectory in trajectories):
         return None
-    joined = b"".join(one.candidate_counts or bytes(4 * one.num_tokens) for one in trajectories)
+    joined = b"".join(trajectory.candidate_counts or bytes(4 * trajectory.num_tokens) for trajectory in trajectories)
     # Rows of other ranks have candidate counts but no candidate ids.
-    here = np.repeat([bool(one.candidates) for one in trajectories], length_B.numpy())
+    has_ids = np.repeat([bool(trajectory.candidates) for trajectory in trajectories], length_B.numpy())
     counts = ints(joined).astype(np.int64)
-    held = counts * here
+    held = counts * has_ids
     return Candidates(
-        tokens_M=torch.from_numpy(np.concatenate([ints(one.candidates) for one in trajectories])),
+        tokens_M=torch.from_numpy(np.concatenate([ints(trajectory.candidates) for trajectory in trajectories])),
         starts=_pad_column(np.cumsum(held) - held, length_B, 0),
         counts=_pad_column(counts, length_B, 0),
     )
@@ -279,7 +286,7 @@ def _dealt(
         lightest = loads.index(min(loads))
         dealt[lightest].append(row)
         loads[lightest] += lines * work(tokens)
-    return [torch.tensor(some, dtype=torch.long) for some in dealt]
+    return [torch.tensor(own_rows, dtype=torch.long) for own_rows in dealt]
 
 
 def _split_padded(rows: Tensor, tokens: list[int], lines: list[int], budget: int) -> list[Tensor]:

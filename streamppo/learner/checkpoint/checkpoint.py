@@ -126,12 +126,12 @@ class Saver:
             raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error
         aside = durable.aside(final)
         with durable.naming(final, CheckpointError):
-            own = manifest.seal(aside, f"__{dist.get_rank()}_*")
-            ranks = _gather(own, self._group)
+            sealed = manifest.seal(aside, f"__{dist.get_rank()}_*")
+            ranks = _gather(sealed, self._group)
             if dist.get_rank() == 0:
                 # Wait for the push: a run must never resume from a version that was not published.
                 state = msgspec.structs.replace(state, digest=pushed.result().digest)
-                metadata = (aside / METADATA).read_bytes()
+                metadata = durable.read(aside / METADATA)
             else:
                 metadata = b""
             state, metadata = _from_first_rank((state, metadata), self._group)
@@ -145,7 +145,7 @@ class Saver:
             if self._copier.remote is not None:
                 # After this the leading ranks have renamed the folder on every disk.
                 dist.barrier(self._group)
-                self._left = final, list(own)
+                self._left = final, list(sealed)
                 if copies:
                     self._copy(*self._left)
 
@@ -158,9 +158,9 @@ class Saver:
 
 def checkpoint_process_group() -> dist.ProcessGroup:
     """A new group of all ranks for CPU tensors, for a `Saver`. A collective."""
-    made = dist.new_group(backend="gloo")
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def load_newest(
@@ -172,16 +172,16 @@ def load_newest(
     missing files from `address`, if set. Raises the other errors of `load`.
     """
     copies = CheckpointStore(address) if address else None
-    here = [found.name for found in manifest.complete(path.parent)]
-    there = _complete_copies(copies) if copies and dist.get_rank() == 0 else []
-    before = [name for name in {path.name, *here, *there} if name <= path.name]
+    local = [folder.name for folder in manifest.complete(path.parent)]
+    remote = _complete_copies(copies) if copies and dist.get_rank() == 0 else []
+    before = [name for name in {path.name, *local, *remote} if name <= path.name]
     for name in _from_first_rank(sorted(before), dist.group.WORLD)[::-1]:
-        one = path.with_name(name)
+        candidate = path.with_name(name)
         try:
-            return load(one, trained, copies, past)
+            return load(candidate, trained, copies, past)
         except DamagedFile as error:
-            if _leads(one.parent, dist.group.WORLD) and one.is_dir():
-                manifest.set_aside(one, error)
+            if _leads(candidate.parent, dist.group.WORLD) and candidate.is_dir():
+                manifest.set_aside(candidate, error)
     return None
 
 
@@ -200,10 +200,10 @@ def reference_has_moved(path: Path) -> bool:
     In the second case an older checkpoint with a reference may be loaded in its place.
     """
     try:
-        found = manifest.read(path).state.reference_moved
+        moved = manifest.read(path).state.reference_moved
     except DamagedFile:
-        found = True
-    return _from_first_rank(found, dist.group.WORLD)
+        moved = True
+    return _from_first_rank(moved, dist.group.WORLD)
 
 
 def load(
@@ -221,18 +221,18 @@ def load(
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
     tensors = _tensors(trained, state)
     distcp.load(tensors, path)
-    (own,) = tensors["own"].values()
-    moments = {name: {**shards, **own["state"][name]} for name, shards in tensors["optimizer"].items()}
-    optimizer_state = {"state": moments, "param_groups": own["param_groups"]}
+    (rank_state,) = tensors["own"].values()
+    moments = {name: {**shards, **rank_state["state"][name]} for name, shards in tensors["optimizer"].items()}
+    optimizer_state = {"state": moments, "param_groups": rank_state["param_groups"]}
     policy, optimizer, _ = trained
     # Not strict, because frozen weights are not in a checkpoint; the load above raised for any missing tensor.
     lenient = StateDictOptions(strict=False)
     set_state_dict(
         policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state, options=lenient
     )
-    torch.set_rng_state(own["rng"]["cpu"])
-    if "cuda" in own["rng"]:
-        torch.cuda.set_rng_state(own["rng"]["cuda"])
+    torch.set_rng_state(rank_state["rng"]["cpu"])
+    if "cuda" in rank_state["rng"]:
+        torch.cuda.set_rng_state(rank_state["rng"]["cuda"])
     return state
 
 
@@ -241,16 +241,16 @@ def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: Hi
 
     All ranks raise the same error, the first of any rank; a missing file comes before damage.
     """
-    found: CheckpointState | CheckpointError
+    outcome: CheckpointState | CheckpointError
     try:
-        found = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None, past)
+        outcome = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None, past)
     except CheckpointError as error:
-        found = error
-    errors = [one for one in _gather(found, dist.group.WORLD) if isinstance(one, CheckpointError)]
+        outcome = error
+    errors = [gathered for gathered in _gather(outcome, dist.group.WORLD) if isinstance(gathered, CheckpointError)]
     for error in sorted(errors, key=lambda error: isinstance(error, DamagedFile)):
         raise error
-    assert isinstance(found, CheckpointState)
-    return found
+    assert isinstance(outcome, CheckpointState)
+    return outcome
 
 
 def _leads(folder: Path, group: dist.ProcessGroup | None) -> bool:
@@ -303,10 +303,10 @@ def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
         sharded[name] = {key: moments[key] for key in apart}
         alike[name] = {key: value for key, value in moments.items() if key not in apart}
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-    own = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
-    still = {name for name, one in policy.named_parameters(remove_duplicate=False) if not one.requires_grad}
-    moving = {name: one for name, one in model_state.items() if name not in still}
-    found: dict[str, Any] = {"policy": moving, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": own}}
+    rank_state = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
+    still = {name for name, tensor in policy.named_parameters(remove_duplicate=False) if not tensor.requires_grad}
+    moving = {name: tensor for name, tensor in model_state.items() if name not in still}
+    tensors: dict[str, Any] = {"policy": moving, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": rank_state}}
     if reference is not None and state.reference_moved:
-        found["reference"] = {name: one.detach() for name, one in reference.named_parameters()}
-    return found
+        tensors["reference"] = {name: tensor.detach() for name, tensor in reference.named_parameters()}
+    return tensors

@@ -71,13 +71,13 @@ class Reader(FileSystemReader):
         path = Path(self.path) / METADATA
         try:
             with durable.reading(path) as file:
-                found = _Unpickler(file).load()
-            files = {one.relative_path for one in found.storage_data.values()}
+                metadata = _Unpickler(file).load()
+            files = {stored.relative_path for stored in metadata.storage_data.values()}
         except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        if not isinstance(found, Metadata) or any(os.path.basename(name) != name for name in files):
+        if not isinstance(metadata, Metadata) or any(os.path.basename(name) != name for name in files):
             raise CheckpointError(f"{path}: no metadata of a checkpoint, or they name files elsewhere")
-        return found
+        return metadata
 
 
 class Planner(DefaultLoadPlanner):
@@ -94,6 +94,6 @@ class _Unpickler(pickle.Unpickler):
         """A metadata class or a tensor dtype."""
         if f"{module}.{name}" in NAMED:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of streamppo does")

@@ -30,7 +30,7 @@ class History(msgspec.Struct, frozen=True):
 
         Example: with configurations from versions 0 and 50, version 49 has the first, 50 and 51 the second.
         """
-        return self.configs[max((one for one in self.configs if one <= version), default=min(self.configs))]
+        return self.configs[max((first for first in self.configs if first <= version), default=min(self.configs))]
 
     def refusal(self, version: int, digest: str) -> str:
         """The reason why weights with this digest are not those of `version`; "" if they are."""
@@ -54,16 +54,19 @@ def read_history(run: Path, present: Config) -> History:
         return History({0: present})
     journal = Journal.open_run(run)
     try:
-        recorded, made = resume_checks.configs(journal), journal.versions()
+        recorded, versions = resume_checks.configs(journal), journal.versions()
     finally:
         journal.close()
     configs = {version: as_present(config, present) for version, config in recorded.items()}
-    return History(configs or {0: present}, digests(recorded, made))
+    return History(configs or {0: present}, digests(recorded, versions))
 
 
 def digests(recorded: Mapping[int, Config], made: Mapping[int, PublishedVersion]) -> dict[int, str]:
     """The digest of each version; `ANY` where a redo may not give the same weights."""
-    return {version: one.digest if resume_checks.is_exact(recorded, version) else ANY for version, one in made.items()}
+    return {
+        version: published.digest if resume_checks.is_exact(recorded, version) else ANY
+        for version, published in made.items()
+    }
 
 
 def encode(history: History) -> bytes:

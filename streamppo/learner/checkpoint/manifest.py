@@ -121,7 +121,7 @@ def verify(
     manifest = read(path, past)
     writers = {rank, rank if shards_of is None else shards_of}
     read_here = [manifest.files.ranks[writer] for writer in writers if writer < manifest.state.ranks]
-    files = {name: expected for some in (manifest.files.shared, *read_here) for name, expected in some.items()}
+    files = {name: expected for listed in (manifest.files.shared, *read_here) for name, expected in listed.items()}
     for name, expected in files.items():
         defect = _defect(path / name, expected, rank)
         if defect is not None and fetch is not None:

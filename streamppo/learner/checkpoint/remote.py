@@ -19,7 +19,7 @@ import msgspec
 from msgspec import structs
 
 from streamppo.config.sections import Checkpoint, Config
-from streamppo.errors import CheckpointError
+from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.checkpoint.manifest import MANIFEST, Manifest
@@ -36,18 +36,18 @@ def address_of(config: Config, folder: Path) -> str:
     """
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
-    found = known_address(folder)
+    address = known_address(folder)
     if reason := belongs_to(config, folder):
         log.info("%s: %s", folder, reason)
-    if reason or not found.startswith(f"{under}/"):
-        found = f"{under}/{folder.name}-{uuid4().hex[:8]}"
-        owner.write(folder, found)
-        log.info("copies are at %s", found)
+    if reason or not address.startswith(f"{under}/"):
+        address = f"{under}/{folder.name}-{uuid4().hex[:8]}"
+        owner.write(folder, address)
+        log.info("copies are at %s", address)
     try:
-        owner.claim(Store(found), folder)
+        owner.claim(Store(address), folder)
     except CheckpointError as error:
-        log.info("%s was not claimed: %s", found, error)
-    return found
+        log.info("%s was not claimed: %s", address, error)
+    return address
 
 
 def belongs_to(config: Config, folder: Path) -> str:
@@ -60,10 +60,10 @@ def belongs_to(config: Config, folder: Path) -> str:
     if not (address := known_address(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
         return ""
     try:
-        there = CheckpointStore(address)
-        if reason := owner.other_owner(there, folder):
+        copies = CheckpointStore(address)
+        if reason := owner.other_owner(copies, folder):
             return reason
-        others = set(there.versions()) - set(there.versions(history.read_history(folder, config)))
+        others = set(copies.versions()) - set(copies.versions(history.read_history(folder, config)))
     except CheckpointError as error:
         log.info("%s", error)
         return ""
@@ -99,16 +99,18 @@ def newest(folder: Path, address: str, at_most: float, past: History | None = No
     A checkpoint with a damaged manifest, or not of the run's `past`, is moved aside. Raises `CheckpointError` if
     `folder` has none and the address does not answer.
     """
-    here = manifest.newest(folder, at_most, past)
+    local = manifest.newest(folder, at_most, past)
     try:
-        versions = [one for one in CheckpointStore(address).versions(past) if one <= at_most] if address else []
+        versions = (
+            [version for version in CheckpointStore(address).versions(past) if version <= at_most] if address else []
+        )
     except CheckpointError as error:
-        if here is None:
+        if local is None:
             raise
-        log.info("going on from %s: %s", here.name, error)
-        return here
-    if not versions or (here is not None and int(here.name) >= versions[-1]):
-        return here
+        log.info("going on from %s: %s", local.name, error)
+        return local
+    if not versions or (local is not None and int(local.name) >= versions[-1]):
+        return local
     return folder / f"{versions[-1]:08d}"
 
 
@@ -126,9 +128,12 @@ class CheckpointStore(Store):
     def drop(self, config: Checkpoint) -> None:
         """Delete whole copies beyond `config.keep` and `keep_every`, and partial copies older than a whole one."""
         listed, whole = self._versions(), self.versions()
-        kept = {*whole[-config.keep :], *(one for one in whole if config.keep_every and one % config.keep_every == 0)}
+        keep = {
+            *whole[-config.keep :],
+            *(number for number in whole if config.keep_every and number % config.keep_every == 0),
+        }
         for version in listed:
-            if version not in kept and whole and version < whole[-1]:
+            if version not in keep and whole and version < whole[-1]:
                 self.delete(f"{version:08d}")
 
     # --- the pieces ------------------------------------------------------------------------------------------
@@ -142,14 +147,14 @@ class CheckpointStore(Store):
         if MANIFEST not in names:
             return False
         try:
-            found = msgspec.json.decode(self.read(f"{version:08d}", MANIFEST), type=Manifest)
-        except (msgspec.MsgspecError, RecursionError):
+            stored = msgspec.json.decode(self.read(f"{version:08d}", MANIFEST), type=Manifest)
+        except UNREADABLE:
             return False
-        if past is not None and (reason := past.refusal(version, found.state.digest)):
+        if past is not None and (reason := past.refusal(version, stored.state.digest)):
             log.info("%s/%08d: %s", self.address, version, reason)
             return False
-        files = found.files
-        return names.issuperset(name for some in (files.shared, *files.ranks) for name in some)
+        files = stored.files
+        return names.issuperset(name for listed in (files.shared, *files.ranks) for name in listed)
 
 
 class Copier:

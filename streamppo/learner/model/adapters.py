@@ -46,12 +46,12 @@ def published_name(name: str) -> str:
 
 def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters, by their names in a version."""
-    return {published_name(name): one for name, one in lm.named_parameters() if one.requires_grad}
+    return {published_name(name): parameter for name, parameter in lm.named_parameters() if parameter.requires_grad}
 
 
 def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
     """The frozen parameters, by their names in a version."""
-    return {published_name(name): one for name, one in lm.named_parameters() if not one.requires_grad}
+    return {published_name(name): parameter for name, parameter in lm.named_parameters() if not parameter.requires_grad}
 
 
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:
@@ -66,7 +66,7 @@ def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) 
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         settings.save_pretrained(aside)
-        held = {f"base_model.model.{name}": one.contiguous() for name, one in adapters.items()}
+        held = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapters.items()}
         try:
             save_file(held, aside / "adapter_model.safetensors", {"format": "pt"})
         except SafetensorError as error:

@@ -61,11 +61,11 @@ def load_reference(
     master = has_moved or kl.follow_every > 0
     if known is not None and master and next(known.lm.parameters()).dtype != torch.float32:
         known = None
-    made = known or load_policy.load(
+    reference = known or load_policy.load(
         config.model, model_path, temperature, mesh, offload=kl.offload, master=master, slices=leader.slices
     )
-    made.temperature, made.float32_head = temperature, config.model.float32_head
-    return made
+    reference.temperature, reference.float32_head = temperature, config.model.float32_head
+    return reference
 
 
 def separate_reference(reference: Policy | NoReferenceWeights | None) -> Policy | None:
@@ -87,8 +87,8 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
     theirs = dict(leader.lm.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.lm.named_parameters():
-            own, target = local(parameter), local(theirs[name])
-            own.lerp_(target.to(own.device, own.dtype), share)
+            shard, target = local(parameter), local(theirs[name])
+            shard.lerp_(target.to(shard.device, shard.dtype), share)
 
 
 def load_teacher(

@@ -78,14 +78,14 @@ def write(
 def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
     from transformers import GenerationConfig
 
-    for kept in (True, False):
+    for has_settings in (True, False):
         try:
             lm.save_pretrained(folder, max_shard_size=PART)
-            return [] if kept else ["generation_config.json is left out: transformers does not save it"]
+            return [] if has_settings else ["generation_config.json is left out: transformers does not save it"]
         except SafetensorError as error:
             raise OSError(str(error)) from error
         except ValueError:
-            if not kept:
+            if not has_settings:
                 raise
             lm.generation_config = GenerationConfig()
     raise AssertionError("the second try returns or raises")
@@ -99,8 +99,8 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     """
     lm = models.load(start, dtype=getattr(torch, dtype)).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
-    if other := sorted(parameters.keys() ^ weights.keys()):
-        raise ModelError(f"the weights are not those of a model as {start!r}: {other[0]!r} is only in one of them")
+    if differing := sorted(parameters.keys() ^ weights.keys()):
+        raise ModelError(f"the weights are not those of a model as {start!r}: {differing[0]!r} is only in one of them")
     with torch.no_grad():
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
@@ -121,13 +121,13 @@ def rehearse(path: str) -> tuple[str, ...]:
     """
     from transformers import AutoConfig
 
-    made, settings_of = generation.read_settings(path), settings(path)
+    generation_settings, settings_of = generation.read_settings(path), settings(path)
     with tempfile.TemporaryDirectory() as folder, naming(path):
         settings_of.save_pretrained(folder)
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        made.config.save_pretrained(folder)
+        generation_settings.config.save_pretrained(folder)
         note = tokenizers.write(tokenizers.load(path), path, Path(folder))
-    return tuple(one for one in (*made.notes, note) if one)
+    return tuple(sentence for sentence in (*generation_settings.notes, note) if sentence)
 
 
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
@@ -146,9 +146,9 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
             return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
             start = _at(path, attention, weights)
-    own, wanted = start.transformer.config.vocab_size, settings(policy).vocab_size
-    if own < wanted:
-        raise ModelError(f"the critic {path!r} knows {own} tokens, and the policy writes {wanted}")
+    known, needed = start.transformer.config.vocab_size, settings(policy).vocab_size
+    if known < needed:
+        raise ModelError(f"the critic {path!r} knows {known} tokens, and the policy writes {needed}")
     return start
 
 

@@ -65,11 +65,11 @@ def load(
         plan = weight_files.plan(str(path), critic, adapted=lora is not None)
         whole = _on_cpu(path, critic, lora, plan) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
-    made = [] if whole is None else whole.transformers
-    chosen = attention.without_leaks(chosen, config, path, made)
-    configs = [read_settings(one) for one in (path, critic) if one not in CRITICS]
+    transformers = [] if whole is None else whole.transformers
+    chosen = attention.without_leaks(chosen, config, path, transformers)
+    configs = [read_settings(source) for source in (path, critic) if source not in CRITICS]
     chosen = attention.fall_back_to_eager(chosen, config, configs)
-    share_prompts = config.share_prompts and chosen == "sdpa" and prefix_sharing.can_share(made)
+    share_prompts = config.share_prompts and chosen == "sdpa" and prefix_sharing.can_share(transformers)
     policy = shard_without_weights(
         config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied
     )
@@ -111,15 +111,15 @@ def shard_without_weights(
     for a model whose rows cannot be split into `slices`.
     """
     with torch.device("meta"):
-        lm, own = _read(path, critic, context_parallel.name_of(attends, slices), weights=False, untied=untied)
+        lm, critic_start = _read(path, critic, context_parallel.name_of(attends, slices), weights=False, untied=untied)
         if lora is not None:
             adapters.add(lm, lora, config.dtype)
         if not master:
             for parameter in lm.parameters():
                 parameter.data = parameter.data.to(getattr(torch, config.dtype))
-        policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
+        policy = Policy(lm, 1.0, critic_start.transformer, layout=attention.layout(attends))
         policy.float32_head, policy.slices = config.float32_head, slices
-        policy.checkpointing = config.gradient_checkpointing
+        policy.checkpointing = kind = layers.kind(config)
         if not config.compile:
             policy.routers = Routers(lm.base_model, float32=config.float32_router)
     transformers = policy.transformers
@@ -127,7 +127,7 @@ def shard_without_weights(
         if refused := context_parallel.refusal(transformer.config, slices.ranks):
             raise ModelError(refused)
         tensor_parallel.cut_weights(transformer, slices.cut)
-        layers.checkpoint_activations(transformer, config.gradient_checkpointing)
+        layers.checkpoint_activations(transformer, kind)
         if config.compile:
             layers.compile_layers(transformer)
         elif config.attention == "auto" and mesh.device_type == "cpu" and slices.ranks == 1:
@@ -166,12 +166,12 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
 
 def _is_untied(path: str | Path) -> bool:
     """True if the model's head is not tied to its embedding, by rank 0's files. A collective."""
-    made = [False]
+    answers = [False]
     if dist.get_rank() == 0:
         fetch(path)
-        made = [not is_tied(settings(path))]
-    dist.broadcast_object_list(made, src=0)
-    return made[0]
+        answers = [not is_tied(settings(path))]
+    dist.broadcast_object_list(answers, src=0)
+    return answers[0]
 
 
 def _read(
@@ -186,14 +186,14 @@ def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files
     if plan is not None:
         lm_head.check(plan.first, path)
         return Policy(plan.first, 1.0, None if critic == "head" else deepcopy(plan.first.base_model))
-    lm, own = _read(path, critic, "eager", weights=True)
+    lm, critic_start = _read(path, critic, "eager", weights=True)
     lm_head.check(lm, path)
     if lora is not None:
         adapters.add(lm, lora, "float32")
-    policy = Policy(lm, 1.0, own.transformer)
-    if own.head_1D is not None:
+    policy = Policy(lm, 1.0, critic_start.transformer)
+    if critic_start.head_1D is not None:
         with torch.no_grad():
-            policy.value_head.weight.copy_(own.head_1D)
+            policy.value_head.weight.copy_(critic_start.head_1D)
     return policy
 
 
@@ -204,13 +204,13 @@ def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) ->
     Raises `ModelError` on all ranks if a number is not finite.
     """
     for name, parameter in policy.named_parameters():
-        own = local(parameter)
-        if own.numel():
+        shard = local(parameter)
+        if shard.numel():
             begin, *others = _place(parameter)
             rows = plan.read(name, begin.start, begin.stop)
-            own.zero_() if rows is None else own.copy_(rows[(slice(None), *others)])
+            shard.zero_() if rows is None else shard.copy_(rows[(slice(None), *others)])
     wrong = [""] * dist.get_world_size()
-    dist.all_gather_object(wrong, first_not_finite({name: local(one) for name, one in policy.named_parameters()}))
+    dist.all_gather_object(wrong, first_not_finite({name: local(weight) for name, weight in policy.named_parameters()}))
     if name := next(filter(None, wrong), ""):
         raise ModelError(not_finite(path, name))
 
@@ -228,10 +228,10 @@ def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
 
     A model computes them when it is made and does not save them: frequencies of rotary embeddings, for example.
     """
-    made = {} if whole is None else dict(whole.named_modules())
+    modules = {} if whole is None else dict(whole.named_modules())
     for at, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            source = made[at].get_buffer(name) if made else torch.empty_like(buffer)
+            source = modules[at].get_buffer(name) if modules else torch.empty_like(buffer)
             sent = source.to(device)
             dist.broadcast(sent, src=0)
             setattr(module, name, sent)

@@ -25,20 +25,22 @@ def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
     some of them (of an unused critic, or of a policy in warm-up) cannot be loaded.
     """
     policys = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
-    groups = [{"params": some} for some in (policys, list(policy.critic_parameters()))]
+    groups = [{"params": parameters} for parameters in (policys, list(policy.critic_parameters()))]
     # fused: one kernel for a tensor's arithmetic; the default makes a dozen passes over every tensor.
-    made = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
-    configure(made, config)
+    optimizer = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
+    configure(optimizer, config)
     # torch does not count the writes of a fused step, and a working copy compares that count.
-    made.register_step_post_hook(_count_writes)
-    for parameter in (one for group in groups for one in group["params"]):
+    optimizer.register_step_post_hook(_count_writes)
+    for parameter in (member for group in groups for member in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        made.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-    return made
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    return optimizer
 
 
 def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    torch.autograd.graph.increment_version([one for group in optimizer.param_groups for one in group["params"]])
+    torch.autograd.graph.increment_version(
+        [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    )
 
 
 def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
@@ -94,11 +96,11 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch's own norms need weights that are all sharded over the same ranks, with a row on each rank.
-    shards = [local(one) for one in gradients]
+    shards = [local(gradient) for gradient in gradients]
     if norm == "2-norm":
         squares = torch.nn.utils.get_total_norm(shards).double().square()
         add_up(squares)
-        several = [copies(one.device_mesh) for one in gradients[:1] if isinstance(one, DTensor)]
+        several = [copies(gradient.device_mesh) for gradient in gradients[:1] if isinstance(gradient, DTensor)]
         total = (squares / max([1, *several])).sqrt().float()
         torch._foreach_mul_(shards, (bound / (total + 1e-6)).clamp(max=1.0))
         return float(total.item())

@@ -192,8 +192,10 @@ class Policy(nn.Module):
     @property
     def masked_width(self) -> int | None:
         """The model's width if a row with branches may be computed by a mask, in place of each of its paths."""
-        masked = (one.config._attn_implementation == "sdpa" for one in self.transformers)
-        known = (attention.looks_at_all(one.config, context_parallel.KNOWN) for one in self.transformers)
+        masked = (transformer.config._attn_implementation == "sdpa" for transformer in self.transformers)
+        known = (
+            attention.looks_at_all(transformer.config, context_parallel.KNOWN) for transformer in self.transformers
+        )
         return self.lm.config.hidden_size if all(masked) and all(known) else None
 
     def sizes(self, host: Host) -> tree.TreeSizes:
@@ -202,8 +204,8 @@ class Policy(nn.Module):
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """The critic's own parameters: its transformer, if it has one, and the value head."""
-        own = [] if self.critic is None else list(self.critic.parameters())
-        return [*own, *self.value_head.parameters()]
+        parameters = [] if self.critic is None else list(self.critic.parameters())
+        return [*parameters, *self.value_head.parameters()]
 
     def _reading(self, host: Host, device: torch.device) -> Reading:
         inputs_BL, start_B, width_B = host.inputs_BL, host.start_B, host.start_B + host.length_B
@@ -241,7 +243,7 @@ def _entries(own_BT: Tensor, place_BT: Tensor, device: torch.device) -> Entries:
     """The entries where `own_BT` is true; `place_BT` may have more columns."""
     row_N, column_N = own_BT.nonzero(as_tuple=True)
     place_N = place_BT[row_N, column_N]
-    row_N, column_N, place_N = (to_device(one, device) for one in (row_N, column_N, place_N))
+    row_N, column_N, place_N = (to_device(index, device) for index in (row_N, column_N, place_N))
     return Entries((row_N, column_N), place_N)
 
 
@@ -281,12 +283,12 @@ def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
 def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
     """The frozen tensors of a version in `dtype`, with the hash of this rank's shard; they are never pushed."""
     target = getattr(torch, dtype)
-    made: list[Described] = []
+    described: list[Described] = []
     for name, parameter in adapters.frozen(policy.lm).items():
         shard = _shard(parameter, target)
-        own = local(parameter) if shard.nbytes else torch.empty(shard.local_shape)
-        made.append(describe_tensor(name, shard, own.to("cpu", target)))
-    return tuple(made)
+        values = local(parameter) if shard.nbytes else torch.empty(shard.local_shape)
+        described.append(describe_tensor(name, shard, values.to("cpu", target)))
+    return tuple(described)
 
 
 def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
@@ -315,8 +317,8 @@ def rank_in_copy(mesh: DeviceMesh) -> int:
 
 def device_of(policy: nn.Module) -> torch.device:
     """The device on which `policy` computes; its shards may be offloaded."""
-    one = next(policy.parameters())
-    return torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) else one.device
+    parameter = next(policy.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -328,8 +330,8 @@ def local(parameter: Tensor) -> Tensor:
 def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
     """All weights of a version in `dtype`, adapters merged, on rank 0; empty on other ranks. A collective."""
     still, moving = (
-        {name: _whole_of(one.detach().to(getattr(torch, dtype))) for name, one in some.items()}
-        for some in (adapters.frozen(policy.lm), adapters.adapter_parameters(policy.lm))
+        {name: _whole_of(parameter.detach().to(getattr(torch, dtype))) for name, parameter in parameters.items()}
+        for parameters in (adapters.frozen(policy.lm), adapters.adapter_parameters(policy.lm))
     )
     if dist.get_rank():
         return {}

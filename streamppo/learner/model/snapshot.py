@@ -62,6 +62,6 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
             if into[name].numel():
                 into[name].copy_(rows, non_blocking=True)
         elif into[name].numel():
-            own = local(parameter)
+            shard = local(parameter)
             # Cast on the GPU first: torch would otherwise move 32 bits and round on the host.
-            into[name].copy_(own.to(into[name].dtype) if own.is_cuda else own, non_blocking=True)
+            into[name].copy_(shard.to(into[name].dtype) if shard.is_cuda else shard, non_blocking=True)

@@ -86,11 +86,11 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     rank lacks the files or has different ones, or our reading differs from transformers'. Raises `ModelError`; on rank
     0 also for files of another model.
     """
-    found = None if adapted or critic not in ("head", "policy") else _files(path)
-    mine = "" if found is None else _digest(found)
+    files = None if adapted or critic not in ("head", "policy") else _files(path)
+    mine = "" if files is None else _digest(files)
     seen = [""] * dist.get_world_size()
     dist.all_gather_object(seen, mine)
-    if found is None or seen.count(mine) < len(seen):
+    if files is None or seen.count(mine) < len(seen):
         return None
     if dist.get_rank() == 0:
         fit.check(fetch(path), settings(path))
@@ -98,17 +98,17 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
         whole = hf_files.read(path, "eager", weights=False)
     sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
     config = _of_first_layers(settings(path), whole)
-    known = {name: one for name, one in sources.items() if one and _has(found, one)}
+    known = {name: one for name, one in sources.items() if one and _has(files, one)}
     sees = [config is not None and len(known) == len(sources)]
     first: Any = None
     if dist.get_rank() == 0 and sees[0]:
-        first = _first(config, found, known)
-        sees = [_is_read_alike(first, found, known)]
+        first = _first(config, files, known)
+        sees = [_is_read_alike(first, files, known)]
     dist.broadcast_object_list(sees, src=0)
     if not sees[0]:
         _log_progress(path)
         return None
-    return LoadPlan(found, known, whole.base_model_prefix, first)
+    return LoadPlan(files, known, whole.base_model_prefix, first)
 
 
 def _digest(files: TensorFiles) -> str:
@@ -128,14 +128,14 @@ def _log_progress(path: str) -> None:
 def _files(path: str) -> TensorFiles | None:
     """The safetensors files of a large model; None for any other, and for missing files on ranks other than 0."""
     try:
-        found = headers.folder_headers(fetch(path))
+        stored = headers.folder_headers(fetch(path))
     except ModelError:
         if dist.get_rank() == 0:
             raise
         return None
-    if found is None or sum(2 * math.prod(one.shape) for one in found.values()) < LARGE:
+    if stored is None or sum(2 * math.prod(header.shape) for header in stored.values()) < LARGE:
         return None
-    return TensorFiles({name: str(one.file) for name, one in found.items()})
+    return TensorFiles({name: str(header.file) for name, header in stored.items()})
 
 
 def _source(whole: Any, name: str, parameter: Tensor) -> ParameterSource | None:
@@ -183,13 +183,16 @@ def _first(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSourc
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        made: Any = AutoModelForCausalLM.from_config(config)
-    rows = [row for name, _ in made.named_parameters() for row in sources[name].rows]
+        model: Any = AutoModelForCausalLM.from_config(config)
+    rows = [row for name, _ in model.named_parameters() for row in sources[name].rows]
     tensors = {name: files.tensor(name)[:] for row in rows for name in row}
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return type(made).from_pretrained(None, config=config, state_dict=tensors, **options)
+    return type(model).from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
 def _is_read_alike(first: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
     """True if the weights of `first`, loaded by transformers, equal our own reading of the files."""
-    return all(torch.equal(sources[name].read(files, 0, len(one)), one) for name, one in first.named_parameters())
+    return all(
+        torch.equal(sources[name].read(files, 0, len(parameter)), parameter)
+        for name, parameter in first.named_parameters()
+    )

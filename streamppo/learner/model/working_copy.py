@@ -23,7 +23,7 @@ class WorkingCopy:
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
         copies: dict[nn.Parameter, Tensor] = {}
-        for module in (one for outer in modules for one in outer.modules()):
+        for module in (inner for outer in modules for inner in outer.modules()):
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dtype == dtype:
                     continue
@@ -45,10 +45,10 @@ class WorkingCopy:
 
 
 def _copy_of(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    made = torch.empty_like(weight, dtype=dtype, requires_grad=weight.requires_grad)
+    copy = torch.empty_like(weight, dtype=dtype, requires_grad=weight.requires_grad)
     if weight.requires_grad:
-        made.register_post_accumulate_grad_hook(partial(_add_gradient, weight))
-    return made
+        copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+    return copy
 
 
 def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:

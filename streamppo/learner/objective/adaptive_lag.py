@@ -55,6 +55,6 @@ def lower_by_ess(
     """
     if not is_lowered_by_ess(config):
         return None
-    found = off_policy(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
-    lower_policy(optimizer, math.sqrt(found.overall.ess_sequence))
-    return found
+    divergences = off_policy(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
+    lower_policy(optimizer, math.sqrt(divergences.overall.ess_sequence))
+    return divergences

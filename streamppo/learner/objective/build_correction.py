@@ -38,8 +38,8 @@ def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[st
     """The metrics' names of all rules that leave tokens out of the policy's loss."""
     beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()
     itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.CustomCorrection)
-    dropping = [rejection_metric(str(one.__struct_config__.tag)) for one in (choice,) * itself + beside]
-    return dropping + [filter_metric(str(one.__struct_config__.tag)) for one in chosen]
+    dropping = [rejection_metric(str(rule.__struct_config__.tag)) for rule in (choice,) * itself + beside]
+    return dropping + [filter_metric(str(rule.__struct_config__.tag)) for rule in chosen]
 
 
 def build(choice: drops.Correction) -> Correct:

@@ -108,7 +108,7 @@ class _MicroBatch(NamedTuple):
     def critic(self) -> MicroBatchLoss:
         """The critic's loss times its coefficient."""
         config, targets = self.whole.algorithm.critic, self.whole.targets
-        found = value_loss(
+        critic_loss = value_loss(
             self.current.values_BT,
             self.slice_rows(targets.scored.values_BT),
             self.slice_rows(targets.estimate.returns),
@@ -117,9 +117,9 @@ class _MicroBatch(NamedTuple):
             kind=config.loss,
             huber_delta=config.huber or 1.0,
         )
-        loss = self.average(found.loss)
+        loss = self.average(critic_loss.loss)
         return MicroBatchLoss(
-            config.coefficient * loss, Sums.of_critic(loss, self.trained_bT.sum(), found.clipped.sum()), None
+            config.coefficient * loss, Sums.of_critic(loss, self.trained_bT.sum(), critic_loss.clipped.sum()), None
         )
 
     @property

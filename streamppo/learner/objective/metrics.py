@@ -115,7 +115,9 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
     statistics = update_statistics_of(total.tokens_6)
     low, median, high = ratio_quantiles(*_last_ratios(minibatches, trained_BT, group))
     policy, critic = (_norms(minibatches, of_critic=of_critic) for of_critic in (False, True))
-    own = {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
+    critic_metrics = (
+        {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
+    )
     return {
         "policy_loss": policy_loss / max(1, sum(minibatch.part != "critic" for minibatch in minibatches)),
         "value_loss": value_loss / max(1, sum(minibatch.part != "policy" for minibatch in minibatches)),
@@ -133,7 +135,7 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
         "bad_steps": float(sum(_is_bad(minibatch) for minibatch in minibatches)),
         "empty_steps": float(sum(minibatch.is_empty for minibatch in minibatches)),
         "stopped_early": float(any(minibatch.stopped_early for minibatch in minibatches)),
-        **own,
+        **critic_metrics,
     }
 
 
@@ -158,8 +160,8 @@ def _policy_metrics(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
 
 def _norms(minibatches: Iterable[Minibatch], *, of_critic: bool) -> list[float]:
     """The gradient norms of the steps that were taken."""
-    some = (minibatch for minibatch in minibatches if (minibatch.part == "critic") is of_critic)
-    return [one.grad_norm for one in some if one.grad_norm is not None and not _is_bad(one)]
+    steps = (minibatch for minibatch in minibatches if (minibatch.part == "critic") is of_critic)
+    return [step.grad_norm for step in steps if step.grad_norm is not None and not _is_bad(step)]
 
 
 def _is_bad(minibatch: Minibatch) -> bool:
@@ -170,8 +172,8 @@ def _float64(*numbers: Tensor | float) -> Tensor:
     """The numbers as one detached vector, on the device of the first tensor; at least one is a tensor."""
     device = next(number.device for number in numbers if isinstance(number, Tensor))
     # `torch.tensor(number)` would be copied from the host, which waits for a GPU.
-    made = (one if isinstance(one, Tensor) else torch.full((), one, device=device) for one in numbers)
-    return torch.stack([one.detach().double() for one in made])
+    tensors = (scalar if isinstance(scalar, Tensor) else torch.full((), scalar, device=device) for scalar in numbers)
+    return torch.stack([scalar.detach().double() for scalar in tensors])
 
 
 def batch_metrics(
@@ -189,23 +191,23 @@ def batch_metrics(
     """
     mask_BT = batch.mask_BT
     compared_BT = mask_BT & passed_B[:, None]
-    found = age or off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
+    divergences = age or off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
     by_lag = {}
-    for bucket, divergence in found.by_lag.items():
+    for bucket, divergence in divergences.by_lag.items():
         by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
     return {
         **describe(batch, trained_BT),
-        "behavior_kl_k1": found.overall.k1,
-        "behavior_kl": found.overall.k3,
-        "ess": found.overall.ess_token,
-        "ess_sequence": found.overall.ess_sequence,
-        "chi2": found.overall.chi2_token,
-        "chi2_sequence": found.overall.chi2_sequence,
-        "weights_high": found.overall.fraction_high,
-        "weights_low": found.overall.fraction_low,
-        "log_ppl_engine": found.overall.log_ppl_engine,
-        "log_ppl_learner": found.overall.log_ppl_learner,
-        "mismatch": found.numerics.mean_abs_log_ratio if found.numerics else 0.0,
+        "behavior_kl_k1": divergences.overall.k1,
+        "behavior_kl": divergences.overall.k3,
+        "ess": divergences.overall.ess_token,
+        "ess_sequence": divergences.overall.ess_sequence,
+        "chi2": divergences.overall.chi2_token,
+        "chi2_sequence": divergences.overall.chi2_sequence,
+        "weights_high": divergences.overall.fraction_high,
+        "weights_low": divergences.overall.fraction_low,
+        "log_ppl_engine": divergences.overall.log_ppl_engine,
+        "log_ppl_learner": divergences.overall.log_ppl_learner,
+        "mismatch": divergences.numerics.mean_abs_log_ratio if divergences.numerics else 0.0,
         "explained_variance": float(explained_variance(learner.values_BT, estimate.returns, mask_BT)),
         **by_lag,
     }
@@ -230,12 +232,12 @@ def describe(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
 def _completion_metrics(batch: PaddedBatch) -> dict[str, float]:
     """Metrics of the ended completions, each counted with its last segment; a batch of segments may have none."""
     ended_B = ~batch.cut_B
-    found = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
+    metrics = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
     if not ended_B.any():
-        return found
+        return metrics
     length_B = batch.prefix_B + batch.mask_BT.sum(-1)
     means = {"reward": batch.reward_B, "length": length_B.float(), "truncated": batch.truncated_B.float()}
-    return found | {name: column_B[ended_B].mean().item() for name, column_B in means.items()}
+    return metrics | {name: column_B[ended_B].mean().item() for name, column_B in means.items()}
 
 
 def _candidates(batch: PaddedBatch) -> dict[str, float]:
@@ -252,16 +254,16 @@ def distances(
     batch: PaddedBatch, teacher_BT: Tensor | None, right_BT: Tensor | None, learner: PolicyOutput, passed_B: Tensor
 ) -> dict[str, float]:
     """The KL of the policy (`learner` of `batch_metrics`) to the teacher, and the NLL of right answers."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     mask_BT = batch.mask_BT & passed_B[:, None]
     if teacher_BT is not None:
         weights_BT = policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
         distance_BT = kl(learner.logprobs_BT, teacher_BT, mask_BT, kind="k3") * weights_BT
-        found["teacher_kl"] = distance_BT.sum().item() / max(1, int(mask_BT.sum()))
+        metrics["teacher_kl"] = distance_BT.sum().item() / max(1, int(mask_BT.sum()))
     if right_BT is not None:
         right_BT = right_BT & mask_BT
-        found["positive_nll"] = -learner.logprobs_BT[right_BT].sum().item() / max(1, int(right_BT.sum()))
-    return found
+        metrics["positive_nll"] = -learner.logprobs_BT[right_BT].sum().item() / max(1, int(right_BT.sum()))
+    return metrics
 
 
 def dropped_shares(
@@ -276,10 +278,10 @@ def dropped_shares(
     if not names_N:
         return {}
     counts_NC = torch.zeros(len(names_N) + 1, 2, dtype=torch.float64, device=batch.mask_BT.device)
-    for one in (one for minibatch in minibatches for one in minibatch.passes):
-        counts_NC[0] += _counts(batch.mask_BT[one.rows])
+    for policy_pass in (policy_pass for minibatch in minibatches for policy_pass in minibatch.passes):
+        counts_NC[0] += _counts(batch.mask_BT[policy_pass.rows])
         for place, name in enumerate(names_N, start=1):
-            counts_NC[place] += _counts(one.left_out[name])
+            counts_NC[place] += _counts(policy_pass.left_out[name])
     add_up(counts_NC, group)
     shares: dict[str, float] = {}
     for name, left_C in zip(names_N, counts_NC[1:], strict=True):
@@ -296,7 +298,7 @@ def _counts(mask_bT: Tensor) -> Tensor:
 
 def _idle_counts(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
     """The counts of the idle rows that were truncated, and of all idle rows."""
-    some = [one.idle for one in minibatches if one.part != "critic" and one.idle is not None]
-    rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *some]), batch.mask_BT.device)
+    idle = [minibatch.idle for minibatch in minibatches if minibatch.part != "critic" and minibatch.idle is not None]
+    rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *idle]), batch.mask_BT.device)
     mask_bT = batch.mask_BT[rows]
     return _counts(mask_bT & batch.truncated_B[rows][:, None]), _counts(mask_bT)

@@ -93,8 +93,8 @@ class Objective(NamedTuple):
         """
         if self.epochs[-1].part != "critic":
             return self
-        own = tuple(epoch for epoch in self.epochs if epoch.part == "critic")
-        return self._replace(anchor=None, scored="both", epochs=own, one_step=False)
+        epochs = tuple(epoch for epoch in self.epochs if epoch.part == "critic")
+        return self._replace(anchor=None, scored="both", epochs=epochs, one_step=False)
 
     def critic_epochs(self) -> list[Epoch]:
         """The critic's epochs, with a frozen policy."""

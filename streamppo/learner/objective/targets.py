@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms import distillation
-from streamppo.algorithms.advantages import AdvantageEstimate
+from streamppo.algorithms.advantages import EXPLAINED, AdvantageEstimate, outcomes_explained
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.kl import kl_reward
-from streamppo.config.algorithm import Algorithm
+from streamppo.config.algorithm import Algorithm, Bootstrapped
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch, flatten_column
 from streamppo.learner.device import to_device
@@ -50,7 +50,8 @@ class Targets(NamedTuple):
     `trained_BT` are the tokens in the loss (`Objective.trained`). Without a `correction`, each step computes proximal
     log-probs and weights from its own pass (`Objective.anchor`). `chosen_BT` are the tokens that
     `Objective.exploration` selects, None without it. `right_BT` are the trained tokens of right answers, None without
-    `positive_nll`.
+    `positive_nll`. `explained` is how far the critic knows outcomes (`outcomes_explained`), where segments of a set
+    length are cut.
     """
 
     scored: PolicyOutput
@@ -61,6 +62,16 @@ class Targets(NamedTuple):
     chosen_BT: Tensor | None
     teacher_BT: Tensor | None
     right_BT: Tensor | None
+    explained: float | None = None
+
+    @property
+    def policy_waits(self) -> bool:
+        """True if most of the data rest on a critic that knows nothing: only the critic learns from the batch.
+
+        To leave out the cut segments alone would not do. Those that are left teach the policy how to end, and nothing
+        of what comes before an end: it learns to end early.
+        """
+        return self.explained is not None and self.explained < EXPLAINED
 
 
 def compute_targets(
@@ -98,8 +109,9 @@ def compute_targets(
     if objective.exploration is not None:
         chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
     right_BT = correct_answer_mask(batch, config) & trained_BT if config.algorithm.positive_nll else None
+    explained = _explained(config, batch, scored, rewards_BT)
     return Targets(
-        scored, estimate, correction, trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT
+        scored, estimate, correction, trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT, explained
     )
 
 
@@ -134,6 +146,17 @@ def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen
     if frozen.teacher_BT is not None and config.teacher.signal == "reward":
         rewards_BT = kl_reward(rewards_BT, logprobs_BT, frozen.teacher_BT, mask_BT, beta=config.teacher.weight)
     return rewards_BT
+
+
+def _explained(config: Config, batch: PaddedBatch, scored: PolicyOutput, rewards_BT: Tensor) -> float | None:
+    """The critic's share of known outcomes; None where nothing, or nothing but age, cuts."""
+    choice, segments = config.algorithm.advantage, config.queue.segments
+    if segments is None or not segments.max_tokens or not isinstance(choice, Bootstrapped):
+        return None
+    if not (batch.cut_B | (batch.prefix_B > 0)).any():
+        return None
+    known_B = ~batch.cut_B & ~(batch.truncated_B & choice.bootstrap_truncated)
+    return outcomes_explained(rewards_BT, scored.values_BT, batch.mask_BT, known_B, gamma=choice.gamma)
 
 
 def _taught(

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from streamppo.config.engine import FAMILIES
 from streamppo.config.mesh import Mesh
+from streamppo.config.sections import FLASH
 from streamppo.learner.attention import attention
 from streamppo.learner.attention.attention import Reading
 from streamppo.learner.device import everybody
@@ -32,7 +33,9 @@ KNOWN = (*FAMILIES, "qwen3_moe")
 NAME = "slices"
 """The argument of a transformer, and so of its attention, with the ranks of the exchange."""
 PREFIX = "sliced_"
-"""Prefix of the name in transformers of a wrapped attention; the rest is the name of the wrapped one."""
+"""Prefix of the name in transformers of a wrapped attention that is no flash-attn."""
+_wrapped: dict[str, Any] = {}
+"""The functions that `_attend` calls, by the name of their wrapper."""
 
 
 class Slices(NamedTuple):
@@ -56,8 +59,8 @@ class Slices(NamedTuple):
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups made for the slices."""
-        own = tuple(one for one in (self.within, self.across, self.heads) if one is not None)
-        return (*own, *self.cut.groups())
+        groups = tuple(group for group in (self.within, self.across, self.heads) if group is not None)
+        return (*groups, *self.cut.groups())
 
 
 WHOLE = Slices()
@@ -69,8 +72,8 @@ def slices_of(device: str, config: Mesh) -> Slices:
     if ranks == 1:
         return Slices(cut=cut)
     rows = dist.get_world_size() // ranks
-    made = init_device_mesh(device, (rows, ranks), mesh_dim_names=("across", "within"))
-    number, within, across = made.get_local_rank("within"), made.get_group("within"), made.get_group("across")
+    mesh = init_device_mesh(device, (rows, ranks), mesh_dim_names=("across", "within"))
+    number, within, across = mesh.get_local_rank("within"), mesh.get_group("within"), mesh.get_group("across")
     if config.tensor == 1:
         return Slices(ranks, number, within, across, within, cut)
     heads: dist.ProcessGroup | None = None
@@ -96,13 +99,21 @@ def refusal(config: Any, ranks: int) -> str:
 
 
 def name_of(implementation: str, slices: Slices) -> str:
-    """Register `implementation` wrapped for context parallelism; return its name for transformers."""
+    """Register `implementation` wrapped for context parallelism; return its name for transformers.
+
+    A flash-attn keeps its name, by which transformers imports it: models without slices pass through the wrapper. SDPA
+    and eager attention get one of their own, for which transformers makes no mask: it would be a slice's.
+    """
     from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if slices.ranks == 1:
         return implementation
-    AttentionInterface.register(PREFIX + implementation, _attend)
-    return PREFIX + implementation
+    name = implementation if implementation in FLASH else PREFIX + implementation
+    if name not in _wrapped:
+        _wrapped[name] = ALL_ATTENTION_FUNCTIONS[implementation]
+        AttentionInterface.register(name, _attend)
+    return name
 
 
 def _attend(
@@ -112,17 +123,17 @@ def _attend(
     value_BHSD: Tensor,
     attention_mask: Tensor | None,
     *,
-    slices: Slices,
-    position_ids: Tensor | None = None,
+    slices: Slices = WHOLE,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    compute: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
+    compute: Any = _wrapped[module.config._attn_implementation]
+    if slices.ranks > 1:
+        # They are those of a slice.
+        others.pop("position_ids", None)
     if slices.heads is None:
         return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)
-    heads = [_ExchangeSlices.apply(one, slices.heads, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
+    heads = [_ExchangeSlices.apply(tensor, slices.heads, 1, 2) for tensor in (query_BHSD, key_BHSD, value_BHSD)]
     seen_BWHD, _ = compute(module, *heads, attention_mask, **others)
     return _ExchangeSlices.apply(seen_BWHD, slices.heads, 1, 2), None  # pyright: ignore[reportReturnType]
 

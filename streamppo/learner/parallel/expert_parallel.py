@@ -39,18 +39,18 @@ def dispatch_to_experts(
     sent_R = rank_M.bincount(minlength=dist.get_world_size(group))
     received_R = torch.empty_like(sent_R)
     dist.all_to_all_single(received_R, sent_R, group=group)
-    there, back = received_R.tolist(), sent_R.tolist()
+    received, back = received_R.tolist(), sent_R.tolist()
 
     def exchanged(tensor: Tensor) -> Tensor:
-        return _ExchangeTokens.apply(tensor, group, there, back)  # pyright: ignore[reportReturnType]
+        return _ExchangeTokens.apply(tensor, group, received, back)  # pyright: ignore[reportReturnType]
 
     hidden_PD = exchanged(hidden_ND[order_M // top_k])
     index_P, weights_P = exchanged((index_M % experts)[order_M]), exchanged(weights_Nk.flatten()[order_M])
     if not len(hidden_PD):
         # One zero row, so that unused weights have a gradient too: all ranks reduce the same tensors.
-        hidden_PD, index_P, weights_P = (_empty_experts(one) for one in (hidden_PD, index_P, weights_P))
-    found_PD = compute(hidden_PD, index_P[:, None], weights_P[:, None])[: sum(there)]
-    found_MD: Tensor = _ExchangeTokens.apply(found_PD, group, back, there)  # pyright: ignore[reportAssignmentType]
+        hidden_PD, index_P, weights_P = (_empty_experts(values) for values in (hidden_PD, index_P, weights_P))
+    found_PD = compute(hidden_PD, index_P[:, None], weights_P[:, None])[: sum(received)]
+    found_MD: Tensor = _ExchangeTokens.apply(found_PD, group, back, received)  # pyright: ignore[reportAssignmentType]
     return found_MD[order_M.argsort()].view(*index_Nk.shape, -1).sum(1)
 
 

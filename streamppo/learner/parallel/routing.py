@@ -67,7 +67,7 @@ class Routers:
                 # Tokens that are computed several times have the same experts each time.
                 place_M = (reading.source_N >= 0).nonzero()[:, 0]
                 entry_M = reading.source_N[place_M]
-            entry_M, place_M = (to_device(one, tokens_BL.device) for one in (entry_M, place_M))
+            entry_M, place_M = (to_device(index, tokens_BL.device) for index in (entry_M, place_M))
             routes_NE = routes_BLE.new_full((tokens, routes_BLE.shape[-1]), -1)
             routes_NE[place_M] = routes_BLE.flatten(0, 1)[entry_M]
         for router in self._routers:
@@ -81,11 +81,11 @@ class Routers:
         add_up(counts)
         counts_LX, kept_L2 = counts[:, :-2], counts[:, -2:]
         share_LX = counts_LX / counts_LX.sum(-1, keepdim=True).clamp(min=1)
-        kept, given = kept_L2.sum(0).tolist()
+        equal, replayed = kept_L2.sum(0).tolist()
         return {
             "expert_load": share_LX.max(-1).values.mean().item() * share_LX.shape[1],
             "experts_idle": (counts_LX == 0).double().mean().item(),
-            **({"routes_own": kept / given} if given else {}),
+            **({"routes_own": equal / replayed} if replayed else {}),
         }
 
 
@@ -168,22 +168,22 @@ class _Answers(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is nn.functional.linear and self._router.float32:
-            args = tuple(one.float() if isinstance(one, Tensor) else one for one in args)
-        made = func(*args, **(kwargs or {}))
-        return self._router.answer(args[0], made) if func in CHOICES else made
+            args = tuple(argument.float() if isinstance(argument, Tensor) else argument for argument in args)
+        result = func(*args, **(kwargs or {}))
+        return self._router.answer(args[0], result) if func in CHOICES else result
 
 
 def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that choose experts, with their names; of nested ones only the outermost."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in transformer.named_modules():
         chooses = isinstance(getattr(module, "top_k", None), int) and experts_of(module)
-        if chooses and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
+        if chooses and not any(name.startswith(f"{outer}.") for outer in names):
+            names.append(name)
             yield name, module
 
 
 def experts_of(chooser: object) -> int:
     """The number of experts of a module or of a model's configuration; 0 without experts."""
     named = (getattr(chooser, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
-    return next((one for one in named if isinstance(one, int)), 0)
+    return next((count for count in named if isinstance(count, int)), 0)

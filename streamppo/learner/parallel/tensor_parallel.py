@@ -52,8 +52,8 @@ class TensorParallelSpec(NamedTuple):
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The distinct meshes."""
-        one, other = self
-        return tuple(mesh for mesh in (one, None if other is one else other) if mesh is not None)
+        tensor, expert = self
+        return tuple(mesh for mesh in (tensor, None if expert is tensor else expert) if mesh is not None)
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups of the meshes."""
@@ -90,14 +90,14 @@ def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
     """The number of parameters of a `layer` of `transformer` split by tensor, and by expert parallelism."""
     (place,) = [name for name, module in transformer.named_modules() if module is layer]
     by_tensor = _names(transformer.config, "colwise") | _names(transformer.config, "rowwise")
-    experts, found = _names(transformer.config, EXPERTS), [0, 0]
+    experts, counts = _names(transformer.config, EXPERTS), [0, 0]
     for name, module in layer.named_modules():
         pattern = _pattern(f"{place}.{name}")
         if type(module) is nn.Linear and pattern in by_tensor:
-            found[0] += module.weight.numel()
+            counts[0] += module.weight.numel()
         if pattern in experts:
-            found[1] += sum(parameter.numel() for parameter in module.parameters())
-    return found[0], found[1]
+            counts[1] += sum(parameter.numel() for parameter in module.parameters())
+    return counts[0], counts[1]
 
 
 # --- cutting ---------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
             f"learner.mesh.tensor and learner.mesh.expert need a newer torch than {torch.__version__}, whose FSDP2 "
             "shards all weights of a layer over the same ranks: torch 2.13 has it, and so does a mesh without them"
         ) from None
-    infos = [(one[PART], _info(one)) for one in cut.meshes]
+    infos = [(mesh[PART], _info(mesh)) for mesh in cut.meshes]
 
     def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
         if not isinstance(parameter, DTensor):
@@ -180,10 +180,10 @@ def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) ->
 
 def _cut_experts(module: Any, name: str, mesh: DeviceMesh) -> None:
     """Keep only this rank's share of a layer's experts."""
-    for own, parameter in list(module.named_parameters()):
+    for leaf, parameter in list(module.named_parameters()):
         if len(parameter) != module.num_experts:
-            raise ModelError(f"learner.mesh.expert: {name}.{own} is not one tensor for each expert")
-        _cut_parameter(module, own, name, 0, mesh)
+            raise ModelError(f"learner.mesh.expert: {name}.{leaf} is not one tensor for each expert")
+        _cut_parameter(module, leaf, name, 0, mesh)
     module.num_experts //= mesh[PART].size()
     compute = partial(_with_parts, module, module.forward)
     module.forward = partial(expert_parallel.dispatch_to_experts, compute, mesh.get_group(PART), module.num_experts)
@@ -194,8 +194,8 @@ def _cut_parameter(module: nn.Module, own: str, name: str, dimension: int, mesh:
     if parameter.shape[dimension] % parts:
         size = parameter.shape[dimension]
         raise ModelError(f"learner.mesh: {name}.{own} has {size} entries to cut, which {parts} ranks cannot share")
-    made = distribute_tensor(parameter, mesh[PART], [Shard(dimension)], src_data_rank=None)
-    module.register_parameter(own, nn.Parameter(made, requires_grad=parameter.requires_grad))
+    distributed = distribute_tensor(parameter, mesh[PART], [Shard(dimension)], src_data_rank=None)
+    module.register_parameter(own, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
 def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
@@ -208,7 +208,7 @@ def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
 def _names(config: Any, style: str) -> set[str]:
     """The name patterns with `style` in transformers' plans for the family."""
     plans = (getattr(config, name, None) or {} for name in ("base_model_tp_plan", "base_model_ep_plan"))
-    return {name for plan in plans for name, found in plan.items() if found == style}
+    return {name for plan in plans for name, planned in plan.items() if planned == style}
 
 
 def _pattern(name: str) -> str:
@@ -238,18 +238,18 @@ def _gather_arguments(
 
     def gathered(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(gathered(one) for one in value)
+            return tuple(gathered(item) for item in value)
         return _Collective.apply(value, group, _gather_slices, _reduce_slices)
 
-    made = {name: gathered(one) if name in BY_TOKEN else one for name, one in named.items()}
-    return tuple(gathered(one) for one in arguments), made
+    by_name = {name: gathered(item) if name in BY_TOKEN else item for name, item in named.items()}
+    return tuple(gathered(item) for item in arguments), by_name
 
 
 @contextmanager
 def _parts(module: nn.Module) -> Iterator[None]:
     """In this context the weights of `module` are plain tensors, this rank's parts, for its arithmetic."""
     before = dict(module._parameters)
-    cut = {name: one.to_local() for name, one in before.items() if isinstance(one, DTensor)}
+    cut = {name: parameter.to_local() for name, parameter in before.items() if isinstance(parameter, DTensor)}
     for name, part in cut.items():
         del module._parameters[name]
         module.__dict__[name] = part
@@ -308,8 +308,8 @@ def copies(mesh: DeviceMesh) -> int:
 def is_cut_by_columns(parameter: Tensor) -> bool:
     """True for a weight split by columns: a rank has a part of every row."""
     return isinstance(parameter, DTensor) and any(
-        one.is_shard() and one.dim == 1  # pyright: ignore[reportAttributeAccessIssue]
-        for one in parameter.placements
+        placement.is_shard() and placement.dim == 1  # pyright: ignore[reportAttributeAccessIssue]
+        for placement in parameter.placements
     )
 
 

@@ -1,10 +1,10 @@
-"""Copies at a run's address, an address of fsspec's, which are there before anything is acknowledged.
+"""Copies at a run's fsspec address, written before anything is acknowledged.
 
-    written here -> copied -> acknowledged        what is not in the copy was acknowledged to nobody
+    written here -> copied -> acknowledged        whatever was acknowledged is in the copy
 
-A store that is away is waited for: nothing is acknowledged meanwhile, and the watchdog says what everybody waits for. A
-file that is cut off is no part of the copy, so that its writer may die at any moment. Each restored run has a life
-of its own, with folders of its own there: an earlier life, which may not be as dead as it is taken for, spoils nothing.
+While the store is unreachable, writers retry and nothing is acknowledged; the watchdog reports the wait. A truncated
+file is not part of the copy, so that its writer may die at any moment. Each restored run has its own life, with its own
+folders there: the processes of an earlier life, which may still run, cannot damage it.
 """
 
 import io
@@ -16,51 +16,52 @@ from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
+from streamppo import durable
 from streamppo.errors import CheckpointError
 from streamppo.weights.store import Store, row_of, with_crc
 
 JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", "run"
 """Folders at a run's address."""
 LIFE = "standby.life"
-"""The file in a run's folder that has the name of its life; without it that is the first one."""
+"""The file in a run's folder with the name of its life; without the file it is `FIRST`."""
 FIRST = "0000"
 OF_LIFE = re.compile(r"\d{4,}(-[0-9a-f]{8})?")
 RETRY_S = 5.0
-"""Seconds between two attempts to reach a store that has been away for long."""
+"""Seconds between two attempts to reach an unreachable store."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class ReplicaWriter:
-    """Writes the copies of a run to `address`; threads may use it at a time."""
+    """Writes the copies of a run to `address`; several threads may use it concurrently."""
 
     def __init__(self, address: str) -> None:
         self._store = Store(address)
         self.address = self._store.address
 
     def put(self, folder: str, name: str, row: bytes) -> None:
-        """Copy `row`, behind its CRC-32: `read` finds it if all of it is there."""
+        """Copy `row`, behind its CRC-32, by which `read` detects truncation."""
         self.put_bytes(folder, name, with_crc(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:
-        """Copy `content` as it is."""
+        """Copy `content` unchanged."""
         self._retry(lambda: self._store.put(folder, {name: io.BytesIO(content)}))
 
     def put_file(self, folder: str, path: Path, name: str) -> None:
-        """Copy a file as it is, under `name`. Raises `OSError` if it cannot be read here."""
-        with path.open("rb") as file:
+        """Copy a file unchanged, under `name`. Raises `OSError` if the local file cannot be read."""
+        with durable.reading(path) as file:
             self._retry(lambda: self._store.put(folder, {name: file}))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The bytes of each file in a folder there."""
+        """The size in bytes of each file in a folder at the address."""
         return self._retry(lambda: self._store.sizes(folder))
 
     def names(self, folder: str) -> list[str]:
-        """The names of what is in a folder there."""
+        """The names of the files in a folder at the address."""
         return self._retry(lambda: self._store.names(folder))
 
     def delete(self, folder: str, name: str) -> bool:
-        """Delete a file that nobody reads any more, and tell if it went: one that stays does no harm."""
+        """Delete a file that is no longer read. Returns False if that fails, which does no harm."""
         try:
             self._store.delete(f"{folder}/{name}")
         except CheckpointError as error:
@@ -78,22 +79,22 @@ class ReplicaWriter:
 
 
 def read(found: Store, folder: str, name: str) -> bytes | None:
-    """Read a row that was `put` there; None of a file that is cut off or damaged."""
+    """Read a row written by `put`; None if the file is truncated or damaged."""
     return row_of(found.read(folder, name))
 
 
 def life(run: Path) -> str:
-    """The name of the life of the run in the folder `run`, and of its folders; they sort in their order."""
-    return (run / LIFE).read_text() if (run / LIFE).is_file() else FIRST
+    """The name of the life of the run in the folder `run`, and of its folders at the address; names sort by age."""
+    return durable.read(run / LIFE).decode() if (run / LIFE).is_file() else FIRST
 
 
 def is_life(name: str) -> bool:
-    """True for the name of a life; a file of somebody else has another."""
+    """True for the name of a life; False for foreign files."""
     return OF_LIFE.fullmatch(name) is not None
 
 
 def next_life(before: str) -> str:
-    """The name of a life that follows one, and is nobody else's: a run may be restored twice.
+    """A unique name for the life after `before`: a run may be restored twice from the same life.
 
     Example: 0001-5e6f7a8b follows 0000.
     """

@@ -1,15 +1,15 @@
-"""A copy of journal and archive at an address of fsspec's: a run outlives the disk of its queue (`queue.standby`).
+"""Copies of journal and archive at an fsspec address, so that a run survives the loss of its disk (`queue.standby`).
 
 ADDRESS/journal/0000/000000000012-1a2b3c4d.TOKEN.base    the journal after transaction 12, as a file, with its CRC-32
 ADDRESS/journal/0000/000000000013.TOKEN             the next transaction, behind its CRC-32
-ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories of a transaction of shard 1, in the same way
-ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, as it is on the disk, and its SHA-256
-ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  what else `resume` reads, as of transaction 12, with its CRC-32
-ADDRESS/lives/0000                                  says that the copy of a life is whole; the newest one counts
+ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories of a transaction of shard 1, behind their CRC-32
+ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, unchanged, named with its SHA-256
+ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  another file that `resume` reads, as of transaction 12, with CRC-32
+ADDRESS/lives/0000                                  marks the copy of a life as complete; the newest one counts
 
-TOKEN is that of the claim (weights/owner.py) under which it was written: nothing is mixed of two folders that go on
-with one address. The queue copies its journal, and the archive with the parts of all shards; each shard copies what it
-is given. copies.py says what a copy promises, and restore.py makes a run's folder of it.
+TOKEN identifies the claim (weights/owner.py) under which a file was written: copies of two folders that continue at one
+address are never mixed. The queue copies its journal, and the archive with the parts of all shards; each shard copies
+its trajectories. copies.py states what a copy guarantees, and restore.py restores a run's folder from it.
 """
 
 import re
@@ -37,13 +37,13 @@ from streamppo.weights import owner, store
 BASE = ".base"
 DIGITS = 12
 OF_JOURNAL = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
-"""Names of whole journals, and of transactions."""
+"""Names of whole journals and of transactions."""
 FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
-"""Files of a run's folder, beside journal and archive, that `resume` reads if they are there."""
+"""Files of a run's folder, other than journal and archive, that `resume` reads if they exist."""
 BASE_EVERY = 1000
-"""Transactions after which a whole journal takes the place of those before."""
+"""Transactions after which a copy of the whole journal replaces their copies."""
 TOGETHER = 64
-"""Trajectories of a file when a shard copies all that it has."""
+"""Trajectories per file when a shard copies its whole journal."""
 
 
 class WriteEntry(WireStruct, frozen=True, tag="wrote"):
@@ -71,9 +71,9 @@ Entry: TypeAlias = WriteEntry | ConfigureEntry | ForgetEntry
 
 
 class CopiedJournal(Journal):
-    """The journal of the run in the folder `run`, with a copy of all that is written at `address`.
+    """The journal of the run in the folder `run`; every transaction is also copied to `address`.
 
-    `every` is the number of versions between two copies of metrics.jsonl; 0 copies it at the begin alone.
+    `every` is the number of versions between two copies of metrics.jsonl; with 0 it is copied only at the start.
     """
 
     def __init__(self, run: Path, address: str, every: int) -> None:
@@ -86,7 +86,7 @@ class CopiedJournal(Journal):
         self._copied: dict[str, int] = {}
 
     def fence(self) -> None:
-        """See `Journal.fence`. The copy begins anew with all that is here: the writer before may have copied less."""
+        """As `Journal.fence`; then copy journal, archive and run files: the previous writer may have copied less."""
         super().fence()
         self._refuse_others()
         self._copy_base()
@@ -106,7 +106,7 @@ class CopiedJournal(Journal):
             self._refuse_others()
         for path, name in self._archive_files(checksums(made)):
             self._copy_file(ARCHIVE, path, name)
-        if any(self._every and one.version % self._every == 0 for one in made):
+        if any(self._every and version.version % self._every == 0 for version in made):
             self._copy_run()
         self._copy(WriteEntry(changes=changes, made=tuple(made)))
 
@@ -117,8 +117,8 @@ class CopiedJournal(Journal):
         self._copy(ConfigureEntry(version=version, config=config))
 
     def forget(self, before: int, first_slot: int) -> None:
-        """See `Journal.forget`; the copies of these batches go too."""
-        dropped = [one for one in checksums(self.versions().values()).items() if one[0] < before]
+        """As `Journal.forget`; also delete the copies of these batches."""
+        dropped = [item for item in checksums(self.versions().values()).items() if item[0] < before]
         super().forget(before, first_slot)
         self._copy(ForgetEntry(before=before, first_slot=first_slot))
         for _, name in self._archive_files(dict(dropped)):
@@ -133,7 +133,7 @@ class CopiedJournal(Journal):
             self._copy_base()
 
     def _copy_base(self) -> None:
-        """Copy the whole journal, and delete what the copy has made needless."""
+        """Copy the whole journal, and delete the older copies that it replaces."""
         aside = durable.aside(self.path.with_name(f"{self.path.name}.copy"))
         with self._errors_named():
             aside.unlink(missing_ok=True)
@@ -147,24 +147,24 @@ class CopiedJournal(Journal):
                 self._copies.delete(self._folder, old)
 
     def _copy_archive(self) -> None:
-        """Copy the batches of which the address has no copy, or a part of one: a writer died, or had no address."""
-        there = self._copies.sizes(ARCHIVE)
+        """Copy the batches whose copies are missing or truncated: an earlier writer died, or had no address."""
+        sizes = self._copies.sizes(ARCHIVE)
         for path, name in self._archive_files(checksums(self.versions().values())):
-            if path.is_file() and there.get(name) != path.stat().st_size:
+            if path.is_file() and sizes.get(name) != path.stat().st_size:
                 self._copy_file(ARCHIVE, path, name)
 
     def _archive_files(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
-        """The paths of files of the archive, by version with their SHA-256, and the name of the copy of each."""
+        """(path, name of its copy) of each archived file; `files` are the SHA-256 by version."""
         for version, sums in files.items():
             for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
                 yield path, copy_name(path, checksum)
 
     def _copy_run(self) -> None:
-        """Copy what else a resume reads, each file under a new name before the one before it goes."""
+        """Copy the changed files of `FILES`, each under a new name; then delete its older copies."""
         folder = f"{RUN}/{self._life}"
         for file in FILES:
             with self._errors_named():
-                content = (self._run / file).read_bytes() if (self._run / file).is_file() else b""
+                content = durable.read(self._run / file) if (self._run / file).is_file() else b""
             if not content or self._copied.get(file) == crc32(content):
                 continue
             name = run_name(file, self._number, content)
@@ -179,7 +179,7 @@ class CopiedJournal(Journal):
             self._copies.put_file(folder, path, name)
 
     def _refuse_others(self) -> None:
-        """Raise `JournalError` if the run goes on in another folder: one that was restored, or copied, later."""
+        """Raise `JournalError` if the run continues in another folder, one that was restored or copied later."""
         owners = self._copies.names(owner.OWNERS)
         lives = filter(copies.is_life, self._copies.names(LIVES))
         if max(lives, default="") > self._life or not owner.owns(owners, self._run):
@@ -190,10 +190,10 @@ class CopiedJournal(Journal):
 
 
 class CopiedBodies(Bodies):
-    """The journal of shard `number` of the run in the folder `run`, with a copy of all that is needed at `address`.
+    """The journal of shard `number` of the run in the folder `run`; its held trajectories are copied to `address`.
 
-    A file there has the trajectories of one transaction, and goes when all of them are dropped. Each process has
-    files of its own: the next one begins with a copy of all that is here, and deletes those that were there before.
+    Each file there has the trajectories of one transaction, and is deleted when all of them are dropped. A restarted
+    process first copies its whole journal, and then deletes the files of its predecessor.
     """
 
     def __init__(self, run: Path, number: int, address: str) -> None:
@@ -202,8 +202,8 @@ class CopiedBodies(Bodies):
         self._token = owner.token(run)
         self._needed: dict[str, set[Identity]] = {}
         before = self._copies.names(self._folder)
-        for some in self.all(TOGETHER):
-            self._copy(some)
+        for bodies in self.all(TOGETHER):
+            self._copy(bodies)
         for old in before:
             self._copies.delete(self._folder, old)
 
@@ -213,7 +213,7 @@ class CopiedBodies(Bodies):
         self._copy(encoded)
 
     def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
-        """See `Bodies.drop`; a copy that nobody needs any more goes too, and is tried again if it stays."""
+        """As `Bodies.drop`; also delete copies no longer needed. A failed delete is retried at the next drop."""
         dropped = set(identities)
         super().drop(dropped, first_prompt)
         for old in self._needless(dropped, first_prompt):
@@ -229,35 +229,35 @@ class CopiedBodies(Bodies):
     def _needless(self, dropped: set[Identity], first_prompt: int) -> list[str]:
         with self._lock:
             for copy, needed in self._needed.items():
-                self._needed[copy] = {one for one in needed - dropped if one.prompt >= first_prompt}
+                self._needed[copy] = {identity for identity in needed - dropped if identity.prompt >= first_prompt}
             return [copy for copy, needed in self._needed.items() if not needed]
 
 
 def journal_of(run: Path, config: Config) -> Journal:
-    """The journal of the run in the folder `run`, for its one writer; with a copy, if `config` asks for one."""
+    """The journal of the run in the folder `run`, for its only writer; with a copy if `queue.standby` is set."""
     if not config.queue.standby:
         return Journal(run / "journal.sqlite")
     return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
 
 
 def bodies_of(run: Path, number: int, config: Config) -> Bodies:
-    """The journal of shard `number` of that run; with a copy, if `config` asks for one."""
+    """The journal of shard `number` of the run in the folder `run`; with a copy if `queue.standby` is set."""
     return CopiedBodies(run, number, store.known_address(run)) if config.queue.standby else Bodies(run, number)
 
 
 def copy_name(path: Path, checksum: str) -> str:
-    """The name of the copy of a file of the archive: another batch of the same version never takes its place."""
+    """The name of an archived file's copy; with the checksum, so that another batch of the version has another name."""
     stem, dot, end = path.name.partition(".zarr.")
     return f"{stem}.{checksum[:12]}{dot}{end}"
 
 
 def run_name(file: str, number: int, content: bytes) -> str:
-    """The name of the copy of a run's file, which is as of transaction `number`; they sort in their order."""
+    """The name of the copy of a run's file as of transaction `number`; names sort by transaction."""
     return f"{file}.{name(number)}-{crc32(content):08x}"
 
 
 def entry_name(number: int, token: str) -> str:
-    """The name of the copy of a transaction by the folder whose claim of the address has this token."""
+    """The name of a transaction's copy, written under the claim with this token."""
     return f"{name(number)}{_behind(token)}"
 
 
@@ -267,17 +267,17 @@ def token_of(copy: str) -> str:
 
 
 def is_of_journal(name: str) -> bool:
-    """True for the name of a copy of a transaction, or of a whole journal; a file of somebody else has another."""
+    """True for the name of a copy of a transaction or of a whole journal; False for foreign files."""
     return OF_JOURNAL.fullmatch(name) is not None
 
 
 def number_of(copy: str) -> int:
-    """The number of the transaction that a copy is, or that a whole journal is as of."""
+    """The number of a copy's transaction; for a whole journal, of its last one."""
     return int(copy[:DIGITS])
 
 
 def name(number: int) -> str:
-    """The number of a transaction as it begins a name: they sort in their order."""
+    """The number of a transaction as the beginning of a name, zero-padded so that names sort."""
     return f"{number:0{DIGITS}d}"
 
 
@@ -287,8 +287,8 @@ def _behind(token: str) -> str:
 
 def crc(path: Path) -> int:
     """The CRC-32 of a file."""
-    found = 0
-    with path.open("rb") as file:
+    checksum = 0
+    with durable.reading(path) as file:
         while part := file.read(store.PART_BYTES):
-            found = crc32(part, found)
-    return found
+            checksum = crc32(part, checksum)
+    return checksum

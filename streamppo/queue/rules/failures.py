@@ -1,4 +1,4 @@
-"""The share of slots that failed of late, and the error that ends a run in which there are too many."""
+"""The recent failure rate of slots, and the error that ends a run in which it is too high."""
 
 from collections import deque
 
@@ -6,30 +6,31 @@ from streamppo.errors import TooManyFailures
 from streamppo.queue.rules.slot import Slot
 
 WINDOW = 256
-"""Slots over which the failure rate is taken."""
+"""Slots over which the failure rate is computed."""
 FEWEST = 64
-"""Slots below which no rate is taken."""
+"""Fewest slots for which the rate is checked."""
 QUOTED = 3
-"""Different reasons that the error quotes."""
+"""Most distinct reasons in the error."""
 
 
 class FailureWindow:
-    """How the first attempts of the last `WINDOW` slots ended. A queue that was rebuilt begins with none."""
+    """The outcomes of the first attempts at the last `WINDOW` slots; empty after a queue is rebuilt."""
 
     def __init__(self, max_rate: float) -> None:
         self._max_rate = max_rate
         self._reasons: deque[str | None] = deque(maxlen=WINDOW)
 
     def add(self, slot: Slot, reason: str | None) -> None:
-        """Note that an attempt at `slot` failed with `reason`, or succeeded (None).
+        """Record that an attempt at `slot` failed with `reason`, or succeeded (None).
 
-        A slot counts once, by its first attempt: prompts that always fail are tried again before others.
+        Only a slot's first attempt counts: retries come before new slots, so that prompts that always fail would be
+        counted several times.
         """
         if slot.failures == 0:
             self._reasons.append(reason)
 
     def check(self) -> None:
-        """Raise `TooManyFailures` if more than the share `max_rate` of them failed."""
+        """Raise `TooManyFailures` if the failure rate is above `max_rate`."""
         if len(self._reasons) < FEWEST:
             return
         reasons = [reason for reason in self._reasons if reason is not None]

@@ -1,4 +1,4 @@
-"""The rows of the journal, and the changes that one transaction writes."""
+"""The rows of the journal, and the changes of one transaction."""
 
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -11,10 +11,9 @@ GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 
 
 class SavedSlot(WireStruct, frozen=True):
-    """A slot that is held, or a part of one.
+    """A held slot, or a part of one: open, issued to `actor` by its request `call`, or ready.
 
-    Request `call` of `actor` has its ticket, or its trajectory is stored, or it is open. If the queue has shards, a
-    `record` stands for the trajectory.
+    If the queue has shards, a ready slot has a `record` instead of the `trajectory`.
     """
 
     number: int
@@ -28,17 +27,17 @@ class SavedSlot(WireStruct, frozen=True):
 
     @property
     def stored(self) -> Trajectory | None:
-        """The trajectory, or its record, if it has come."""
+        """The trajectory or its record; None before it is delivered."""
         return self.record or self.trajectory
 
     @property
     def state(self) -> SlotState:
-        """Open, issued or ready; a ready one is leased if a `Lease` names it."""
+        """Open, issued or ready; a ready slot is leased if a `Lease` names it."""
         return READY if self.stored else ISSUED if self.actor else OPEN
 
 
 class GroupShape(NamedTuple):
-    """The task's kind and the sizes of its groups and units: they give every slot its number."""
+    """The task's kind and the sizes of its groups and units; these determine the number of every slot."""
 
     task: str
     samples_per_prompt: int
@@ -51,7 +50,7 @@ class GroupShape(NamedTuple):
 
 
 class Counters(WireStruct, frozen=True):
-    """Everything about a queue that is not one of its slots. A journal of another shape belongs to another run."""
+    """The state of a queue without its slots and leases. A journal with another `shape` belongs to another run."""
 
     shape: GroupShape
     version: int
@@ -66,7 +65,7 @@ class Counters(WireStruct, frozen=True):
 
 
 class Lease(WireStruct, frozen=True):
-    """The batch of `version`: these slots, by number and part, in this order."""
+    """The batch of `version`: its slots as (number, part), in order."""
 
     version: int
     min_version: int
@@ -74,7 +73,7 @@ class Lease(WireStruct, frozen=True):
 
 
 class EndedAttempt(WireStruct, frozen=True):
-    """An attempt that was never trained on and never will be, and why; the archive names those that were."""
+    """An attempt that ended without being trained on, and the reason; the archive has the attempts trained on."""
 
     number: int
     identity: Identity
@@ -83,16 +82,16 @@ class EndedAttempt(WireStruct, frozen=True):
 
 
 class DeadLetter(WireStruct, frozen=True):
-    """A trajectory that arrived and cannot be trained on, with the reason."""
+    """A delivered trajectory that cannot be trained on, and the reason."""
 
     trajectory: Trajectory
     reason: str
 
 
 class ArchivedBatch(WireStruct, frozen=True):
-    """The files of one batch in the archive: the SHA-256 of the only one, or of each shard's part.
+    """The archive's record of one batch: the SHA-256 of its only file, or of the file of each shard.
 
-    All prompts of the batch are from `first_prompt` to `last_prompt`.
+    `first_prompt` and `last_prompt` are the smallest and the largest prompt number of the batch.
     """
 
     files: tuple[str, ...]
@@ -109,7 +108,7 @@ class PublishedVersion(WireStruct, frozen=True):
 
 
 class Changes(NamedTuple):
-    """The changes that one transaction writes, in this order."""
+    """The changes of one transaction, in the order of writing."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()
@@ -120,7 +119,7 @@ class Changes(NamedTuple):
 
 
 class QueueSnapshot(NamedTuple):
-    """All that a queue is rebuilt from."""
+    """Everything needed to rebuild a queue."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...]

@@ -4,22 +4,22 @@ Update u trains from version u to version u + 1 and leases batch u; the lag of a
 
     admission   an engine of version v may hold slots for the updates up to v + max_lag: a slot opens while
                 held < (v + max_lag + 1 - u) * batch_size.  max_lag = 0 is synchronous PPO.
-                `admission = "mean"` has the learner's version u in the place of v, and the take enforces nothing then:
-                so max_lag bounds the mean, as in AReaL (https://arxiv.org/abs/2505.24298), and no single token.
-    the take    first in, first out by age, whole units only; max_lag is enforced here, token by token.
-                `too_old = "wait"` and "windowed" hold it in the order of issue, or nearly (window.py).
-    leases      asking for batch u again gives batch u again, until version u + 1 is published.
+                `admission = "mean"` replaces v by the learner's version u, and the take does not enforce max_lag:
+                it bounds the mean lag, as in AReaL (https://arxiv.org/abs/2505.24298), not the lag of each token.
+    the take    first in, first out by age, complete units only; it enforces max_lag for every token.
+                `too_old = "wait"` keeps the order of issue, "windowed" keeps it within a window (window.py).
+    leases      until version u + 1 is published, every take of batch u returns the same batch.
 
 Admission by example, with batch_size = 4, max_lag = 1 and one engine:
 
     u  v  held     bound
     0  0  0 to 7   (0 + 2 - 0) * 4 = 8   slots 0 to 7 open, and slot 8 does not
     0  0  8        (0 + 2 - 0) * 4 = 8   batch 0 is leased: its slots are held until they are consumed
-    1  0  4        (0 + 2 - 1) * 4 = 4   version 1 is published: the engine, which has not swapped, gets none
+    1  0  4        (0 + 2 - 1) * 4 = 4   version 1 is published: the engine has not swapped and gets no slot
     1  1  4 to 7   (1 + 2 - 1) * 4 = 8   the engine has swapped: slots 8 to 11 open
     1  1  7        (1 + 2 - 1) * 4 = 8   slot 5 is abandoned: slot 12 opens in its place
 
-Segments have rules of their own (segments.py). The states of a slot are drawn in slot.py. Every change is noted in
+The rules for segments are in segments.py, the diagram of a slot's states in slot.py. Every change is added to
 `QueueState.pending_changes`, for the journal.
 """
 
@@ -52,7 +52,7 @@ from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
 
 class QueueRules:
-    """Operates on `state`. `limits` are set when the model is there, which is before anything can arrive."""
+    """The rules, applied to `state`. `limits` are set once the model exists, before the first delivery."""
 
     def __init__(self, settings: QueueSettings, state: QueueState) -> None:
         self.settings = settings
@@ -64,9 +64,9 @@ class QueueRules:
 
     @phase("issue")
     def issue(self, actor: str, engine_version: int, limit: int, call: int) -> tuple[Ticket, ...]:
-        """Up to `limit` tickets for `actor`: slots to be sampled again first, oldest first, then new ones.
+        """Up to `limit` tickets for `actor`: first for reopened slots, oldest first, then for new ones.
 
-        The same `call` again gives the same tickets. Raises `QueueError` for an actor that was given up for dead.
+        A repeated `call` gets the same tickets. Raises `QueueError` for an actor that was marked dead.
         """
         if actor in self.state.fenced:
             raise QueueError(f"{actor} was given up for dead: it gets no tickets")
@@ -87,9 +87,9 @@ class QueueRules:
         return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in mine])
 
     def has_ticket(self, engine_version: int) -> bool:
-        """Say if `issue` has a ticket for an engine of that version: a slot to be sampled again, or room for a new one.
+        """True if `issue` has a ticket for an engine of that version: for a reopened slot, or for a new one.
 
-        All versions above one that has a ticket have one too.
+        If a version has a ticket, all later versions have one.
         """
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not OPEN:
@@ -103,29 +103,29 @@ class QueueRules:
         held = state.held + segments.expected_cuts(settings, state)
         if held < bound or not state.open:
             return held < bound
-        # The tokens of an engine that is behind would be older than those that the slot was opened for.
+        # An engine that lags behind would sample older tokens than the slot was admitted for.
         is_strict = settings.segments is not None or settings.window is not None
         return not (is_strict and engine_version < state.version and held > bound)
 
     @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Store finished trajectories, each as `put` does; those of a delivery are looked at all at once."""
+        """Store the finished trajectories of a delivery, each as `put` does; they are validated together."""
         self._put_all(trajectories, defects(trajectories, self.limits))
 
     def put_records(self, records: Sequence[TrajectoryRecord]) -> None:
-        """Store the records of finished trajectories, which a shard has looked at."""
+        """Store the records of finished trajectories, which a shard has validated."""
         self._put_all(records, [record.defect or None for record in records])
 
     def put(self, trajectory: Trajectory) -> bool:
-        """Store a finished trajectory. False if nobody waits for it: delivered twice, or by one given up for dead.
+        """Store a finished trajectory. Returns False for a duplicate, a dead actor's late delivery, or a dead letter.
 
         A trajectory that cannot be trained on is a dead letter, and a failure of its slot.
-        Raises `QueueError` for tokens of a version that was never published: then none of a delivery is stored.
+        Raises `QueueError` for tokens of an unpublished version; nothing of the delivery is stored then.
         """
         return self._put_all([trajectory], [defect(trajectory, self.limits)]) == 1
 
     def _put_all(self, trajectories: Sequence[Trajectory], reasons: Sequence[str | None]) -> int:
-        """Store what has no reason against it. Returns how many trajectories that is."""
+        """Store the trajectories whose reason (a defect) is empty. Returns the number stored."""
         judged = list(zip(trajectories, reasons, strict=True))
         sound = [trajectory for trajectory, reason in judged if not reason]
         if sound and (newest := newest_version(sound)) > self.state.version:
@@ -158,18 +158,18 @@ class QueueRules:
         return True
 
     def cut_for(self, actor: str, version: int) -> None:
-        """Note that `actor` has delivered all that was due to be cut for `version`."""
+        """Record that `actor` has delivered all segments due for `version`."""
         self.state.cut_for[actor] = max(version, self.state.cut_for.get(actor, version))
 
     def fail(self, failure: Failure) -> None:
-        """Open the slot again, or abandon it. Raises `TooManyFailures` above the configured rate."""
+        """Reopen the slot, or abandon it after `max_attempts`. Raises `TooManyFailures` above the configured rate."""
         slot = self._find_issued(failure.identity)
         self._count_delivered(failure.tokens, "failed" if slot else "duplicates")
         if slot is not None:
             self._fail(slot, "failed", failure.stage, failure.reason)
 
     def mark_dead(self, actor: str) -> None:
-        """Give `actor` up for dead, for ever: its slots are sampled again. No failure of the task."""
+        """Mark `actor` dead for good and reopen its slots; this does not count as a failure of the slots."""
         self.state.fenced.add(actor)
         self.state.calls.pop(actor, None)
         self.state.cut_for.pop(actor, None)
@@ -179,19 +179,19 @@ class QueueRules:
             self._reopen(slot, "lost", f"{actor} was given up for dead")
 
     def lost_all(self) -> None:
-        """Nobody is left of those who were sampling; all of it is sampled again."""
+        """Reopen all issued slots: all actors have ended."""
         for actor in {slot.actor for slot in self.state.slots.values() if slot.actor is not None}:
             self.mark_dead(actor)
-        # Fenced actors went with the rest, and the names are free for others.
+        # Fenced actors have ended too, so that new actors may use their names.
         self.state.fenced.clear()
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
     @phase("take")
     def take(self, version: int, *, leased_only: bool = False) -> Batch | None:
-        """Lease the batch of the update from `version`, or None while it is not whole.
+        """Lease the batch of the update that starts at `version`; None while it is incomplete.
 
-        With `leased_only` no new batch is leased. Raises `QueueError` unless that update runs now or comes next.
+        With `leased_only` no new batch is leased. Raises `QueueError` unless this is the present or the next update.
         """
         state = self.state
         if version in state.leases:
@@ -218,9 +218,9 @@ class QueueRules:
         return self.state.leases[version].batch
 
     def publish(self, version: int, admitted_lag: int | None = None) -> None:
-        """Consume the batch that made `version`, which exists from here on. The same version again is a no-op.
+        """Make `version` the newest one, and consume the batch that made it. Repeating a version does nothing.
 
-        `admitted_lag` is the lag to be admitted from here on, where the learner steers it.
+        `admitted_lag` is the lag to admit from this version on, if the learner adapts it.
         """
         state = self.state
         if version == state.version:
@@ -236,7 +236,7 @@ class QueueRules:
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _next_open(self) -> Slot:
-        """The slot of a ticket that there is."""
+        """The slot of the next available ticket."""
         if not self.state.open:
             self._open_unit()
         return heapq.heappop(self.state.open)
@@ -255,7 +255,7 @@ class QueueRules:
         state.opened += size
 
     def _open_next_part(self, slot: Slot) -> None:
-        """Wait for the rest of the completion, of which a segment has come."""
+        """Add the next part of a completion after one of its segments has arrived."""
         following = slot.open_next_segment()
         self.state.units[following.place] = following.unit
         self.state.slots[slot.identity.prompt, slot.identity.sample] = following
@@ -264,7 +264,7 @@ class QueueRules:
         self._touch(following)
 
     def _find_issued(self, identity: Identity) -> Slot | None:
-        """The slot that waits for the trajectory of `identity`, or else None and a duplicate more."""
+        """The issued slot of `identity`; if there is none, count a duplicate and return None."""
         slot = self.state.slots.get((identity.prompt, identity.sample))
         if slot is None or slot.state is not ISSUED or slot.identity != identity:
             self.state.counts["duplicates"] += 1
@@ -283,7 +283,7 @@ class QueueRules:
         self._recent.check()
 
     def _reopen(self, slot: Slot, ending: Ending, reason: str) -> None:
-        """End the attempt; another one is to be made."""
+        """End the slot's attempt and open the slot for the next one."""
         self._end(slot, ending, reason)
         if slot.state is READY:
             slot.unit.missing += 1
@@ -293,7 +293,7 @@ class QueueRules:
         heapq.heappush(self.state.open, slot)
 
     def _complete(self, unit: Unit) -> None:
-        """Count a unit whose trajectories are all there, or abandon it if it teaches nothing."""
+        """Count a complete unit as ready, or abandon it if it has no learning signal."""
         if self.settings.resample and (reason := _teaches_nothing(unit.trajectories, self.settings.resample)):
             self._abandon(unit, "resampled", reason)
         else:
@@ -313,15 +313,15 @@ class QueueRules:
         unit.end()
 
     def _choose(self, min_version: int) -> tuple[list[Unit], int] | None:
-        """The units of a batch, oldest first, and how many of their tokens are too old to be trained on.
+        """(units of a batch, oldest first, number of their tokens to mask); None while there are too few units.
 
-        Units without enough young tokens are opened again on the way. None while there is no whole batch.
+        Reopens every unit that is too old.
         """
-        wanted = self.settings.batch_units
-        if self.state.ready_units < wanted:
+        count = self.settings.batch_units
+        if self.state.ready_units < count:
             return None
-        first = list(islice(units_in_window(self.settings, self.state), wanted))
-        if len(first) == wanted and all_younger(first, min_version):
+        first = list(islice(units_in_window(self.settings, self.state), count))
+        if len(first) == count and all_younger(first, min_version):
             return first, 0
         chosen: list[Unit] = []
         masked_tokens = 0
@@ -330,14 +330,14 @@ class QueueRules:
             if masked is not None:
                 chosen.append(unit)
                 masked_tokens += masked
-            if len(chosen) == wanted:
+            if len(chosen) == count:
                 return chosen, masked_tokens
         return None
 
     def _choose_segments(self, min_version: int) -> tuple[list[Unit], int] | None:
-        """The segments of a batch, and how many of their tokens are too old. None while there is no whole batch.
+        """(segments of a batch, number of their tokens to mask); None while there are too few segments.
 
-        A segment that has no others is given up: its rest is sampled already.
+        Abandons every segment whose tokens are all too old: it cannot be resampled, as its continuation exists.
         """
         just_in_time = self.settings.segments and self.settings.segments.just_in_time
         if just_in_time and segments.is_behind(self.settings, self.state, min_version):
@@ -349,7 +349,7 @@ class QueueRules:
         return (units, masked_tokens) if len(units) == self.settings.batch_size else None
 
     def _stale_tokens(self, unit: Unit, min_version: int) -> int | None:
-        """Tokens of a ready unit that are too old; None if it cannot be trained on, and all of it is opened again."""
+        """The number of tokens to mask in a ready unit; if the unit is too old, reopen its slots and return None."""
         ages = [count_older(trajectory, min_version) for trajectory in unit.trajectories]
         if self.settings.too_old == "mask":
             too_old = any(old == sampled for old, sampled in ages)
@@ -366,14 +366,14 @@ class QueueRules:
         return None
 
     def _count_delivered(self, tokens: int, end: str | None = None) -> None:
-        """Enter `tokens` in the ledger; under `end` too if they came to their end in arriving."""
+        """Count `tokens` as delivered, and under `end` if they were refused on arrival."""
         self.state.tokens["delivered"] += tokens
         if end is not None:
             self.state.tokens[end] += tokens
 
     def _end(self, slot: Slot, ending: Ending, reason: str) -> None:
         if ending != "too_old":
-            # Its segments are trained on: what they were sampled from is no less true.
+            # The attempt's earlier segments are trained on all the same: their tokens stay valid.
             self.state.counts["orphaned"] += slot.identity.segment
         ended = EndedAttempt(number=slot.number, identity=slot.identity, state=ending, reason=reason)
         self.state.pending_changes.ended.append(ended)
@@ -383,14 +383,14 @@ class QueueRules:
 
 
 def _num_sampled(trajectories: Sequence[Trajectory]) -> int:
-    """The tokens of all of them that the policy sampled."""
+    """The number of sampled tokens in all trajectories."""
     return sum(trajectory.num_sampled for trajectory in trajectories)
 
 
 def _teaches_nothing(group: Sequence[Trajectory], resample: Resample) -> str | None:
-    """The reason why a group is not trained on, or None. Each trajectory has the component, by `defects.defect`."""
+    """Why a group has no learning signal, or None. `validation.defect` ensures that every reward has the component."""
     name = resample.component
-    values = [one.components[name] if name else one.reward for one in group]
+    values = [trajectory.components[name] if name else trajectory.reward for trajectory in group]
     what = f"values of {name!r}" if name else "rewards"
     if len(set(values)) == 1:
         return f"all {what} are {values[0]:g}"

@@ -1,16 +1,17 @@
-"""The rules for segments: which of them make a batch, and how far engines may go ahead. Pure, as in rules.py.
+"""The rules for segments: which of them make a batch, and how far engines may run ahead. Pure, as in rules.py.
 
-Update u trains from version u. `S` is the lag that the flow aims at, `L` is max_lag; S = L - 1, if that is above 0.
+Update u trains from version u. `S` is the lag that admission aims at, `L` is max_lag; S = max(1, L - 1) if segments are
+cut just in time, else L.
 
-    a cut       an engine that swaps to version v hands over every segment whose oldest token is of v - S or before, and
-                others so early that not too many are due at once (rollout/segment_cuts.py)
-    a place     a segment that waits has one, and so has the rest behind it, which its cut has opened
-    admission   as for whole completions, with S in the place of L, and with the slowest actor's last cut as version
-    the take    the segments with the oldest tokens come first; it waits for actors whose cuts could still be due
+    a cut       an engine that swaps to version v delivers every segment whose oldest token is of v - S or before, and
+                some segments earlier, so that not too many are due at once (rollout/segment_cuts.py)
+    a place     each waiting segment takes one, and so does the rest of its completion, which the cut has opened
+    admission   as for whole completions, with S in place of L, and with the slowest actor's last cut as version
+    the take    segments with the oldest tokens first; it waits for actors whose cuts could still be due
 
-So those that are due find room in a batch. Cuts by length open places too, before they have to: each completion under
-way is counted with as many of them as the average one has had. That is an average, and not a bound: where it errs,
-tokens may grow too old, and are masked.
+So every due segment finds room in a batch. Cuts by length open places too, and admission counts them in advance: for
+each completion in flight, the average number of cuts of an ended completion. This is an average, not a bound: if a
+completion has more cuts, tokens may become too old and are masked.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from streamppo.queue.rules.state import QueueSettings, QueueState
 
 
 class ChosenUnits(NamedTuple):
-    """Units for a batch; how many of their tokens are too old, and the units that have no others."""
+    """Units for a batch, the number of their tokens that are too old, and the units whose tokens are all too old."""
 
     units: list[Unit]
     masked_tokens: int
@@ -28,12 +29,12 @@ class ChosenUnits(NamedTuple):
 
 
 def last_cut(state: QueueState) -> int | None:
-    """The version for which all actors that sample have cut and delivered; None if nobody samples."""
+    """The newest version for which all sampling actors have cut and delivered; None if no actor samples."""
     return min((state.cut_for.get(actor, -1) for actor in state.issued), default=None)
 
 
 def expected_cuts(settings: QueueSettings, state: QueueState) -> int:
-    """The places that completions under way will open by cuts by length, if they are like those that have ended."""
+    """The places that cuts by length will open for completions in flight, at the average of ended completions."""
     if settings.segments is None or not settings.segments.max_tokens:
         return 0
     cut, ended = state.counts["cut"], state.counts["stored"] - state.counts["cut"]
@@ -41,14 +42,14 @@ def expected_cuts(settings: QueueSettings, state: QueueState) -> int:
 
 
 def is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> bool:
-    """True if an actor may still sample behind tokens that would be too old for the batch after this one."""
+    """True if an actor may still hold a segment with tokens that would be too old for the batch after this one."""
     newest = last_cut(state)
-    # Behind a cut for version v there are tokens of v - S + 1 and later ones.
+    # After a cut for version v only tokens of v - S + 1 or later are uncut.
     return newest is not None and max(0, newest - settings.flow_lag + 1) <= min_version
 
 
 def choose(state: QueueState, min_version: int, count: int) -> ChosenUnits:
-    """Choose `count` segments for a batch whose tokens are of `min_version` or later; fewer if there are no more."""
+    """Choose up to `count` segments for a batch that trains on tokens of `min_version` or later."""
     young: list[tuple[int, tuple[int, int], int, Unit]] = []
     given_up: list[Unit] = []
     for unit in (unit for unit in state.units.values() if unit.missing == 0):
@@ -58,5 +59,5 @@ def choose(state: QueueState, min_version: int, count: int) -> ChosenUnits:
             given_up.append(unit)
         else:
             young.append((trajectory.oldest_version, unit.slots[0].place, old, unit))
-    first = sorted(young, key=lambda one: one[:2])[:count]
+    first = sorted(young, key=lambda segment: segment[:2])[:count]
     return ChosenUnits([unit for *_, unit in first], sum(old for _, _, old, _ in first), given_up)

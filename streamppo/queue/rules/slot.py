@@ -1,19 +1,19 @@
-"""One admission slot, its states, and the unit of slots that are trained on together.
+"""One admission slot, its states, and the unit: the slots that are trained on together.
 
-With segments, a slot has a part for each: one that is ready or leased, and behind it the part that goes on.
+With segments, a slot has one part per segment: ready or leased parts, and after them the part that is still sampled.
 
 open ---> issued ---> ready ---> leased ---> consumed
  | ^        |  |        |  |
- | +--------+--|--------+  |      failed, a dead letter, lost with its actor, too old: attempt + 1 is to be sampled
+ | +--------+--|--------+  |      failed, a dead letter, lost with its actor, too old: reopened as attempt + 1
  |             |           |
- +-------------+-----------+--> abandoned     failed too often, or its group teaches nothing: the whole unit goes
+ +-------------+-----------+--> abandoned     too many failures, or a group without signal: the whole unit is dropped
 
 open        to be sampled
 issued      an actor has its ticket
 ready       its trajectory is stored; the other slots of its unit may still be missing
 leased      in the batch of an update
 consumed    its update has published a version
-abandoned   nobody samples it again
+abandoned   it is not sampled again
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,11 +27,11 @@ from msgspec import structs
 from streamppo.types import Identity, Trajectory, flags, ints
 
 NO_CALL = -1
-"""The request of a part that goes on: none."""
+"""The request number of a part that continues a completion: no request got its ticket."""
 
 
 class SlotState(StrEnum):
-    """A slot's place in the drawing above."""
+    """A slot's state in the diagram above."""
 
     OPEN = "open"
     ISSUED = "issued"
@@ -42,7 +42,7 @@ class SlotState(StrEnum):
 
 
 OPEN, ISSUED, READY, LEASED, CONSUMED, ABANDONED = SlotState
-"""The same by names of their own: Python 3.11 takes 0.1 microseconds to find a member in its class."""
+"""The states as module names: in Python 3.11 a member access such as `SlotState.OPEN` takes 0.1 microseconds."""
 
 NEXT: dict[SlotState, tuple[SlotState, ...]] = {
     OPEN: (ISSUED, ABANDONED),
@@ -52,14 +52,14 @@ NEXT: dict[SlotState, tuple[SlotState, ...]] = {
     CONSUMED: (),
     ABANDONED: (),
 }
-"""The arrows of the drawing; any other transition is a bug of ours."""
+"""The arrows of the diagram; any other transition is a bug in streamppo."""
 
 
 class TrajectoryRecord(Trajectory, frozen=True):
-    """A trajectory as the queue has it if a shard has its columns (shard.py), which are empty here.
+    """The queue's record of a trajectory whose columns are in a shard (shard.py); its own columns are empty.
 
-    `ages` are the versions that sampled its tokens, oldest first, and how many each of them sampled. With a `defect` it
-    cannot be trained on, and still has its columns.
+    `ages` are pairs (version, number of tokens that it sampled), oldest version first. A record with a `defect` cannot
+    be trained on; it keeps its columns.
     """
 
     length: int = 0
@@ -74,7 +74,7 @@ class TrajectoryRecord(Trajectory, frozen=True):
 
     @property
     def num_sampled(self) -> int:
-        """The tokens that the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(count for _, count in self.ages)
 
     @property
@@ -99,11 +99,11 @@ COLUMNS_OF_SHARD: dict[str, Any] = dict.fromkeys(
     ),
     b"",
 ) | {"explanation": ""}
-"""Fields of a trajectory that its record does without."""
+"""The fields of a trajectory that are empty in its record."""
 
 
 def record_of(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
-    """The record of a trajectory that is sound; one that has a `defect` keeps all that it has."""
+    """The record of a trajectory; with a `defect` the record keeps all fields."""
     fields = structs.asdict(trajectory)
     if defect is not None:
         ages = ((0, trajectory.num_sampled),)
@@ -120,10 +120,10 @@ def record_of(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One trajectory to be. `number` is its age; request `call` of `actor` was the last one that got its ticket.
+    """Room for one trajectory. Slots are numbered in the order of opening.
 
-    `part` counts the segments of a slot, those of attempts that failed included. `place` names the part, in the order
-    of age.
+    While the slot is issued, `actor` has its ticket, by request `call`. `part` counts the segments of a slot, including
+    those of failed attempts. `place` = (number, part) identifies the part and sorts by age.
     """
 
     number: int
@@ -144,12 +144,12 @@ class Slot:
         return self.number < other.number
 
     def move(self, to: SlotState) -> None:
-        """Change the state along an arrow of the drawing."""
+        """Change the state along an arrow of the diagram."""
         assert to in NEXT[self.state], f"slot {self.number} was {self.state} and cannot become {to}"
         self.state = to
 
     def issue(self, actor: str, call: int) -> None:
-        """Give the ticket to `actor`, as part of the answer to its request `call`."""
+        """Give the ticket to `actor`, in reply to its request `call`."""
         self.move(ISSUED)
         self.actor, self.call = actor, call
 
@@ -159,7 +159,7 @@ class Slot:
         self.trajectory, self.actor = trajectory, None
 
     def open_next_segment(self) -> "Slot":
-        """Return the part behind this one: `actor` goes on to sample it, and no request has its ticket."""
+        """Return the next part, which `actor` samples without a ticket of its own."""
         following = structs.replace(self.identity, segment=self.identity.segment + 1)
         unit = Unit(missing=1)
         slot = replace(self, identity=following, unit=unit, call=NO_CALL, part=self.part + 1)
@@ -167,7 +167,7 @@ class Slot:
         return slot
 
     def reopen(self) -> None:
-        """Sample once more, under an identity that a trajectory still on its way does not have."""
+        """Open the slot again under a new identity, so that a late trajectory of the old attempt does not match."""
         self.move(OPEN)
         old = self.identity
         self.identity = Identity(task=old.task, prompt=old.prompt, sample=old.sample, attempt=old.attempt + 1)
@@ -176,23 +176,23 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """The slots that are trained on together: a whole group, or one alone. `missing` of them are not ready."""
+    """The slots that are trained on together: a whole group, or a single slot. `missing` of them are not ready."""
 
     slots: list[Slot] = field(default_factory=list[Slot])
     missing: int = 0
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The trajectories that are stored; all of them once none is missing."""
+        """The stored trajectories."""
         return [slot.trajectory for slot in self.slots if slot.trajectory is not None]
 
     def end(self) -> None:
-        """Let go of the slots, which have ended. They know it: together they would stay until a pass for garbage."""
+        """Clear the slots, which have ended: this breaks the reference cycle between unit and slots."""
         self.slots.clear()
 
 
 def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
-    """(tokens that the policy sampled before `version`, all that it sampled)."""
+    """(number of tokens sampled by versions before `version`, number of all sampled tokens)."""
     if isinstance(trajectory, TrajectoryRecord):
         return sum(count for age, count in trajectory.ages if age < version), trajectory.num_sampled
     mask = flags(trajectory.mask)
@@ -200,14 +200,14 @@ def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
 
 
 def newest_version(trajectories: Sequence[Trajectory]) -> int:
-    """The newest version of any token of any of them."""
+    """The newest version among all tokens of the trajectories."""
     if isinstance(trajectories[0], TrajectoryRecord):
-        return max(one.newest_version for one in trajectories if isinstance(one, TrajectoryRecord))
-    return int(ints(b"".join([one.versions for one in trajectories])).max())
+        return max(trajectory.newest_version for trajectory in trajectories if isinstance(trajectory, TrajectoryRecord))
+    return int(ints(b"".join([trajectory.versions for trajectory in trajectories])).max())
 
 
 def all_younger(units: Iterable[Unit], version: int) -> bool:
-    """True if no token of `units` was sampled before `version`: the common case, found out for all units at once."""
+    """True if no token of `units` was sampled before `version`; one check over all units, for the common case."""
     trajectories = [trajectory for unit in units for trajectory in unit.trajectories]
     if isinstance(trajectories[0], TrajectoryRecord):
         return all(trajectory.oldest_version >= version for trajectory in trajectories)

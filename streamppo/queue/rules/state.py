@@ -1,6 +1,6 @@
 """The data of a queue: its settings, which never change, and its state, on which the rules operate.
 
-A queue that died is rebuilt by building its `QueueState` from the journal (snapshot.py).
+To restore a queue after a crash, its `QueueState` is rebuilt from the journal (snapshot.py).
 """
 
 from collections import Counter
@@ -19,10 +19,10 @@ from streamppo.types import Batch, Trajectory
 class QueueSettings(NamedTuple):
     """The queue that a configuration describes.
 
-    `flow_lag`, of at most `max_lag`, is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
-    trajectories of a prompt together. `resample` says which groups teach nothing, so that other prompts take their
-    slots; None keeps all. With `segments`, units are single parts of slots. With `hard` unset, `max_lag` bounds nothing
-    but admission, by the learner's version. `first_lag` is there if the admitted lag is steered, which begins with it.
+    `flow_lag` <= `max_lag` is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
+    trajectories of a prompt together. `resample` decides which groups have no learning signal: other prompts replace
+    them; None keeps all groups. With `segments`, each unit is one part of a slot. Without `hard`, `max_lag` bounds only
+    admission, relative to the learner's version. `first_lag` is set if the admitted lag is adaptive: its first value.
     """
 
     task: str
@@ -51,7 +51,7 @@ class QueueSettings(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """Units among which a batch may choose (window.py); None for all that are held."""
+        """The number of units among which a batch may choose (window.py); None means all held units."""
         match self.too_old:
             case "wait":
                 return 1
@@ -61,7 +61,7 @@ class QueueSettings(NamedTuple):
                 return None
 
     def admitted_lag(self, told: int | None) -> int:
-        """The lag that admission aims at, of which the learner has `told`, if anything."""
+        """The lag that admission aims at; `told` is the learner's value, None if it has sent none."""
         if self.first_lag is None:
             return self.flow_lag
         return min(self.first_lag if told is None else told, self.flow_lag)
@@ -72,7 +72,7 @@ class QueueSettings(NamedTuple):
 
     @property
     def shape(self) -> GroupShape:
-        """The settings that every journal of a run has in common."""
+        """The settings that a run's journal fixes: they give slots their numbers."""
         return GroupShape(self.task, self.samples_per_prompt, self.unit_size)
 
 
@@ -97,28 +97,28 @@ def settings_of(config: Config) -> QueueSettings:
 
 
 class LeasedBatch(NamedTuple):
-    """The batch of one update, and the units of slots that it consists of."""
+    """The batch of one update, and its units."""
 
     batch: Batch
     units: list[Unit]
 
 
 class TicketRequest(NamedTuple):
-    """The last request of an actor that got tickets, and their slots. An actor counts its requests in `call`."""
+    """An actor's last request that got tickets: its number, `call`, and the slots of the tickets."""
 
     call: int
     slots: list[Slot]
 
 
 NEVER = TicketRequest(NO_CALL, [])
-"""The last request of an actor that has made none."""
+"""Stands for the last request of an actor without requests."""
 
 
 @dataclass(slots=True)
 class Unwritten:
-    """Changes since the journal was last written: touched slots, those that are gone, new leases, and endings.
+    """Changes since the last write to the journal: touched slots, removed slots, new leases, and endings.
 
-    Slots are named by number and part.
+    `slots` and `gone` name a slot by (number, part).
     """
 
     slots: dict[tuple[int, int], Slot]
@@ -135,23 +135,23 @@ def nothing_unwritten() -> Unwritten:
 
 @dataclass(slots=True)
 class QueueState:
-    """Everything that a queue remembers.
+    """The whole state of a queue.
 
-    admitted_lag         the lag that the learner admits with this version; None if it has told none
+    admitted_lag         the lag that the learner admits with this version; None if it has sent none
     opened, abandoned    slots since the run began; the others are held or consumed
-    units, slots         open, issued and ready ones, oldest first; by their first place, by (prompt, sample): of a slot
-                         with segments the newest part
-    open                 a heap of slots to be sampled, oldest first; abandoned ones are skipped when they come up
-    ready_units          units that are whole
+    units, slots         open, issued and ready ones, oldest first: units by the place of their first slot, slots by
+                         (prompt, sample); for a slot with segments, its newest part
+    open                 a heap of slots to be sampled, oldest first; abandoned slots are skipped when popped
+    ready_units          the number of complete units
     leases               batches by version, until the next version is published
-    issued               by actor, the slots that it samples; every actor here has some
-    calls                the last request of each actor, which is answered again in the same way
-    fenced               actors that were given up for dead
-    cut_for              by actor, the version for which all that was due has been cut and has arrived
-    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens; of segments, those that
-                         others follow (cut), and those whose attempt then came to nothing (orphaned)
-    tokens               sampled tokens: delivered, and those of them that are no longer held, by their end
-    dropped, failed      slots by the reason that ended them, failures by their stage
+    issued               for each actor that samples, the number of its issued slots
+    calls                the last request of each actor; a repeated request gets the same tickets
+    fenced               actors that were marked dead
+    cut_for              for each actor, the newest version for which all due segments were cut and have arrived
+    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens; for segments also cut (another
+                         segment follows) and orphaned (the rest of the attempt failed or was lost)
+    tokens               sampled tokens: delivered, and the delivered tokens that are no longer held, by ending
+    dropped, failed      dropped slots by reason, failures by stage
     """
 
     version: int = 0
@@ -175,38 +175,38 @@ class QueueState:
 
     @property
     def held(self) -> int:
-        """Slots that were opened, and parts of them, which are neither consumed nor abandoned; leased ones are held."""
+        """The number of slots, or parts of slots, that are neither consumed nor abandoned; leased ones count."""
         return self.opened + self.counts["cut"] - self.abandoned - self.counts["consumed"]
 
     def first_prompt(self, samples_per_prompt: int) -> int:
-        """The first prompt of which anything is held; the one to be opened next if nothing is."""
-        leased = (slot for one in self.leases.values() for unit in one.units for slot in unit.slots)
+        """The first prompt that has a held slot; the next prompt to open if nothing is held."""
+        leased = (slot for lease in self.leases.values() for unit in lease.units for slot in unit.slots)
         held = [*(prompt for prompt, _ in self.slots), *(slot.identity.prompt for slot in leased)]
         return min(held, default=self.opened // samples_per_prompt)
 
     def issues(self, slot: Slot) -> None:
-        """Count `slot`, whose actor has its ticket."""
+        """Count `slot` as issued to its actor."""
         assert slot.actor is not None
         self.issued[slot.actor] += 1
 
     def returns(self, slot: Slot) -> None:
-        """Count `slot` no more: if its actor has the ticket, it is about to lose it."""
+        """Stop counting `slot` for its actor, if it is issued."""
         if slot.state is ISSUED and slot.actor is not None:
             self.issued[slot.actor] -= 1
             if not self.issued[slot.actor]:
                 del self.issued[slot.actor]
 
     def forget(self, unit: Unit) -> None:
-        """Take a unit out of those that wait: it is leased, or abandoned."""
+        """Remove a unit that is leased or abandoned from the waiting units."""
         for slot in unit.slots:
             key = slot.identity.prompt, slot.identity.sample
-            # Of a slot with segments the newest part alone is here.
+            # `slots` has only the newest part of a slot with segments.
             if self.slots.get(key) is slot:
                 del self.slots[key]
         del self.units[unit.slots[0].place]
 
     def lease(self, version: int, min_version: int, units: list[Unit]) -> Batch:
-        """Make the batch of `version` of these whole units, which wait no longer."""
+        """Make the batch of `version` from these complete units, and lease them."""
         chosen: list[Trajectory] = []
         for unit in units:
             self.forget(unit)
@@ -218,7 +218,7 @@ class QueueState:
         return batch
 
     def consume(self, version: int) -> None:
-        """End the lease of `version`, and with it its slots."""
+        """End the lease of `version`; its slots are consumed."""
         for unit in self.leases.pop(version).units:
             for slot in unit.slots:
                 slot.move(CONSUMED)
@@ -226,5 +226,5 @@ class QueueState:
             unit.end()
 
     def waiting(self) -> Iterator[Slot]:
-        """Every part that is neither leased nor gone."""
+        """All slots, or parts of slots, that are open, issued or ready."""
         return (slot for unit in self.units.values() for slot in unit.slots)

@@ -1,4 +1,4 @@
-"""Reasons why a trajectory cannot be trained on: it becomes a dead letter."""
+"""Validation of delivered trajectories: one that cannot be trained on becomes a dead letter, with the reason."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,15 @@ import numpy as np
 from streamppo.types import Trajectory, branches, flags, floats, ints, routes
 
 LOGPROB_SLACK = 1e-4
-"""How far above 0 rounding may carry a log-prob."""
+"""The largest log-prob that counts as rounding error of 0."""
 
 
 class TokenLimits(NamedTuple):
-    """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number).
+    """Bounds for trajectories: the vocabulary's size, and the most tokens of a completion and a prompt (None: any).
 
-    With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use; neither
-    is one without the `components` of the reward by which samples are compared, or, with `teacher`, without log-probs
-    of the teacher's server, or, with `routes`, without the experts that the engine chose. `linear` names the choices of
-    the configuration that take no branches.
+    A trajectory must have candidate tokens if `candidates` (top-p or top-k is on), the reward components in
+    `components` (samples are compared by them), log-probs of the teacher's server if `teacher`, and the engine's
+    expert choices if `routes`. `linear` names the configured choices that do not support branches.
     """
 
     vocabulary: int
@@ -32,14 +31,14 @@ class TokenLimits(NamedTuple):
 
 
 def defects(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> list[str | None]:
-    """For each trajectory what `defect` says of it; those of a delivery that are sound are found out all at once."""
+    """`defect` of each trajectory of a delivery; if all are valid, one check over all columns is enough."""
     if trajectories and all(map(_is_even, trajectories)) and _are_sound(trajectories, limits):
         return [None] * len(trajectories)
-    return [defect(one, limits) for one in trajectories]
+    return [defect(trajectory, limits) for trajectory in trajectories]
 
 
 def _is_even(one: Trajectory) -> bool:
-    """True for columns of one length, and none but those that every trajectory has."""
+    """True if the columns have one length and there are no optional columns."""
     size, prompt = len(one.tokens), len(one.prompt_tokens)
     is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs or one.routes)
     is_plain = is_plain and not one.branches
@@ -47,15 +46,15 @@ def _is_even(one: Trajectory) -> bool:
 
 
 def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
-    """True if even columns hold nothing that `defect` refuses. False says only that one has to look at each."""
-    marks = b"".join(one.mask for one in trajectories)
-    if max(marks) > 1 or not all(b"\1" in one.mask for one in trajectories):
+    """True if `defect` refuses none of these trajectories with even columns. False: check each of them."""
+    marks = b"".join(trajectory.mask for trajectory in trajectories)
+    if max(marks) > 1 or not all(b"\1" in trajectory.mask for trajectory in trajectories):
         return False
-    logprobs = floats(b"".join(one.logprobs for one in trajectories))[flags(marks)]
-    # No comparison holds for NaN.
+    logprobs = floats(b"".join(trajectory.logprobs for trajectory in trajectories))[flags(marks)]
+    # Written so that NaN fails: no comparison holds for it.
     if not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_SLACK):
         return False
-    if not all(math.isfinite(one.reward) for one in trajectories):
+    if not all(math.isfinite(trajectory.reward) for trajectory in trajectories):
         return False
     if limits is None:
         return True
@@ -64,21 +63,21 @@ def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -
         or limits.components
         or limits.teacher
         or limits.routes
-        or max(one.prefix + one.num_tokens for one in trajectories) > limits.completion
+        or max(trajectory.prefix + trajectory.num_tokens for trajectory in trajectories) > limits.completion
     ):
         return False
-    longest = max(len(one.prompt_tokens) - 4 * one.prefix for one in trajectories)
+    longest = max(len(trajectory.prompt_tokens) - 4 * trajectory.prefix for trajectory in trajectories)
     if limits.prompt is not None and longest > 4 * limits.prompt:
         return False
-    tokens = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
+    tokens = ints(b"".join(trajectory.prompt_tokens + trajectory.tokens for trajectory in trajectories))
     return bool(tokens.min() >= 0 and tokens.max() < limits.vocabulary)
 
 
 def defect(trajectory: Trajectory, limits: TokenLimits | None) -> str | None:
     """The reason why a trajectory cannot be trained on, or None."""
-    found = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
-    found = found or _routes(trajectory) or _branches(trajectory)
-    return found or (limits and _beyond(trajectory, limits))
+    reason = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
+    reason = reason or _routes(trajectory) or _branches(trajectory)
+    return reason or (limits and _beyond(trajectory, limits))
 
 
 def _shape(trajectory: Trajectory) -> str | None:
@@ -113,7 +112,7 @@ def _numbers(trajectory: Trajectory) -> str | None:
 
 
 def _teacher(trajectory: Trajectory) -> str | None:
-    """Log-probs of a teacher for all tokens, and finite ones for those that the policy sampled."""
+    """Teacher log-probs cover all tokens, and those of sampled tokens are finite and not positive."""
     column = trajectory.teacher_logprobs
     if not column:
         return None
@@ -126,7 +125,7 @@ def _teacher(trajectory: Trajectory) -> str | None:
 
 
 def _candidates(trajectory: Trajectory) -> str | None:
-    """Candidates of every token: in rising order, and a sampled token among its own."""
+    """Each token's candidates are in ascending order, and a sampled token is one of its candidates."""
     if not trajectory.candidate_counts and not trajectory.candidates:
         return None
     if len(trajectory.candidate_counts) != len(trajectory.tokens) or len(trajectory.candidates) % 4:
@@ -144,7 +143,7 @@ def _candidates(trajectory: Trajectory) -> str | None:
 
 
 def _routes(trajectory: Trajectory) -> str | None:
-    """As many experts for each token of prompt and completion but the last."""
+    """Every token of prompt and completion but the last has the same number of experts, with numbers from -1."""
     tokens = (len(trajectory.prompt_tokens) + len(trajectory.tokens)) // 4 - 1
     if len(trajectory.routes) % (2 * tokens):
         return f"routes of {len(trajectory.routes)} bytes for {tokens} tokens"
@@ -154,7 +153,7 @@ def _routes(trajectory: Trajectory) -> str | None:
 
 
 def _branches(trajectory: Trajectory) -> str | None:
-    """Branches that make a tree of a whole completion."""
+    """Branches form a valid tree, and the trajectory is a whole completion."""
     if not trajectory.branches:
         return None
     if trajectory.finish == "cut" or trajectory.identity.segment or trajectory.prefix:
@@ -172,8 +171,8 @@ def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     if limits.linear and trajectory.branches:
         return f"its tokens have branches, which {limits.linear[0]} does not take"
     if lacking := sorted(limits.components - trajectory.components.keys()):
-        there = ", ".join(trajectory.components) or "none"
-        return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"
+        components = ", ".join(trajectory.components) or "none"
+        return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {components})"
     prompt, tokens = ints(trajectory.prompt_tokens), ints(trajectory.tokens)
     before, so_far = len(prompt) - trajectory.prefix, len(tokens) + trajectory.prefix
     if limits.prompt is not None and before > limits.prompt:

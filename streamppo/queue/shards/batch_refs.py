@@ -1,8 +1,8 @@
-"""Batches on their way from the queue to the ranks, by the object store.
+"""References by which the ranks get batches from the queue, through Ray's object store.
 
-A batch is encoded once, in a thread, and put into the store once, however many ranks ask for it: the queue's event loop
-sends references. A node gets the bytes once, and its ranks read them where they lie. Several ranks ask for its outline,
-which is put once, and each for the tokens of the rows that it reads (parts.py).
+A batch is encoded once, in a thread, and put into the store once for all ranks; the queue's event loop sends only
+references. Each node receives the bytes once, and its ranks read them without a copy. With several ranks, the outline
+is put once, and each rank requests the tokens of its own rows (batch_parts.py).
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -24,16 +24,16 @@ BatchRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 Put: TypeAlias = Callable[[NDArray[np.uint8]], BatchRef]
 """Puts an encoded batch into the object store."""
 KEPT = 2
-"""Batches that are kept: a rank may ask for the next one while another fetches this one."""
+"""Batches that are kept: one rank may request the next batch while another fetches this one."""
 
 
 def put(encoded: NDArray[np.uint8]) -> BatchRef:
-    """Put an encoded batch into the object store; readers do not copy an array."""
+    """Put an encoded batch into the object store, as an array: readers do not copy it."""
     return ray.put(encoded)
 
 
 def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
-    """`encode(value)`, one trajectory after another: the event loop beside this thread waits for one at most."""
+    """As `encode(value)`, one trajectory at a time: it blocks the event loop's thread for one trajectory at most."""
     whole = bytearray()
     match value:
         case Batch():
@@ -49,26 +49,26 @@ def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uin
 
 
 def _add_batch(whole: bytearray, batch: Batch) -> None:
-    # An empty array is one byte.
+    # The empty array of trajectories is the last field and one byte; it is replaced.
     whole += encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + _head(len(batch.trajectories))
     _add(whole, batch.trajectories)
 
 
 def _add(whole: bytearray, members: Sequence[WireStruct]) -> None:
     encoder = msgspec.msgpack.Encoder()
-    for one in members:
-        encoder.encode_into(one, whole, -1)
+    for member in members:
+        encoder.encode_into(member, whole, -1)
 
 
 def _head(count: int) -> bytes:
-    """The head of an array of `count`: what is left without its members, of which each None is one byte."""
+    """The msgpack header of an array of `count` members: an encoded array of None without its one-byte members."""
     return encode((None,) * count)[: -count or None]
 
 
 class Handout:
-    """The batches that ranks asked for last, whole or in parts, each of them put away once by `put`.
+    """The references of the last requested batches, whole or in parts; each is put into the store once, by `put`.
 
-    Everywhere `read` returns the batch of `version`; it is called in a thread, once. Its error is raised.
+    In all methods `read` returns the batch of `version`; it is called once, in a thread. Its error is raised.
     """
 
     def __init__(self, put: Put) -> None:
@@ -76,16 +76,16 @@ class Handout:
         self._batches, self._refs = _Once[Batch](), _Once[BatchRef]()
 
     async def batch(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        """The batch as it is."""
+        """The reference of the whole batch."""
         return await self._refs.get(version, "whole", lambda: self._put(encode_slowly(read())))
 
     async def outline(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        """Its `Outline`."""
+        """The reference of the batch's `Outline`."""
         batch = await self._batches.get(version, "", read)
         return await self._refs.get(version, "outline", lambda: self._put(encode_slowly(batch_parts.outline_of(batch))))
 
     async def tokens(self, version: int, rows: bytes, read: Callable[[], Batch]) -> BatchRef:
-        """The `Tokens` of the trajectories at `rows` (int32)."""
+        """The reference of the `Tokens` of the trajectories at `rows` (int32)."""
         batch, picked = await self._batches.get(version, "", read), ints(rows).tolist()
         return await self._refs.get(
             version, rows, lambda: self._put(encode_slowly(batch_parts.tokens_of(batch, picked)))
@@ -96,20 +96,20 @@ Made = TypeVar("Made")
 
 
 class _Once(Generic[Made]):
-    """Things that a thread makes, each once, however many wait for it; those of the newest `KEPT` versions are kept."""
+    """A cache of results, each computed once in a thread for all callers; it keeps the last `KEPT` versions."""
 
     def __init__(self) -> None:
         self._made: dict[int, dict[str | bytes, asyncio.Task[Made]]] = {}
 
     async def get(self, version: int, name: str | bytes, make: Callable[[], Made]) -> Made:
-        """Return what `make` returned for `version` and `name`. Raises its error, and the next call makes it again."""
+        """Return the result of `make` for `version` and `name`. Raises its error; then the next call tries again."""
         of_version = self._made.setdefault(version, {})
         if name not in of_version:
             of_version[name] = asyncio.create_task(asyncio.to_thread(make))
-        made = of_version[name]
+        task = of_version[name]
         for old in list(self._made)[:-KEPT]:
             del self._made[old]
-        await asyncio.wait([made])
-        if made.exception() is not None:
+        await asyncio.wait([task])
+        if task.exception() is not None:
             of_version.pop(name, None)
-        return made.result()
+        return task.result()

@@ -1,15 +1,15 @@
-"""The Ray actor of a queue's shard: it holds the columns of trajectories, of which the queue holds records.
+"""The Ray actor of a queue's shard: it holds the columns of trajectories; the queue holds only their records.
 
     rollout actor --trajectories--> shard --records--> rollout actor --records--> queue
     rank          <--its part of a batch-- shard <--which trajectories-- queue
     archive       <--its part of a batch-- shard
 
-Prompt p belongs to shard p modulo K, so that many processes receive, check, journal, hand out and archive tokens, and
-one admits, ages and leases: all rules are the queue's. A shard decides nothing and remembers nothing but its journal:
-its calls may be made twice, also to two processes of one shard, of which one was given up for dead.
+Prompt p belongs to shard p modulo K. So K processes receive, validate, journal, serve and archive tokens, while the
+queue alone applies the rules: admission, age and leases. A shard has no rules and no state but its journal: its calls
+may be repeated, also by two processes of one shard if one of them was marked dead but still runs.
 
-    a trajectory is in the journal of its shard before its record is in that of the queue
-    it is dropped once the queue's journal says that it is in the archive, or will never be trained on
+    a trajectory is in its shard's journal before its record is in the queue's journal
+    it is dropped after the queue's journal records that it is in the archive, or will never be trained on
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -40,13 +40,13 @@ from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct
 LearnedRef: TypeAlias = "ObjectRef[bytes]"
 """An encoded `TokenRecord` of a whole batch, in the object store."""
 LEARNED_S = 60.0
-"""Seconds for it to come: ranks of which one is out of reach start anew, and publish with another reference."""
+"""Timeout in seconds to fetch it: if its rank is unreachable, the ranks restart and publish a new reference."""
 
 
 class BatchPart(WireStruct, frozen=True):
-    """The trajectories of a batch that one shard has, by the numbers of their `rows` (int32) in it.
+    """One shard's trajectories in a batch; `rows` (int32) are their indices in it.
 
-    `ends` (int64) says where the tokens of each row of the whole batch begin and end.
+    `ends` (int64) are the token offsets of the whole batch: row i has the tokens ends[i] : ends[i + 1].
     """
 
     version: int
@@ -57,7 +57,7 @@ class BatchPart(WireStruct, frozen=True):
 
 
 class QueueShard:
-    """Shard `number` of the queue of the run in the folder `run`. Every method is safe to call twice."""
+    """Shard `number` of the queue of the run in the folder `run`. Every method may be called twice."""
 
     def __init__(self, config: bytes, run: str, model_path: str, number: int, put: Put = batch_refs.put) -> None:
         process.log_to_stdout(f"queue-shard-{number}")
@@ -73,24 +73,26 @@ class QueueShard:
 
     @ray.method
     async def another_life(self, known: str) -> str:
-        """The name of this process, as soon as it is not `known`: that is how a restart is noticed."""
+        """The name of this process, once it differs from `known`; callers detect a restart this way."""
         if self._life == known:
             await asyncio.Event().wait()
         return self._life
 
     @ray.method
     async def store(self, trajectories: bytes) -> bytes:
-        """Write trajectories down, and return their `TrajectoryRecord`s in their order.
+        """Journal encoded trajectories, and return their `TrajectoryRecord`s in order.
 
-        The record of one that cannot be trained on says why, and has all of it; nothing is written of it.
+        A trajectory that cannot be trained on is not journalled; its record has the reason and all columns.
         """
         if self._limits is None:
             self._limits = await asyncio.to_thread(limits_of, self._config, self._model_path)
         rows = [bytes(raw) for raw in decode(trajectories, tuple[msgspec.Raw, ...])]
         decoded = [decode(row, Trajectory) for row in rows]
-        found = zip(decoded, defects(decoded, self._limits), strict=True)
-        records = tuple(record_of(one, defect) for one, defect in found)
-        await self._write({one.identity: row for one, row in zip(records, rows, strict=True) if not one.defect})
+        checked = zip(decoded, defects(decoded, self._limits), strict=True)
+        records = tuple(record_of(trajectory, defect) for trajectory, defect in checked)
+        await self._write(
+            {trajectory.identity: row for trajectory, row in zip(records, rows, strict=True) if not trajectory.defect}
+        )
         return encode(records)
 
     @ray.method
@@ -101,22 +103,22 @@ class QueueShard:
 
     @ray.method
     async def outline(self, part: bytes) -> BatchRef:
-        """Their `Outline`."""
+        """The `Outline` of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
         return await self._handout.outline(named.version, lambda: self._batch(named))
 
     @ray.method
     async def tokens(self, part: bytes, rows: bytes) -> BatchRef:
-        """Their `Tokens`, of those that are among `rows` (int32) of the whole batch."""
+        """The `Tokens` of the part's trajectories whose index in the whole batch is in `rows` (int32)."""
         named = decode(part, BatchPart)
         return await self._handout.tokens(named.version, rows, lambda: self._batch(named))
 
     @ray.method
     async def archive(self, part: bytes, learned: "list[LearnedRef]") -> bytes:
-        """Write them to a file of the archive that has no name yet, with the learner's numbers of their tokens.
+        """Write the part to the archive under a temporary name, with the learner's record of its tokens.
 
-        `learned` is a reference of those of the whole batch, if there is one. Returns a `WrittenFile`. Raises
-        `TimeoutError` for a reference of a rank that cannot be reached: Ray alone waits for minutes.
+        `learned` has at most one reference, to the record of the whole batch. Returns a `WrittenFile`. Raises
+        `TimeoutError` after `LEARNED_S` if the reference's rank is unreachable: Ray itself waits for minutes.
         """
         async with asyncio.timeout(LEARNED_S):
             numbers = decode(await learned[0], TokenRecord) if learned else TokenRecord()
@@ -124,18 +126,18 @@ class QueueShard:
 
     @ray.method
     async def drop(self, identities: bytes, first_prompt: int) -> None:
-        """Forget these trajectories, and all of prompts before `first_prompt`."""
+        """Delete these trajectories, and all of prompts before `first_prompt`."""
         await asyncio.to_thread(self._bodies.drop, decode(identities, tuple[Identity, ...]), first_prompt)
 
     @ray.method
     async def report(self) -> bytes:
-        """The time that was spent here, by phase: a `PhaseTime` by the name of each."""
+        """The time spent in this process: a `PhaseTime` by the name of each phase."""
         return encode(process.spent())
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
     async def _write(self, encoded: dict[Identity, bytes]) -> None:
-        """Return when these are in the journal; callers that come while one transaction runs share the next."""
+        """Return when these trajectories are in the journal; calls that arrive during a transaction share the next."""
         self._waiting |= encoded
         async with self._writing:
             if not self._waiting.keys() & encoded.keys():
@@ -144,7 +146,7 @@ class QueueShard:
             try:
                 await asyncio.to_thread(self._bodies.write, together)
             except JournalError:
-                # Each of the callers tries, and each of them is told.
+                # Each waiting caller retries the write, so that each of them raises.
                 self._waiting = together | self._waiting
                 raise
 
@@ -156,5 +158,5 @@ class QueueShard:
         ends = np.frombuffer(part.ends, dtype=np.int64).tolist()
         mine = [slice(ends[row], ends[row + 1]) for row in ints(part.rows).tolist()]
         columns = {name: floats(column) for name, column in msgspec.structs.asdict(learned).items() if column}
-        own = {name: b"".join(column[one].tobytes() for one in mine) for name, column in columns.items()}
-        return archive.write(self._archive, self._batch(part), TokenRecord(**own))
+        fields = {name: b"".join(column[tokens].tobytes() for tokens in mine) for name, column in columns.items()}
+        return archive.write(self._archive, self._batch(part), TokenRecord(**fields))

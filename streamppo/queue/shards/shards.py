@@ -1,4 +1,4 @@
-"""A queue's shards, as the queue and the rollout actors see them: who has what, and all of them at once."""
+"""The client of a queue's shards, for the queue and the rollout actors: routes calls to the right shards."""
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 
 def name(number: int) -> str:
-    """The name of the actor of a shard."""
+    """The name of a shard's Ray actor."""
     return f"queue-shard-{number}"
 
 
 def numbers(config: Config) -> range:
-    """The numbers of a queue's shards; none if the queue has the trajectories itself."""
+    """The numbers of a queue's shards; empty if the queue holds the trajectories itself."""
     return range(config.queue.shards if config.queue.shards > 1 else 0)
 
 
 class Shards:
-    """All shards of a queue; none if the queue has the trajectories itself."""
+    """All shards of a queue; empty (and false) if the queue holds the trajectories itself."""
 
     def __init__(self, actors: "Sequence[ActorProxy[QueueShard]]") -> None:
         self._actors = list(actors)
 
     @classmethod
     def attach(cls, config: Config) -> "Shards":
-        """The shards of the run that this process is a part of; they have been made already."""
-        # An actor that Ray starts again must not be made of references, which may be gone by then.
+        """The existing shards of this process's run, by their names."""
+        # Arguments of an actor that Ray restarts must not contain references, which may be lost by then.
         return cls([ray.get_actor(name(number)) for number in numbers(config)])
 
     def __bool__(self) -> bool:
         return bool(self._actors)
 
     async def store(self, trajectories: Sequence[Trajectory]) -> tuple[TrajectoryRecord, ...]:
-        """Give each trajectory to its shard; returns their records in their order."""
-        rows = self._rows([one.identity for one in trajectories])
+        """Send each trajectory to its shard; return their records in order."""
+        rows = self._rows([trajectory.identity for trajectory in trajectories])
         sent = [
             self._actors[shard].store.remote(encode(tuple(trajectories[row] for row in mine))) for shard, mine in rows
         ]
@@ -60,46 +60,46 @@ class Shards:
         return tuple(records[row] for row in range(len(trajectories)))
 
     async def take(self, batch: Batch) -> list[BatchRef]:
-        """The parts of a batch of records."""
+        """The parts of the whole batch whose records are in `batch`."""
         return await asyncio.gather(*(self._actors[shard].take.remote(part) for shard, part in self._parts(batch)))
 
     async def outline(self, batch: Batch) -> list[BatchRef]:
-        """The outlines of its parts."""
+        """The outlines of the parts."""
         return await asyncio.gather(*(self._actors[shard].outline.remote(part) for shard, part in self._parts(batch)))
 
     async def tokens(self, batch: Batch, rows: bytes) -> list[BatchRef]:
-        """The tokens of `rows` (int32), by the shards that have some of them or none."""
+        """The tokens of `rows` (int32), from each shard that has a part of the batch."""
         parts = self._parts(batch)
         return await asyncio.gather(*(self._actors[shard].tokens.remote(part, rows) for shard, part in parts))
 
     async def archive(self, batch: Batch, learned: "list[LearnedRef]") -> list[WrittenFile]:
-        """Have the parts of a batch written to the archive, each to a file without a name."""
+        """Have the shards write their parts of a batch to the archive, each under a temporary name."""
         parts = self._parts(batch)
         answers = await asyncio.gather(*(self._actors[shard].archive.remote(part, learned) for shard, part in parts))
-        return [decode(one, WrittenFile) for one in answers]
+        return [decode(answer, WrittenFile) for answer in answers]
 
     def drop(self, identities: Sequence[Identity], first_prompt: int) -> None:
-        """Have trajectories forgotten that are gone; nobody waits for it, and what is missed goes by `first_prompt`."""
+        """Have the shards delete trajectories, without waiting; a missed deletion is made up for by `first_prompt`."""
         by_shard = {shard: tuple(identities[row] for row in rows) for shard, rows in self._rows(identities)}
         for number, actor in enumerate(self._actors):
             actor.drop.remote(encode(by_shard.get(number, ())), first_prompt)
 
     async def phase_times(self) -> list[dict[str, PhaseTime]]:
-        """The time that each of them has spent, by phase."""
+        """The time that each shard has spent, by phase."""
         answers = await asyncio.gather(*(actor.report.remote() for actor in self._actors))
         return [decode(answer, dict[str, PhaseTime]) for answer in answers]
 
     def _rows(self, identities: Sequence[Identity]) -> list[tuple[int, list[int]]]:
-        """The shards that have any of these, each with the places of its own."""
-        found: dict[int, list[int]] = {}
+        """(shard, indices of its identities) for each shard that has any of them."""
+        by_shard: dict[int, list[int]] = {}
         for row, identity in enumerate(identities):
-            found.setdefault(identity.prompt % len(self._actors), []).append(row)
-        return sorted(found.items())
+            by_shard.setdefault(identity.prompt % len(self._actors), []).append(row)
+        return sorted(by_shard.items())
 
     def _parts(self, batch: Batch) -> list[tuple[int, bytes]]:
-        """The shards that have a part of a batch of records, each with its encoded `BatchPart`."""
+        """(shard, encoded `BatchPart`) for each shard that has a part of a batch of records."""
         records = batch.trajectories
-        ends = np.cumsum([0, *(one.num_tokens for one in records)]).astype("<i8").tobytes()
+        ends = np.cumsum([0, *(record.num_tokens for record in records)]).astype("<i8").tobytes()
         return [
             (
                 shard,
@@ -113,5 +113,5 @@ class Shards:
                     )
                 ),
             )
-            for shard, rows in self._rows([one.identity for one in records])
+            for shard, rows in self._rows([record.identity for record in records])
         ]

@@ -1,30 +1,32 @@
-"""The durable record of what was trained on: one zarr group for each update, each a zip file of its own.
+"""The durable record of all consumed batches: one zarr group for each update, each in its own zip file.
 
 runs/NAME/archive/00000042.zarr.zip            the batch of version 42, exactly
-runs/NAME/archive/00000042.1-of-4.zarr.zip     where the queue has shards, the part of it that one of them had
+runs/NAME/archive/00000042.1-of-4.zarr.zip     if the queue has shards: one shard's part of the batch
 
-    zarr.open_group(zarr.storage.ZipStore("00000042.zarr.zip", mode="r"))        is all that it takes to read one
+    zarr.open_group(zarr.storage.ZipStore("00000042.zarr.zip", mode="r"))        opens a file
 
-B trajectories lie one after another in flat columns: those of trajectory i are `offsets[i] : offsets[i + 1]`, its
-prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on single tokens there is a flat column
-`token_rewards` with offsets of its own. If top-p or top-k cut the distribution, `candidates` are the tokens that were
-left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
-with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server, the `routes` of a mixture of
-experts, and the `branches` of trajectories whose tokens are a tree: pairs (start, parent), types/branches.py. If
-rewards have components a table of them [B, components], NaN if a trajectory has none of a name. If rewards are
-explained, `explanations` is their text in UTF-8, flat, with offsets of its own. The learner's numbers of each token, as
-the update began, lie beside it: `values`, the critic's expectation before it was sampled, if there is a critic;
-`proximal_logprobs`, its log-prob by the learner's own policy, if a pass gave it; `advantages`. A file is complete when
-it has its name; it counts once the journal holds its SHA-256.
+B trajectories are concatenated in flat columns: trajectory i has the entries `offsets[i] : offsets[i + 1]`, its prompt
+`prompt_offsets[i] : prompt_offsets[i + 1]`. Optional flat columns have their own offsets:
 
-The attribute `rows` of a part has the numbers of its trajectories in the batch; the parts are read as one.
+    token_rewards                   rewards of single tokens
+    candidates, candidate_counts    with top-p or top-k, the tokens left of the distribution, and their number for each
+                                    token of a completion (0: the whole vocabulary)
+    teacher_logprobs                log-probs of a teacher that is a server
+    routes                          the experts of a mixture of experts
+    branches                        of trajectories whose tokens are a tree: pairs (start, parent), types/branches.py
+    explanations                    the text that explains the rewards, in UTF-8
 
-With segments, `segment` is a trajectory's number in its completion, and `prefix` says how many of the last tokens of
-its prompt are of the segments before it.
+`components` is a table [B, components] of reward components; NaN if a trajectory lacks one. The learner's record has
+one number per token, as of the update's start: `values`, the critic's expectation before the token, if there is a
+critic; `proximal_logprobs`, if a pass computed them; `advantages`.
 
-It is written under a name of its writer, and gets its own within the transaction that records it: a queue that was
-given up for dead, and still writes, comes too late for that. The journal also knows the range of prompts of each file,
-so that a prompt is found without opening all of them.
+The attribute `rows` of a part lists the indices of its trajectories in the batch; the parts are read as one batch.
+With segments, `segment` is a trajectory's number in its completion, and `prefix` is the number of tokens at the end of
+its prompt that belong to earlier segments.
+
+A file is written under a temporary name of its writer, and gets its final name within the journal's transaction that
+records its SHA-256; only then it counts. A queue that was marked dead but still writes is fenced out of that
+transaction. The journal also has the range of prompts of each file, so that a prompt is found without opening them all.
 """
 
 # pyarrow leaves parts of its signatures untyped.
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 
 
 class WrittenFile(WireStruct, frozen=True):
-    """A file without a name, of a batch or of a part of one, its SHA-256, and its first and its last prompt."""
+    """A written file, still under its temporary name, of a batch or a part: its SHA-256, first and last prompt."""
 
     path: str
     sha256: str
@@ -74,7 +76,7 @@ class WrittenFile(WireStruct, frozen=True):
 
 
 class Archive:
-    """The batches of one run. `checksums` are the SHA-256 of the files of each that count, by version."""
+    """The batches of one run. `checksums` are the SHA-256 of the files of each recorded batch, by version."""
 
     def __init__(self, folder: Path, checksums: Mapping[int, tuple[str, ...]]) -> None:
         self.folder = folder
@@ -82,29 +84,29 @@ class Archive:
         self._asides: dict[int, list[Path]] = {}
 
     def versions(self) -> list[int]:
-        """The versions whose batch is here, in order."""
+        """The versions of the archived batches, in order."""
         return sorted(self.checksums)
 
     def write(self, batch: Batch, learned: TokenRecord | None = None) -> ArchivedBatch:
-        """Make `batch` durable, but for its name, which `settle` gives it; returns the journal's record of the file.
+        """Write `batch` durably under a temporary name, until `settle`; return the journal's record of the file.
 
-        `learned` has one number for each token of its completions. Raises `JournalError` if the disk refuses.
+        `learned` has one number for each completion token. Raises `JournalError` if the disk refuses.
         """
         return self.gather(batch.version, [write(self.folder, batch, learned or TokenRecord())])
 
     def gather(self, version: int, written: Sequence[WrittenFile]) -> ArchivedBatch:
-        """Note the files of all parts of a batch, which shards have written; returns the journal's record of them."""
-        self._asides[version] = [Path(one.path) for one in written]
+        """Keep the temporary names of a batch's files, until `settle`; return the journal's record of the files."""
+        self._asides[version] = [Path(file.path) for file in written]
         return ArchivedBatch(
-            files=tuple(one.sha256 for one in written),
-            first_prompt=min(one.first_prompt for one in written),
-            last_prompt=max(one.last_prompt for one in written),
+            files=tuple(file.sha256 for file in written),
+            first_prompt=min(file.first_prompt for file in written),
+            last_prompt=max(file.last_prompt for file in written),
         )
 
     def settle(self, made: PublishedVersion) -> None:
-        """Give the batch that made a version its name, if there is one; it counts from here on.
+        """Give the files of the batch that made a version their final names; from then on the batch counts.
 
-        To be called within the transaction that records it. Raises `JournalError` if the disk refuses.
+        Call it within the transaction that records the batch. Raises `JournalError` if the disk refuses.
         """
         if made.archived is None:
             return
@@ -116,9 +118,9 @@ class Archive:
         self.checksums[version] = files
 
     def sweep(self) -> None:
-        """Delete files without a name, left by writers that died, and those before the first that is kept.
+        """Delete the temporary files of dead writers, and the files of versions before the first kept one.
 
-        Only for the writer that has fenced the journal.
+        Call it only after fencing the journal.
         """
         first = min(self.checksums, default=0)
         with durable.naming(self.folder, JournalError):
@@ -127,8 +129,8 @@ class Archive:
                     path.unlink(missing_ok=True)
 
     def drop(self, before: int) -> None:
-        """Delete the batches of versions below `before`; the journal has forgotten them. Raises `JournalError`."""
-        for version in [one for one in self.checksums if one < before]:
+        """Delete the batches of versions below `before`, after `Journal.forget`. Raises `JournalError`."""
+        for version in [number for number in self.checksums if number < before]:
             for path in self.paths(version, len(self.checksums[version])):
                 with durable.naming(path, JournalError):
                     path.unlink(missing_ok=True)
@@ -139,17 +141,17 @@ class Archive:
         return self._read(version)[0]
 
     def batch(self, version: int) -> Batch:
-        """The very batch that was trained on. Raises `JournalError` if it is missing or damaged."""
+        """The batch exactly as it was trained on. Raises `JournalError` if it is missing or damaged."""
         columns, attributes = self._read(version)
         return to_batch(columns, attributes)
 
     def batch_and_record(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        """The batch and its `learned` numbers, in one reading. Raises `JournalError` if it is missing or damaged."""
+        """The batch and the learner's columns, read once. Raises `JournalError` if it is missing or damaged."""
         columns, attributes = self._read(version)
         return to_batch(columns, attributes), record_columns(columns)
 
     def table(self, version: int) -> "pyarrow.Table":
-        """The batch as a pyarrow Table with one row for each trajectory; `.to_pandas()` makes it a frame."""
+        """The batch as a pyarrow Table with one row per trajectory; `.to_pandas()` gives a DataFrame."""
         import pyarrow
 
         columns, attributes = self._read(version)
@@ -166,11 +168,11 @@ class Archive:
         if "components" in columns:
             columns |= dict(zip(attributes.component_names, columns.pop("components").T, strict=True))
         words = {name: decode_words(columns.pop(name), known) for name, known in attributes.words().items()}
-        told = {"explanation": texts} if any(texts) else {}
-        return pyarrow.table({**columns, **words, **told, **flat})
+        explained = {"explanation": texts} if any(texts) else {}
+        return pyarrow.table({**columns, **words, **explained, **flat})
 
     def path(self, version: int) -> Path:
-        """The file of the batch of `version`, if it is the only one."""
+        """The file of the batch of `version`, for a queue without shards."""
         return _path(self.folder, version)
 
     def paths(self, version: int, count: int) -> list[Path]:
@@ -185,8 +187,8 @@ class Archive:
                 raise JournalError(f"{path}: not kept: the archive begins with version {min(self.checksums)}")
             raise JournalError(f"{path}: no batch of version {version} was recorded")
         paths = self.paths(version, len(expected))
-        found = [_read(path, sha256) for path, sha256 in zip(paths, expected, strict=True)]
-        return found[0] if len(found) == 1 and not found[0][1].rows else _merge_columns(found)
+        parts = [_read(path, sha256) for path, sha256 in zip(paths, expected, strict=True)]
+        return parts[0] if len(parts) == 1 and not parts[0][1].rows else _merge_columns(parts)
 
 
 def open(run: Path) -> Archive:
@@ -199,12 +201,12 @@ def open(run: Path) -> Archive:
 
 def checksums(versions: Iterable[PublishedVersion]) -> dict[int, tuple[str, ...]]:
     """The SHA-256 of the files of each archived batch, by the batch's version."""
-    return {made.version - 1: made.archived.files for made in versions if made.archived}
+    return {version.version - 1: version.archived.files for version in versions if version.archived}
 
 
 @phase("archive")
 def write(folder: Path, batch: Batch, learned: TokenRecord) -> WrittenFile:
-    """Make a batch, or a part of one, durable, but for its name; `learned` has a number for each of its tokens.
+    """Write a batch, or a part of one, durably under a temporary name; `learned` has one number per completion token.
 
     Raises `JournalError` if the disk refuses.
     """
@@ -237,15 +239,15 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
     except zarr_zip.Strange as error:
         raise JournalError(f"{path}: not as streamppo writes it: {error}") from error
     try:
-        told = msgspec.json.decode(attributes, type=Attributes)
-        verify(columns, told)
+        decoded = msgspec.json.decode(attributes, type=Attributes)
+        verify(columns, decoded)
     except (ValueError, LookupError, RecursionError) as error:
         raise JournalError(f"{path}: no batch: {error}") from error
-    return columns, told
+    return columns, decoded
 
 
 def _merge_columns(found: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
-    """The columns of a whole batch, of those of its parts."""
+    """The columns of a whole batch, joined from its parts."""
     batch = batch_parts.merge([to_batch(columns, attributes) for columns, attributes in found])
     if len({frozenset(columns).intersection(LEARNED) for columns, _ in found}) > 1:
         raise JournalError(f"the batch of version {batch.version} came in parts with different columns")

@@ -1,11 +1,11 @@
-"""A batch in parts: its outline, which every rank needs of all rows, and the tokens of the rows that a rank reads.
+"""A batch in parts: its outline, which every rank needs in full, and the token ids of the rows that a rank reads.
 
-    batch = join(outline_of(batch), tokens_of(batch, rows))       exactly, but for the tokens of other rows: zeros
+    batch = join(outline_of(batch), tokens_of(batch, rows))       exactly, but the tokens of other rows are zeros
 
-Each shard of a queue gives the part of a batch that it has, or of its outline; `merge` puts the parts together.
+Each shard of a queue returns its part of a batch or of its outline; `merge` and `merge_outlines` join the parts.
 
-Advantages, corrections and metrics are computed on every rank from all rows, and need no token ids. Only a pass over
-rows does, and each row is passed over by one rank.
+Every rank computes advantages, corrections and metrics from all rows, without token ids. Only forward and backward
+passes need token ids, and each row is passed by one rank.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from streamppo.types import Batch, Outline, Tokens, Trajectory, ints
 
 
 def outline_of(batch: Batch) -> Outline:
-    """Everything of a batch but its token ids."""
-    lengths = [len(one.prompt_tokens) // 4 for one in batch.trajectories]
+    """The batch without its token ids."""
+    lengths = [len(trajectory.prompt_tokens) // 4 for trajectory in batch.trajectories]
     none = Tokens(row=0, prompt_tokens=b"", tokens=b"", candidates=b"")
-    bare = tuple(_with(one, none) for one in batch.trajectories)
+    bare = tuple(_with(trajectory, none) for trajectory in batch.trajectories)
     prompt_lengths = np.array(lengths, dtype="<i4").tobytes()
     return Outline(batch=structs.replace(batch, trajectories=bare), prompt_lengths=prompt_lengths)
 
 
 def tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
-    """The token ids of the trajectories at `rows`; a part of a batch gives those of the rows that it has."""
+    """The token ids of the trajectories at `rows`; for a part of a batch, of those rows that it contains."""
     place = {row: at for at, row in enumerate(ints(batch.rows).tolist())} if batch.rows else None
     return tuple(
         _tokens(row, batch.trajectories[row if place is None else place[row]])
@@ -37,34 +37,34 @@ def tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
 
 
 def merge(batches: Sequence[Batch]) -> Batch:
-    """The whole batch of these parts, or of the only one. Raises `JournalError` if a row is missing."""
+    """The whole batch from its parts, or from a single part. Raises `JournalError` if a row is missing."""
     first, *others = batches
     if not others and not first.rows:
         return first
-    rows = dict(pair for one in batches for pair in zip(ints(one.rows).tolist(), one.trajectories, strict=True))
+    rows = dict(pair for part in batches for pair in zip(ints(part.rows).tolist(), part.trajectories, strict=True))
     if sorted(rows) != list(range(len(rows))):
         raise JournalError(f"the batch of version {first.version} came in parts, and lacks rows")
     return structs.replace(first, rows=b"", trajectories=tuple(rows[row] for row in sorted(rows)))
 
 
 def merge_outlines(outlines: Sequence[Outline]) -> Outline:
-    """The outline of the whole batch of these parts. Raises as `merge` does."""
+    """The outline of the whole batch from the outlines of its parts. Raises as `merge` does."""
     first, *others = outlines
     if not others and not first.batch.rows:
         return first
-    order = np.argsort(ints(b"".join(one.batch.rows for one in outlines)))
-    lengths = ints(b"".join(one.prompt_lengths for one in outlines))
-    return Outline(batch=merge([one.batch for one in outlines]), prompt_lengths=lengths[order].tobytes())
+    order = np.argsort(ints(b"".join(outline.batch.rows for outline in outlines)))
+    lengths = ints(b"".join(outline.prompt_lengths for outline in outlines))
+    return Outline(batch=merge([outline.batch for outline in outlines]), prompt_lengths=lengths[order].tobytes())
 
 
 def widths(outline: Outline) -> list[int]:
-    """The prompt and completion tokens of every row."""
-    completions = (len(one.versions) // 4 for one in outline.batch.trajectories)
+    """The number of prompt and completion tokens of every row."""
+    completions = (len(trajectory.versions) // 4 for trajectory in outline.batch.trajectories)
     return [prompt + tokens for prompt, tokens in zip(ints(outline.prompt_lengths).tolist(), completions, strict=True)]
 
 
 def join(outline: Outline, tokens: Sequence[Tokens]) -> Batch:
-    """The batch with these `tokens`; those of other rows are zeros, as many, without candidates and routes."""
+    """The batch with these `tokens`; other rows have zeros of the same length, and no candidates or routes."""
     known = {one.row: one for one in tokens}
     lengths = ints(outline.prompt_lengths).tolist()
     bare = enumerate(zip(outline.batch.trajectories, lengths, strict=True))

@@ -1,9 +1,9 @@
-"""The columns of a batch in the archive: arrays of numbers, and the words that they stand for. Pure: no Ray, no disk.
+"""The columns of a batch in the archive: arrays of numbers, and the words that they index. Pure: no Ray, no disk.
 
-    to_batch(*of_batch(batch, learned)) == batch
+    to_batch(*batch_columns(batch, learned)) == batch
 
-archive.py says what the columns are. `verify` looks at columns of a file before anything is made of them: its author
-may be a stranger.
+archive.py describes the columns. `verify` checks the columns of a file before they are used: the file may come from an
+untrusted source.
 """
 
 # pyright: standard
@@ -25,7 +25,7 @@ FINISH: tuple[Finish, ...] = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
 LEARNED = TokenRecord.__struct_fields__
-"""Columns that the learner adds to them."""
+"""Columns that the learner adds, also with one entry for each token of a completion."""
 RAGGED = {
     "token_rewards": floats,
     "candidates": ints,
@@ -34,11 +34,11 @@ RAGGED = {
     "routes": routes,
     "branches": ints,
 }
-"""Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
+"""Optional columns, and columns with any number of entries per trajectory; each has a column NAME_offsets."""
 EACH = ("token_rewards", "candidate_counts", "teacher_logprobs")
-"""Columns that have one entry for each token of a completion, or none."""
+"""Columns with one entry for each token of a completion, or none for a whole completion."""
 IDENTITY = ("prompt", "sample", "attempt", "segment")
-"""Columns of an identity's numbers; the last one only with segments."""
+"""Columns of an identity's numbers; `segment` only with segments."""
 
 
 TYPES: dict[str, tuple[str, ...]] = {
@@ -51,11 +51,11 @@ TYPES: dict[str, tuple[str, ...]] = {
     "routes": ("int16",),
     "explanations": ("uint8",),
 }
-"""The types of every column but offsets, which are int64."""
+"""The dtypes of every column except offsets, which are int64."""
 
 
 class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A batch's versions, and the words that columns of numbers stand for."""
+    """A batch's versions, and the words that its columns index."""
 
     version: int
     min_version: int
@@ -66,12 +66,12 @@ class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     rows: list[int] = []
 
     def words(self) -> dict[str, Sequence[str]]:
-        """The words of each column of words."""
+        """The words, by the name of the column that indexes them."""
         return {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
 
 
 def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
-    """Raise `ValueError` or `LookupError` for columns that `batch_columns` never gives: they lead out of each other."""
+    """Raise `ValueError` or `LookupError` for columns that `batch_columns` never returns, such as bad offsets."""
     rows, offsets = len(columns["reward"]), {name for name in columns if name.endswith("offsets")}
     for name, column in columns.items():
         if column.dtype.name not in (("int64",) if name in offsets else TYPES.get(name, ())):
@@ -94,7 +94,7 @@ def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
 
 
 def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Column:
-    """The lengths of the parts of a column between its offsets."""
+    """Check the offsets `name` of the column `of`; return the number of entries of each row."""
     ends = columns[name].astype(np.int64)
     lengths = np.diff(ends)
     if len(ends) != rows + 1 or ends[0] != 0 or ends[-1] != len(columns[of]) or lengths.min(initial=0) < 0:
@@ -103,7 +103,7 @@ def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Colum
 
 
 def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: int) -> None:
-    """Raise `ValueError` for numbers and words that no trajectory has."""
+    """Raise `ValueError` for numbers and words that no trajectory can have."""
     if not rows or not np.logical_or.reduceat(columns["mask"], columns["offsets"][:-1].astype(np.int64)).all():
         raise ValueError("a trajectory without a token that the policy sampled")
     for name, words in attributes.words().items():
@@ -125,38 +125,44 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
 
 
 def _verify_branches(columns: Mapping[str, Column]) -> None:
-    """Raise `ValueError` for branches that make no tree of their row."""
+    """Raise `ValueError` for branches that do not form a valid tree of their row."""
     if "branches" not in columns:
         return
     names = ("branches_offsets", "prompt_offsets", "offsets")
     ends, prompts, tokens = (pairwise(columns[name].tolist()) for name in names)
-    for (begin, end), (first, last), own in zip(ends, prompts, tokens, strict=True):
-        column, mask = columns["branches"][begin:end].tobytes(), columns["mask"][slice(*own)]
-        if found := branches.flaw(column, last - first, mask.astype(np.bool_)):
-            raise ValueError(found)
+    for (begin, end), (first, last), completion in zip(ends, prompts, tokens, strict=True):
+        column, mask = columns["branches"][begin:end].tobytes(), columns["mask"][slice(*completion)]
+        if flaw := branches.flaw(column, last - first, mask.astype(np.bool_)):
+            raise ValueError(flaw)
 
 
 def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
-    """The learner's numbers that are kept, by their names: for every completion, one for each of its tokens."""
+    """The learner's columns that the file has, by name: for each completion an array with one number per token."""
     ends = columns["offsets"][1:-1].tolist()
     return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
 
 
 def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column], Attributes]:
-    """The columns of a batch, with the `learned` numbers of its tokens, and their words."""
+    """The columns of a batch, with the learner's record of its tokens, and the attributes."""
     trajectories = batch.trajectories
-    words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
+    words = {
+        "task": [trajectory.identity.task for trajectory in trajectories],
+        "actor": [trajectory.actor for trajectory in trajectories],
+    }
     known = {name: sorted(set(column)) for name, column in words.items()}
-    known["finish"], words["finish"] = list(FINISH), [one.finish for one in trajectories]
+    known["finish"], words["finish"] = list(FINISH), [trajectory.finish for trajectory in trajectories]
     columns: dict[str, Column] = {
-        "prompt": np.array([one.identity.prompt for one in trajectories]),
-        "sample": np.array([one.identity.sample for one in trajectories]),
-        "attempt": np.array([one.identity.attempt for one in trajectories]),
-        "reward": np.array([one.reward for one in trajectories], dtype=np.float64),
-        "prompt_tokens": ints(b"".join(one.prompt_tokens for one in trajectories)),
-        "prompt_offsets": _offsets([len(one.prompt_tokens) // 4 for one in trajectories]),
-        "offsets": _offsets([one.num_tokens for one in trajectories]),
-        **{name: read(b"".join(getattr(one, name) for one in trajectories)) for name, read in FLAT.items()},
+        "prompt": np.array([trajectory.identity.prompt for trajectory in trajectories]),
+        "sample": np.array([trajectory.identity.sample for trajectory in trajectories]),
+        "attempt": np.array([trajectory.identity.attempt for trajectory in trajectories]),
+        "reward": np.array([trajectory.reward for trajectory in trajectories], dtype=np.float64),
+        "prompt_tokens": ints(b"".join(trajectory.prompt_tokens for trajectory in trajectories)),
+        "prompt_offsets": _offsets([len(trajectory.prompt_tokens) // 4 for trajectory in trajectories]),
+        "offsets": _offsets([trajectory.num_tokens for trajectory in trajectories]),
+        **{
+            name: read(b"".join(getattr(trajectory, name) for trajectory in trajectories))
+            for name, read in FLAT.items()
+        },
         **{name: np.array([known[name].index(word) for word in column]) for name, column in words.items()},
     }
     attributes = Attributes(
@@ -168,24 +174,26 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
         finishs=list(FINISH),
     )
     for name, read in RAGGED.items():
-        if any(parts := [getattr(one, name) for one in trajectories]):
+        if any(parts := [getattr(trajectory, name) for trajectory in trajectories]):
             columns[name] = read(b"".join(parts))
             columns[f"{name}_offsets"] = _offsets([read(part).size for part in parts])
-    if any(one.finish == "cut" or one.identity.segment for one in trajectories):
-        columns["segment"] = np.array([one.identity.segment for one in trajectories])
-        columns["prefix"] = np.array([one.prefix for one in trajectories])
+    if any(trajectory.finish == "cut" or trajectory.identity.segment for trajectory in trajectories):
+        columns["segment"] = np.array([trajectory.identity.segment for trajectory in trajectories])
+        columns["prefix"] = np.array([trajectory.prefix for trajectory in trajectories])
     for name in LEARNED:
-        if found := getattr(learned, name):
-            columns[name] = floats(found)
+        if numbers := getattr(learned, name):
+            columns[name] = floats(numbers)
             assert len(columns[name]) == len(columns["tokens"]), "one number for each token"
-    if any(texts := [one.explanation.encode() for one in trajectories]):
+    if any(texts := [trajectory.explanation.encode() for trajectory in trajectories]):
         columns["explanations"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
         columns["explanations_offsets"] = _offsets([len(text) for text in texts])
-    if names := sorted({name for one in trajectories for name in one.components}):
-        columns["components"] = np.array([[one.components.get(name, np.nan) for name in names] for one in trajectories])
+    if names := sorted({name for trajectory in trajectories for name in trajectory.components}):
+        columns["components"] = np.array(
+            [[trajectory.components.get(name, np.nan) for name in names] for trajectory in trajectories]
+        )
         attributes.component_names = names
-    if not all(one.versions_known for one in trajectories):
-        columns["versions_known"] = np.array([one.versions_known for one in trajectories])
+    if not all(trajectory.versions_known for trajectory in trajectories):
+        columns["versions_known"] = np.array([trajectory.versions_known for trajectory in trajectories])
     return columns, attributes
 
 
@@ -198,12 +206,12 @@ def _present(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]
 
 
 def decode_words(column: Column, known: Sequence[str]) -> list[str]:
-    """The words that a column of numbers stands for."""
+    """The words at the indices in `column`."""
     return [known[int(number)] for number in column]
 
 
 def explanations(columns: Mapping[str, Column]) -> list[str]:
-    """The text of each trajectory, empty where there is none."""
+    """The explanation of each trajectory; empty if it has none."""
     if "explanations" not in columns:
         return [""] * (len(columns["offsets"]) - 1)
     text, ends = columns["explanations"].tobytes(), columns["explanations_offsets"].tolist()
@@ -211,7 +219,7 @@ def explanations(columns: Mapping[str, Column]) -> list[str]:
 
 
 def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
-    """The batch of columns that `verify` has let pass."""
+    """The batch of columns that `verify` has accepted."""
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
     words = {name: decode_words(columns[name], known) for name, known in attributes.words().items()}
     ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}

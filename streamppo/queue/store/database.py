@@ -1,7 +1,6 @@
-"""SQLite as the journals use it: WAL mode, rows with checksums, errors that name the file.
+"""SQLite for the journals: WAL mode, rows with checksums, errors that name the file.
 
-SQLite checks its structure and nothing else: every row carries a checksum of its own. Columns beside a row's bytes are
-keys.
+SQLite checks only its structure, so that every row has its own checksum. Other columns of a row are keys.
 """
 
 import logging
@@ -16,24 +15,24 @@ from zlib import crc32
 
 import msgspec
 
-from streamppo.errors import JournalError
+from streamppo.errors import UNREADABLE, JournalError
 from streamppo.types import decode
 
 LOCKED_S = 120.0
-"""How long a writer waits for another process, such as a backup or an `sqlite3` shell, that has the write lock."""
+"""Seconds that a writer waits for the write lock while another process, such as a backup or a shell, holds it."""
 T = TypeVar("T")
 ENCODER = msgspec.msgpack.Encoder()
-"""Begins with room for a row; `msgspec.msgpack.encode` begins with less, and makes it larger again and again."""
+"""Starts with a buffer large enough for a row; `msgspec.msgpack.encode` starts smaller and reallocates repeatedly."""
 SCHEMA = "select type, name, sql from sqlite_master where name not like 'sqlite_stat%' order by type, name"
 log = logging.getLogger(__name__)
 
 
 class Database:
-    """One file of SQLite's, with `tables` of the format of this number; several threads may use it in turn.
+    """One SQLite file with `tables`, whose format has this `number`; several threads may use it in turn.
 
-    A reader sees it as it is when it is opened.
-    Every method raises `JournalError`, which names the file, if SQLite or the disk refuses. So does opening a file that
-    is damaged, or that another version of streamppo made.
+    A reader sees the content as of opening.
+    Every method raises `JournalError`, which names the file, if SQLite or the disk refuses. Opening a file also raises
+    it if the file is damaged or was made by another version of streamppo.
     """
 
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:
@@ -41,32 +40,32 @@ class Database:
         with self._errors_named():
             address = _read_only_address(path) if read_only else path
             self._db = sqlite3.connect(address, uri=read_only, check_same_thread=False, isolation_level=None)
-            # Its author may be a stranger: nothing in its tables calls a function.
+            # The file may be untrusted: its schema may not call functions.
             self._db.execute("pragma trusted_schema = off")
             if read_only:
                 self._db.execute("begin")
             self._verify_structure()
             if not read_only:
                 self._db.execute("pragma journal_mode = wal")
-                # What is acknowledged survives a power cut, not only a kill.
+                # Acknowledged transactions survive a power failure, not only a kill.
                 self._db.execute("pragma synchronous = full")
             self._verify_format(tables, number, read_only=read_only)
 
     def close(self) -> None:
-        """Fold the log into the file, unless it is only read."""
+        """Close the file; a writer also checkpoints the write-ahead log into it."""
         with self._errors_named():
             self._db.close()
 
     def back_up(self, path: Path) -> None:
-        """Write all that is committed to a new file at `path`."""
+        """Write all committed content to a new file at `path`."""
         with self._errors_named():
-            other = sqlite3.connect(path, check_same_thread=False)
+            copy = sqlite3.connect(path, check_same_thread=False)
             try:
-                self._db.backup(other)
+                self._db.backup(copy)
             finally:
-                other.close()
+                copy.close()
 
-    # --- for those that are a database -----------------------------------------------------------------------
+    # --- for subclasses --------------------------------------------------------------------------------------
 
     @contextmanager
     def _errors_named(self) -> Generator[None]:
@@ -77,7 +76,7 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:
-        """Commit what the block writes, all or nothing. Raises as `_begin` does."""
+        """Run the block in a transaction: committed at its end, rolled back on an error. Raises as `_begin` does."""
         with self._errors_named():
             self._begin()
             try:
@@ -104,14 +103,14 @@ class Database:
 
     def _rows(self, table: str, query: str, kind: type[T], *arguments: int) -> list[T]:
         with self._errors_named():
-            found = self._db.execute(query, arguments).fetchall()
-        return [self._decode(table, row, checksum, kind) for row, checksum in found]
+            rows = self._db.execute(query, arguments).fetchall()
+        return [self._decode(table, row, checksum, kind) for row, checksum in rows]
 
     def _decode(self, table: str, row: bytes, checksum: int, kind: type[T]) -> T:
         self._check(table, row, checksum)
         try:
             return decode(row, kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNREADABLE as error:
             raise JournalError(f"{self.path}: a row of {table!r} cannot be read: {error}") from error
 
     def _check(self, table: str, row: bytes, checksum: int) -> None:
@@ -126,20 +125,20 @@ class Database:
             raise JournalError(f"{self.path}: damaged: {first}")
 
     def _verify_format(self, tables: str, number: int, *, read_only: bool) -> None:
-        """Make the tables of a new file. Raises `JournalError` for one that another version of streamppo made."""
-        ((found,),) = self._db.execute("pragma user_version").fetchall()
-        there = self._db.execute(SCHEMA).fetchall()
-        if not there and read_only:
+        """Create the tables of a new file. Raises `JournalError` for another format, or an empty read-only file."""
+        ((stored,),) = self._db.execute("pragma user_version").fetchall()
+        schema = self._db.execute(SCHEMA).fetchall()
+        if not schema and read_only:
             raise JournalError(f"{self.path}: empty: nothing was ever written there")
-        if not there:
+        if not schema:
             self._db.executescript(f"begin immediate; {tables} pragma user_version = {number}; commit;")
-        elif found != number:
+        elif stored != number:
             # The first format had no number.
             raise JournalError(
-                f"{self.path}: made by another version of streamppo: its format is {found or 1}, and this version "
+                f"{self.path}: made by another version of streamppo: its format is {stored or 1}, and this version "
                 f"reads {number}: go on with the version that made the run, or begin a new one"
             )
-        elif there != _tables(tables):
+        elif schema != _tables(tables):
             raise JournalError(f"{self.path}: not a journal of streamppo: its tables, views or triggers are others")
 
 
@@ -152,28 +151,28 @@ def _tables(tables: str) -> list[tuple[str, str, str | None]]:
 
 
 def with_checksum(value: object) -> tuple[bytes, int]:
-    """A row, and its checksum."""
+    """The encoded row of `value`, and its checksum."""
     return checked_row(ENCODER.encode(value))
 
 
 def checked_row(row: bytes) -> tuple[bytes, int]:
-    """A row that is encoded, and its checksum."""
+    """An encoded row, and its checksum."""
     return row, crc32(row)
 
 
 def _read_only_address(path: Path) -> str:
-    """The address under which SQLite changes nothing; without a log it would begin one, unless the file is final."""
+    """The read-only URI of a file; `immutable` if there is no log, because SQLite would create one otherwise."""
     final = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     return f"{path.resolve().as_uri()}?mode=ro{final}"
 
 
 def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:
-    """Name the process that has locked the file at `path`: the locks of a log in WAL mode are on its -shm file."""
+    """Name the process that holds the write lock of the file at `path`; in WAL mode the lock is on its -shm file."""
     try:
         inode = path.with_name(f"{path.name}-shm").stat().st_ino
         rows = [line.split() for line in locks.read_text().splitlines()]
     except OSError:
         return "another process"
     # 1: POSIX  ADVISORY  WRITE 4711 fe:00:1234 120 120
-    found = [row[4] for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")]
-    return f"process {', '.join(found)}" if found else "another process"
+    pids = [row[4] for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")]
+    return f"process {', '.join(pids)}" if pids else "another process"

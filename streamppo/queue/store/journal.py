@@ -1,14 +1,14 @@
 """The durable record of what waits in the queue: SQLite in WAL mode.
 
-runs/NAME/journal.sqlite       slots that are held, leases, attempts that came to nothing, dead letters, and one row
-                               for each published version
-runs/NAME/journal.tip          the number of the last transaction; a log that ends before it has lost some
+runs/NAME/journal.sqlite       held slots, leases, attempts that ended without training, dead letters, and one row for
+                               each published version
+runs/NAME/journal.tip          the number of the last transaction; a journal that ends before it has lost transactions
 
-A writer begins with `fence`: earlier writers, which may not be as dead as they are taken for, cannot write from then
-on, and neither can they name a file of the archive.
+A writer starts with `fence`: from then on earlier writers, which may still run although they were marked dead, can
+neither write nor name a file of the archive.
 
-A slot's row goes when its batch is consumed, because the archive names it from then on. So the journal is as large as
-the queue, but for a short row for each attempt that was lost, failed, too old or given up.
+A slot's row is deleted when its batch is consumed, because the archive then has it. So the journal is as large as the
+queue, plus a short row for each attempt that was lost, failed, too old or abandoned.
 """
 
 import sqlite3
@@ -36,15 +36,17 @@ from streamppo.queue.rules.records import (
 from streamppo.queue.store.database import Database, with_checksum
 
 FORMAT = 7
-"""The number of the tables' format; a journal of another one is refused."""
+"""The number of the tables' format; a journal with another number is refused."""
 DEAD_LETTERS = 1000
-"""Dead letters that are kept; the newest."""
+"""The number of newest dead letters that are kept."""
 ALL = range(2**62)
 """Every slot."""
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"
+LOGS = ("-wal", "-shm")
+"""The ends of the names of SQLite's files beside a journal."""
 TIP_READS = 3
-"""Reads of a tip until it counts as damaged: a queue may be in the midst of writing it."""
+"""Reads of a tip until it counts as damaged: a queue may be writing it during a read."""
 TABLES = """
 create table if not exists state (name text primary key, value blob, checksum int) strict;
 create table if not exists slots (
@@ -63,14 +65,14 @@ create table if not exists dead_letters (
 
 
 class Journal(Database):
-    """One writer at a time, and readers, which leave the files as they are.
+    """The journal's file: one writer at a time, and readers, which do not change the files.
 
-    A reader sees all of it as of one transaction, the last one when it was opened, whatever is written meanwhile.
+    A reader sees the journal as of the last transaction before it was opened, whatever is written later.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self._tip = path.with_name(TIP_FILE)
-        # A queue that may be at work writes the tip after each transaction: it is read before the transactions are.
+        self.path, self._tip = path, path.with_name(TIP_FILE)
+        # A running queue writes the tip after each transaction: reading it first never finds it ahead of the journal.
         with self._errors_named():
             tip = self._read_tip()
         super().__init__(path, TABLES, FORMAT, read_only=read_only)
@@ -79,15 +81,19 @@ class Journal(Database):
 
     @classmethod
     def open_run(cls, run: Path) -> "Journal":
-        """The journal of the run in the folder `run`, to be read. Raises `JournalError` if it has none."""
+        """The journal of the run in the folder `run`, for reading. Raises `JournalError` if it has none."""
         path = run / "journal.sqlite"
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
+        # SQLite would wait at a pipe.
+        for beside in (path.with_name(f"{path.name}{end}") for end in LOGS):
+            if beside.exists() and not beside.is_file():
+                raise JournalError(f"{beside}: not a file")
         return cls(path, read_only=True)
 
     @classmethod
     def from_copy(cls, path: Path, number: int) -> "Journal":
-        """The journal at `path`, a copy that was made after transaction `number`."""
+        """The journal at `path`, a copy made after transaction `number`; writes its tip."""
         with durable.naming(path, JournalError):
             durable.write(path.with_name(TIP_FILE), _tip(number))
         return cls(path)
@@ -98,7 +104,7 @@ class Journal(Database):
         return self._number
 
     def fence(self) -> None:
-        """Keep everybody who opened it before from writing; all that they wrote is read from here on."""
+        """Prevent all earlier writers from writing again; what they have written is visible from here on."""
         with self._numbered_transaction(fencing=True):
             pass
 
@@ -109,10 +115,10 @@ class Journal(Database):
         made: Sequence[PublishedVersion] = (),
         before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
-        """Write one transaction. Rows that are there already are replaced by the same.
+        """Write one transaction. Writing the same changes again leaves the same rows.
 
-        `before_commit` is called within it for each of `made`: never for a writer that was fenced out, and before the
-        version is known as made.
+        `before_commit` is called within it for each version in `made`, before the version is recorded; never for a
+        writer that was fenced out.
         """
         with self._numbered_transaction() as db:
             if before_commit is not None:
@@ -130,8 +136,8 @@ class Journal(Database):
             db.executemany(
                 "insert or ignore into ended values (?, ?, ?, ?, ?)",
                 [
-                    (one.number, one.identity.attempt, one.identity.segment, *with_checksum(one))
-                    for one in changes.ended
+                    (attempt.number, attempt.identity.attempt, attempt.identity.segment, *with_checksum(attempt))
+                    for attempt in changes.ended
                 ],
             )
             db.executemany(
@@ -147,55 +153,61 @@ class Journal(Database):
             db.execute("insert or replace into state values ('counters', ?, ?)", with_checksum(changes.counters))
 
     def read(self) -> QueueSnapshot | None:
-        """All that a queue is rebuilt from; None if nothing was ever written."""
+        """Everything needed to rebuild a queue; None if nothing was ever written."""
         counters = self.counters()
         return counters and QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()))
 
     def counters(self) -> Counters | None:
         """The queue's counters; None if nothing was ever written."""
-        found = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
-        return found[0] if found else None
+        rows = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
+        return rows[0] if rows else None
 
     def slots(self, numbers: range = ALL) -> list[SavedSlot]:
-        """The slots that are held, of these numbers, by number and part."""
+        """The held slots with a number in `numbers`, ordered by number and part."""
         query = "select row, checksum from slots where number >= ? and number < ? order by number, part"
         return self._rows("slots", query, SavedSlot, numbers.start, numbers.stop)
 
     def leases(self) -> list[Lease]:
-        """The leased batches, by version."""
+        """The leased batches, ordered by version."""
         return self._rows("leases", "select row, checksum from leases order by version", Lease)
 
     def versions(self) -> dict[int, PublishedVersion]:
-        """Every published version, in order."""
-        found = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
-        return {version.version: version for version in found}
+        """Every published version, by its number, in order."""
+        versions = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
+        return {version.version: version for version in versions}
 
     def dead_letters(self) -> list[DeadLetter]:
-        """The trajectories that arrived and could not be trained on, oldest first."""
+        """The delivered trajectories that cannot be trained on, oldest first; at most `DEAD_LETTERS`."""
         return self._rows("dead_letters", "select row, checksum from dead_letters order by rowid", DeadLetter)
 
     def ended_attempts(self, numbers: range = ALL) -> list[EndedAttempt]:
-        """Every attempt at the slots of these numbers that came to nothing, by its slot and its number."""
+        """The attempts at the slots in `numbers` that ended without training, ordered by slot, attempt and segment."""
         query = "select row, checksum from ended where number >= ? and number < ? order by number, attempt, segment"
         return self._rows("ended", query, EndedAttempt, numbers.start, numbers.stop)
 
     def configs(self) -> dict[int, bytes]:
-        """The encoded configurations of the run, by the version from which each of them holds."""
+        """The encoded configurations of the run, each by the first version from which it holds."""
         with self._errors_named():
-            found = self._db.execute("select version, row, checksum from configs order by version").fetchall()
-        for _, row, checksum in found:
+            rows = self._db.execute("select version, row, checksum from configs order by version").fetchall()
+        for _, row, checksum in rows:
             self._check("configs", row, checksum)
-        return {version: row for version, row, _ in found}
+        return {version: row for version, row, _ in rows}
 
     def configure(self, version: int, config: bytes) -> None:
-        """Note that `config` holds from `version` on."""
+        """Record that `config` holds from `version` on."""
         with self._numbered_transaction() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def forget(self, before: int, first_slot: int) -> None:
-        """Note that the batches of versions below `before` are not kept; nor is why attempts below a slot ended."""
-        made = [one for one in self.versions().values() if one.archived is not None and one.version <= before]
-        rows = [(one.version, *with_checksum(msgspec.structs.replace(one, archived=None))) for one in made]
+        """Forget the archived batches of versions below `before`, and the ended attempts below `first_slot`."""
+        versions = [
+            version
+            for version in self.versions().values()
+            if version.archived is not None and version.version <= before
+        ]
+        rows = [
+            (version.version, *with_checksum(msgspec.structs.replace(version, archived=None))) for version in versions
+        ]
         with self._numbered_transaction() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
             db.execute("delete from ended where number < ?", (first_slot,))
@@ -204,7 +216,7 @@ class Journal(Database):
 
     @contextmanager
     def _numbered_transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
-        """A transaction with the next number, which the tip has afterwards."""
+        """A transaction with the next number; afterwards the number is written to the tip."""
         with self._errors_named():
             with self._transaction() as db:
                 number = self._transactions()
@@ -213,7 +225,7 @@ class Journal(Database):
                 if number != self._number and not fencing:
                     raise JournalError(f"{self.path}: somebody else writes here: this queue was given up for dead")
                 if number == 0:
-                    # Its name and its size survive a power cut; what it says later is never ahead of the log.
+                    # Makes the tip's name and size durable; its later numbers are never ahead of the journal.
                     durable.write(self._tip, _tip(0))
                 yield db
                 db.execute("insert or replace into state values ('number', ?, ?)", with_checksum(number + 1))
@@ -222,14 +234,14 @@ class Journal(Database):
                 file.write(_tip(self._number))
 
     def _transactions(self) -> int:
-        """The number of the last transaction that is recorded."""
-        found = self._rows("state", "select value, checksum from state where name = 'number'", int)
-        return found[0] if found else 0
+        """The recorded number of the last transaction."""
+        rows = self._rows("state", "select value, checksum from state where name = 'number'", int)
+        return rows[0] if rows else 0
 
     def _last_transaction(self, tip: bytes) -> int:
-        """The number of the last transaction. Raises if the `tip`, as it was before, knows of a later one."""
+        """The number of the last transaction. Raises `JournalError` if the `tip`, read before, has a later one."""
         number = self._transactions()
-        # A queue makes the tip before its first transaction, which may have come since.
+        # The queue creates the tip before its first transaction: both may have happened since `tip` was read.
         if not tip and number and not self._read_tip():
             raise JournalError(f"{self._tip}: missing or empty, though {self.path} holds {number} transactions")
         if not tip:
@@ -247,8 +259,8 @@ class Journal(Database):
         """The content of the tip; empty without one."""
         tip = b""
         for _ in range(TIP_READS):
-            tip = self._tip.read_bytes() if self._tip.exists() else b""
-            # Half of it may be of the transaction before.
+            tip = durable.read(self._tip) if self._tip.exists() else b""
+            # The queue may be writing it: half may belong to the previous transaction.
             if not tip or _is_whole(tip):
                 break
         return tip

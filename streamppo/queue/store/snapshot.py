@@ -1,7 +1,7 @@
-"""The queue's state written down and built again.
+"""Converts the queue's state to rows of the journal and back.
 
-take_changes    all changes since the last call; they go into one transaction of the journal
-rebuild         the inverse: the state as of the last transaction, leases and requests included
+take_changes    all changes since the last call, for one transaction of the journal
+rebuild         the inverse: the state as of the last transaction, including leases and requests
 """
 
 import heapq
@@ -15,7 +15,7 @@ from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, Queue
 
 
 def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
-    """All that has changed since the last call, for the journal."""
+    """All changes since the last call, for the journal."""
     unwritten, state.pending_changes = state.pending_changes, nothing_unwritten()
     leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
     return Changes(
@@ -40,7 +40,7 @@ def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
 
 
 def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
-    """The state that was saved in `path`. Raises `JournalError` for a queue of another shape."""
+    """The state saved in the journal at `path`. Raises `JournalError` for a queue of another shape."""
     counters = saved.counters
     refuse_other_shape(settings, counters, path)
     state = QueueState(
@@ -54,17 +54,17 @@ def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueS
         failed=Counter(counters.failed),
         fenced=set(counters.fenced),
     )
-    for one in saved.slots:
-        _add(state, one, settings.unit_size)
-    for one in saved.leases:
-        firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in one.slots)
-        state.lease(one.version, one.min_version, [state.units[first] for first in firsts])
+    for entry in saved.slots:
+        _add(state, entry, settings.unit_size)
+    for entry in saved.leases:
+        firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in entry.slots)
+        state.lease(entry.version, entry.min_version, [state.units[first] for first in firsts])
     state.ready_units = sum(unit.missing == 0 for unit in state.units.values())
     return state
 
 
 def refuse_other_shape(settings: QueueSettings, counters: Counters, path: Path) -> None:
-    """Raise `JournalError` if the journal at `path`, with these counters, is of a queue of another shape."""
+    """Raise `JournalError` if these counters, of the journal at `path`, have another shape than `settings`."""
     if counters.shape != settings.shape:
         raise JournalError(
             f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
@@ -98,7 +98,7 @@ def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
 
 
 def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
-    """An actor's last request is the one with the highest call, and all slots of that call are its answer."""
+    """Rebuild an actor's last request: the one with the highest `call`, with all slots of that call."""
     last, slots = state.calls.get(actor, NEVER)
     if slot.call >= last:
         state.calls[actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])

@@ -1,9 +1,9 @@
-"""A shard's journal: the trajectories that it was given and that are not known to be gone.
+"""A shard's journal: the trajectories that were delivered to it and not yet dropped.
 
 runs/NAME/shards/0.sqlite      one row for each trajectory, by its identity
 
-Nothing here is kept in memory, and nothing is decided: a row that nobody asks for does no harm. So two processes may
-write here, one of which was given up for dead.
+It keeps no state in memory and has no rules, and a superfluous row does no harm: so a live process of the shard and one
+that was marked dead may both write here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from streamppo.queue.store.database import Database, checked_row
 from streamppo.types import Identity, Trajectory
 
 FORMAT = 1
-"""The number of the table's format; a file of another one is refused."""
+"""The number of the table's format; a file with another number is refused."""
 TABLES = """
 create table if not exists bodies (
     prompt int, sample int, attempt int, segment int, row blob, checksum int,
@@ -28,9 +28,9 @@ ONE = "prompt = ? and sample = ? and attempt = ? and segment = ?"
 
 
 class Bodies(Database):
-    """The journal of shard `number` of the run in the folder `run`; threads may use it at a time.
+    """The journal of shard `number` of the run in the folder `run`; several threads may use it concurrently.
 
-    Raises `JournalError`, which names the file, if SQLite or the disk refuses.
+    All methods raise `JournalError`, which names the file, if SQLite or the disk refuses.
     """
 
     def __init__(self, run: Path, number: int) -> None:
@@ -42,45 +42,45 @@ class Bodies(Database):
 
     @phase("journal")
     def write(self, encoded: Mapping[Identity, bytes]) -> None:
-        """Add encoded trajectories, in one transaction; those that are there stay."""
-        rows = [(*_key(identity), *checked_row(one)) for identity, one in encoded.items()]
+        """Add encoded trajectories, in one transaction; existing rows are kept."""
+        rows = [(*_key(identity), *checked_row(body)) for identity, body in encoded.items()]
         with self._lock, self._transaction() as db:
             db.executemany("insert or ignore into bodies values (?, ?, ?, ?, ?, ?)", rows)
 
     def read(self, identities: Sequence[Identity]) -> list[Trajectory]:
-        """The trajectories of these names, in their order. Raises `JournalError` if one is missing or damaged."""
+        """The trajectories of `identities`, in order. Raises `JournalError` if one is missing or damaged."""
         with self._lock:
             return [self._read(identity) for identity in identities]
 
     def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
-        """Delete these, and all of prompts before `first_prompt`; some may not be there."""
+        """Delete these trajectories, and all of prompts before `first_prompt`; missing ones are ignored."""
         with self._lock, self._transaction() as db:
             db.executemany(f"delete from bodies where {ONE}", [_key(identity) for identity in identities])
             db.execute("delete from bodies where prompt < ?", (first_prompt,))
 
     def all(self, together: int) -> Iterator[dict[Identity, bytes]]:
-        """All encoded trajectories, `together` at a time. Raises `JournalError` if one is damaged."""
+        """Iterate over all encoded trajectories, `together` at a time. Raises `JournalError` if one is damaged."""
         with self._errors_named():
-            found = self._db.execute("select row, checksum from bodies")
-            while rows := found.fetchmany(together):
+            cursor = self._db.execute("select row, checksum from bodies")
+            while rows := cursor.fetchmany(together):
                 yield {self._decode("bodies", row, checksum, Trajectory).identity: row for row, checksum in rows}
 
     def count(self) -> int:
-        """The trajectories that are here."""
+        """The number of trajectories."""
         with self._lock, self._errors_named():
-            ((found,),) = self._db.execute("select count(*) from bodies").fetchall()
-        return found
+            ((count,),) = self._db.execute("select count(*) from bodies").fetchall()
+        return count
 
     def _read(self, identity: Identity) -> Trajectory:
         query = f"select row, checksum from bodies where {ONE}"
-        found = self._rows("bodies", query, Trajectory, *_key(identity))
-        if not found:
+        trajectories = self._rows("bodies", query, Trajectory, *_key(identity))
+        if not trajectories:
             raise JournalError(f"{self.path}: the queue has the record of {identity}, and its tokens are missing here")
-        return found[0]
+        return trajectories[0]
 
 
 def path(run: Path, number: int) -> Path:
-    """The journal of shard `number`."""
+    """The file of shard `number`'s journal."""
     return run / "shards" / f"{number}.sqlite"
 
 

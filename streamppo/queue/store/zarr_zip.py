@@ -1,8 +1,8 @@
 """Writes a zarr group as one zip file, entry for entry as zarr does (format 3, https://zarr-specs.readthedocs.io).
 
-zarr itself takes more than a millisecond of CPU for every array, most of it to hand work to its threads and back; a
-batch has some fifteen arrays. zarr reads these files too. streamppo does not let it: zarr runs whichever codecs a file
-names, one of which unpickles. `unpack` takes what `pack` writes and nothing else, whoever wrote it.
+zarr itself takes more than a millisecond of CPU for every array, most of it to switch between threads; a batch has
+about fifteen arrays. zarr can read these files, but streamppo does not use it: zarr runs any codec that a file names,
+and one of them unpickles. `unpack` accepts exactly what `pack` writes, so that untrusted files are safe to read.
 """
 
 # numcodecs has no types.
@@ -21,12 +21,12 @@ from numcodecs.registry import get_codec
 from numpy.typing import NDArray
 
 LEVEL = 1
-"""Of zstd: fast, and tokens and versions still become a tenth."""
+"""The zstd level: fast, and still compresses tokens and versions to a tenth."""
 ZSTD = get_codec({"id": "zstd", "level": LEVEL})
 MAGIC, BLOCK_BYTES = b"\x28\xb5\x2f\xfd", 2**17
-"""The begin of a frame of zstd, and the bytes of one of its blocks at most."""
+"""The magic number of a zstd frame, and the most bytes of one of its blocks."""
 MOST_BYTES, MOST_RATIO = 2**31, 100
-"""Columns of a file take so many bytes of memory at most, and so many times those of the file."""
+"""Columns take at most MOST_BYTES + MOST_RATIO * (bytes of the file) of memory."""
 MOST_COLUMNS = 100
 TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
 
@@ -36,7 +36,7 @@ class Strange(ValueError):
 
 
 class ColumnMetadata(msgspec.Struct):
-    """The part of a column's metadata by which the rest is known."""
+    """The part of a column's metadata that determines the rest."""
 
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
     data_type: str
@@ -51,10 +51,10 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
-    """The content of a file with `columns`, each as one chunk, and `attributes`. `unpack` takes it, however large."""
+    """The content of a file with `columns`, each as one chunk, and `attributes`; `unpack` accepts it at any size."""
     assert len(columns) <= MOST_COLUMNS, "more columns than are read"
     contents = {name: _compress(column) for name, column in columns.items()}
-    if _is_bomb(sum(one.nbytes for one in columns.values()), sum(map(len, contents.values()))):
+    if _is_bomb(sum(array.nbytes for array in columns.values()), sum(map(len, contents.values()))):
         contents = {name: _store_raw(column) for name, column in columns.items()}
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, mode="w") as file:
@@ -74,7 +74,7 @@ def _compress(column: NDArray[np.generic]) -> bytes:
 
 
 def _store_raw(column: NDArray[np.generic]) -> bytes:
-    """A frame of zstd that is as long as its content: it says the size, and has raw blocks (RFC 8878, 3.1.1)."""
+    """An uncompressed zstd frame: a header with the content's size, and raw blocks (RFC 8878, 3.1.1)."""
     content = np.ascontiguousarray(column).tobytes()
     parts = [MAGIC, b"\xe0", len(content).to_bytes(8, "little")]
     for begin in range(0, len(content) or 1, BLOCK_BYTES):
@@ -85,32 +85,35 @@ def _store_raw(column: NDArray[np.generic]) -> bytes:
 
 
 def _is_bomb(total: int, size: int) -> bool:
-    """True if columns of `total` bytes are more than a file of `size` bytes is taken to have."""
+    """True if columns of `total` bytes are above the bound for a file of `size` bytes."""
     return total > MOST_BYTES + MOST_RATIO * size
 
 
 def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    """The columns and the attributes of a file, as JSON: the inverse of `pack`. Raises `Strange` for any other file.
+    """The columns of a file, and its attributes as JSON: the inverse of `pack`. Raises `Strange` for any other file.
 
-    Every size is looked at before memory is taken for it.
+    Every size is checked before memory is allocated for it.
     """
     try:
         with zipfile.ZipFile(file) as opened:
             return _unpack(opened, file.seek(0, io.SEEK_END))
     except Strange:
         raise
-    # The last two are for entries that are encrypted, and for a central directory that lies.
+    # RuntimeError: encrypted entries. struct.error: a wrong central directory.
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
         raise Strange(f"{error or type(error).__name__}") from error
 
 
 def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    entries = {one.filename: one for one in file.infolist()}
+    entries = {entry.filename: entry for entry in file.infolist()}
     if len(entries) != len(file.infolist()) or len(entries) > 2 * MOST_COLUMNS + 1:
         raise Strange(f"{len(file.infolist())} entries, or several of one name")
-    if any(one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size for one in entries.values()):
+    if any(
+        entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
+        for entry in entries.values()
+    ):
         raise Strange("an entry is compressed")
-    if sum(one.file_size for one in entries.values()) > size:
+    if sum(entry.file_size for entry in entries.values()) > size:
         raise Strange("its entries are longer than the file")
     group = msgspec.json.decode(file.read("zarr.json") if "zarr.json" in entries else b"", type=Group)
     names = [name.removesuffix("/zarr.json") for name in entries if name.endswith("/zarr.json")]
@@ -119,20 +122,22 @@ def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.gene
     expected |= {_chunk(name, shape) for name, (_, shape) in described.items()}
     if expected != entries.keys():
         raise Strange(f"entries of no column, or none of one: {sorted(expected ^ entries.keys())[:3]}")
-    if _is_bomb(total := sum(_bytes(*one) for one in described.values()), size):
+    if _is_bomb(total := sum(_bytes(*entry) for entry in described.values()), size):
         raise Strange(f"columns of {total:,} bytes in a file of {size:,}")
-    return {name: _column(file.read(_chunk(name, one[1])), *one) for name, one in described.items()}, group.attributes
+    return {
+        name: _column(file.read(_chunk(name, entry[1])), *entry) for name, entry in described.items()
+    }, group.attributes
 
 
 def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """The type and the shape of a column whose metadata are those that `pack` writes for them."""
-    told = msgspec.json.decode(content, type=ColumnMetadata)
-    if told.data_type not in TYPES or not 1 <= len(told.shape) <= 2:
-        raise Strange(f"a column of {told.data_type!r} with the shape {told.shape}")
-    found = np.dtype(told.data_type), tuple(told.shape)
-    if content != msgspec.json.encode(_read_metadata(*found)):
+    """The dtype and shape of a column. Raises `Strange` if its metadata differ from those that `pack` writes."""
+    metadata = msgspec.json.decode(content, type=ColumnMetadata)
+    if metadata.data_type not in TYPES or not 1 <= len(metadata.shape) <= 2:
+        raise Strange(f"a column of {metadata.data_type!r} with the shape {metadata.shape}")
+    description = np.dtype(metadata.data_type), tuple(metadata.shape)
+    if content != msgspec.json.encode(_read_metadata(*description)):
         raise Strange("a column with other metadata than streamppo's")
-    return found
+    return description
 
 
 def _column(content: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
@@ -149,7 +154,7 @@ def _bytes(dtype: np.dtype[np.generic], shape: Sequence[int]) -> int:
 
 
 def _frame_bytes(content: bytes) -> int | None:
-    """The bytes that a frame of zstd says to hold (RFC 8878, 3.1.1.1); None if it does not say it."""
+    """The content size in a zstd frame's header (RFC 8878, 3.1.1.1); None if the header has none."""
     if content[:4] != MAGIC or len(content) < 6:
         return None
     is_single = bool(content[4] & 0x20)

@@ -24,7 +24,7 @@ from streamppo.errors import ModelError
 from streamppo.process import phase
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
-from streamppo.rollout.embedded.spans import Span
+from streamppo.rollout.embedded.spans import Span, width
 from streamppo.rollout.weight_checks import Architecture, check_fit
 from streamppo.weights.content import compare, hash_tensor, write
 
@@ -32,18 +32,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
-"""Rotary embeddings of these types turn a place alike in every row of up to `positions.longest` tokens."""
+"""Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
+LEAST = 4
+"""Rows of a product from which on one thread of MKL computes each of them in the same way."""
 
 
 class _Filling(NamedTuple):
-    """The rows that a prefill fills, from the `first` on; `prompts_N` says with which of its prompts each of them."""
+    """The rows that a prefill fills; `prompts_N` says with which of its prompts each of them."""
 
-    first: int
+    rows_N: Tensor
     prompts_N: Tensor
 
 
 class _Extending(NamedTuple):
-    """The rows that are extended, from the `first` on; each token's place, and the places [B, 1, P, T] that it sees."""
+    """An extension of rows from `first` on: each token's position, and its attention mask [B, 1, P, T]."""
 
     first: int
     at_BP: Tensor
@@ -51,7 +53,7 @@ class _Extending(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """A step's places, and the spans of rows in which attention is computed, each with its mask [b, 1, 1, T]."""
+    """A step: each row's position, and the spans of rows that attention is computed in, with masks [b, 1, 1, T]."""
 
     at_B: Tensor
     spans: Sequence[Span]
@@ -59,9 +61,9 @@ class _Decoding(NamedTuple):
 
 
 class Decoder:
-    """The model with a cache: rows 0 .. `rows`-1 hold one sequence each, of as many tokens as `reserve` was asked for.
+    """The model with a cache of one sequence in each of rows 0 .. `rows`-1; `reserve` sets the tokens of a row.
 
-    Every token sees all before it: rows of more tokens than `positions.embedded_limit` gives would be computed wrongly.
+    Every token attends to all tokens before it: rows longer than `positions.embedded_limit` are computed wrongly.
     Raises `ModelError` for a model that it would not compute exactly, and `WeightsError` for `tensors` (HF names) that
     do not fit.
     """
@@ -86,19 +88,21 @@ class Decoder:
         self._expected = Architecture(config).shapes
         self._spare: Parameters | None = None
         self.parameters = self.fuse(tensors)
-        # What is decoded with from here on is not what the next ones are written to.
+        # These parameters are in use: the next version is written to other memory.
         self._spare = None
         self.cache = torch.empty((config.num_hidden_layers, rows, 0, 0, 0), dtype=dtype, device=self.device)
         self.rotation_TD = _rotation(config, 0, self.device)
 
     @property
     def room(self) -> int:
-        """Tokens that a row of the cache holds."""
+        """The tokens for which a row of the cache has room."""
         return self.cache.shape[2]
 
     def reserve(self, room: int) -> None:
-        """Let each row hold `room` tokens, and keep what it holds. Raises `ModelError` if there is no memory for it."""
+        """Enlarge each row to `room` tokens, and keep its content. Raises `ModelError` without enough memory."""
         layers, rows, before = self.cache.shape[:3]
+        # Spans of rows end at multiples of it, or with the room.
+        room = width(room)
         shape = (layers, rows, room, 2 * self.kv_heads, self.head_width)
         try:
             cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -115,10 +119,10 @@ class Decoder:
 
     @phase("swap")
     def fuse(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> Parameters:
-        """The parameters that `tensors` (HF names) are, in memory that no step reads; see `adopt`.
+        """Write `tensors` (HF names) as fused parameters to memory that no step reads; see `adopt`.
 
-        Raises `WeightsError` if they do not fit, or what was written has other `contents` than it should; by default
-        it should have those of `tensors`.
+        Raises `WeightsError` if they do not fit, or if the hashes of the written tensors differ from `contents`, by
+        default the hashes of `tensors`.
         """
         check_fit(self._expected, tensors)
         if self._spare is None:
@@ -130,33 +134,33 @@ class Decoder:
 
     @torch.no_grad()
     def _write_tensors(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
-        """Write one tensor after another, and yield the hash of what has been written."""
+        """Write one tensor after another; yield its name and the hash of the written copy."""
         for name, view in parameters.views(into, self._expected.keys(), self.head_width):
             yield name, write(view, tensors[name].to(self.dtype).reshape(view.shape))
 
     def adopt(self, fused: Parameters) -> None:
-        """Decode with what `fuse` has returned; the memory of the parameters before is for the next ones."""
+        """Decode with the result of `fuse` from here on; the next `fuse` reuses the replaced parameters' memory."""
         self._spare, self.parameters = self.parameters, fused
 
     @torch.inference_mode()
-    def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, first: int, prompts_N: Tensor) -> Tensor:
-        """Fill the cache of rows `first` .. `first` + N - 1, each with one of B prompts.
+    def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_N: Tensor, prompts_N: Tensor) -> Tensor:
+        """Fill the cache of rows `rows_N`, each with one of B prompts.
 
         Returns the logits [N, V] after the last token of each row's prompt, float32.
         """
-        hidden_BPC = self._layers(tokens_BP, _Filling(first, prompts_N))
+        hidden_BPC = self._layers(tokens_BP, _Filling(rows_N, prompts_N))
         last_BC = hidden_BPC[torch.arange(len(lengths_B), device=self.device), lengths_B - 1]
         return self._logits(last_BC).index_select(0, prompts_N)
 
     @torch.inference_mode()
     def extend(self, tokens_BP: Tensor, starts_B: Tensor, lengths_B: Tensor, first: int, longest: int) -> Tensor:
-        """Feed `lengths_B` tokens to each of rows `first` .. `first` + B - 1, behind its first `starts_B` tokens.
+        """Feed `lengths_B` tokens to each of rows `first` .. `first` + B - 1, after its first `starts_B` tokens.
 
-        No row has more than `longest` tokens then, and each has room for one more. Returns the logits [B, V] after the
-        last token of each row, float32.
+        After it no row may have more than `longest` tokens, and each must have room for one more. Returns the logits
+        [B, V] after the last token of each row, float32.
         """
         B, P = tokens_BP.shape
-        # Padding lies behind a row's tokens, where its next token is written before it is seen.
+        # Padding goes to the position after a row's tokens, which the next token overwrites before it is read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         mask = torch.arange(longest, device=self.device) <= at_BP[:, None, :, None]
         hidden_BPC = self._layers(tokens_BP, _Extending(first, at_BP, mask))
@@ -164,7 +168,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Feed one token to each of rows 0..B-1, at place `at_B`, with attention in `spans` of them.
+        """Feed one token to each of rows 0..B-1, at position `at_B`; attention is computed span by span.
 
         Returns the logits [B, V], float32.
         """
@@ -173,15 +177,15 @@ class Decoder:
 
     @torch.inference_mode()
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
-        """Copy the first `length` cached tokens of each of some rows to another row; a row may go to several."""
+        """Copy the first `length` cached tokens of rows `sources_B` to rows `targets_B`; a source may be repeated."""
         for layer in self.cache[:, :, :length]:
-            # Whole rows at once: indices would go element by element.
+            # Whole rows at once: assignment by index would copy element by element.
             layer.index_copy_(0, targets_B, layer.index_select(0, sources_B))
 
     # --- the forward -----------------------------------------------------------------------------------------
 
     def _masks(self, at_B: Tensor, spans: Sequence[Span]) -> list[Tensor]:
-        """The places [b, 1, 1, T] that each row of each span has."""
+        """The attention mask [b, 1, 1, T] of each span: the positions that each row has."""
         places_T = torch.arange(max(span.longest for span in spans), device=self.device)
         seen_BT = places_T <= at_B[:, None]
         return [seen_BT[span.first : span.end, None, None, : span.longest] for span in spans]
@@ -194,13 +198,13 @@ class Decoder:
         rotation = self._rotation_of(places, P)
         for layer, cache in zip(parameters.layers, self.cache, strict=True):
             h_BPC = F.rms_norm(x_BPC, C, layer.norm, eps)
-            qkv = F.linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
+            qkv = _linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
             self._rotate(layer, qkv, rotation)
             attended = self._attend(qkv, cache, places)
-            x_BPC = x_BPC + F.linear(attended, layer.out, layer.out_bias)
+            x_BPC = x_BPC + _linear(attended, layer.out, layer.out_bias)
             h_BPC = F.rms_norm(x_BPC, C, layer.mlp_norm, eps)
-            gate, up = F.linear(h_BPC, layer.gate_up).chunk(2, -1)
-            x_BPC = x_BPC + F.linear(F.silu(gate) * up, layer.down)
+            gate, up = _linear(h_BPC, layer.gate_up).chunk(2, -1)
+            x_BPC = x_BPC + _linear(F.silu(gate) * up, layer.down)
         return F.rms_norm(x_BPC, C, parameters.norm, eps)
 
     def _rotation_of(self, places: _Filling | _Extending | _Decoding, P: int) -> Tensor:
@@ -230,8 +234,8 @@ class Decoder:
         B, P = qkv.shape[:2]
         q, kv = qkv[:, :, : self.heads], qkv[:, :, self.heads :]
         if isinstance(places, _Filling):
-            first, prompts_N = places
-            cache[first : first + len(prompts_N), :P] = kv.index_select(0, prompts_N)
+            rows_N, prompts_N = places
+            cache[:, :P].index_copy_(0, rows_N, kv.index_select(0, prompts_N))
             return self._attention(q, kv, None).reshape(B, P, -1)
         if isinstance(places, _Extending):
             first, at_BP, mask = places
@@ -245,7 +249,7 @@ class Decoder:
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, P, -1)
 
     def _attention(self, q: Tensor, kv: Tensor, mask_b1PT: Tensor | None) -> Tensor:
-        """Causal, or to the places of a mask: [b, P, H, D] and [b, T, 2 K, D] -> [b, P, H, D]."""
+        """Attention, causal or by a mask: [b, P, H, D] and [b, T, 2 K, D] -> [b, P, H, D]."""
         K = self.kv_heads
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -259,14 +263,26 @@ class Decoder:
 
     def _logits(self, hidden_BC: Tensor) -> Tensor:
         head_VC = self.parameters.head
-        return F.linear(hidden_BC.to(head_VC.dtype), head_VC).float()
+        return _linear(hidden_BC.to(head_VC.dtype), head_VC).float()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product of each row of `x` with `weight`, in one thread of a CPU the same bits whichever rows come with it.
+
+    For few rows the library takes other kernels, which add in another order.
+    """
+    rows = x.numel() // x.shape[-1]
+    if rows >= LEAST or x.is_cuda:
+        return F.linear(x, weight, bias)
+    flat = F.pad(x.reshape(rows, -1), (0, 0, 0, LEAST - rows))
+    return F.linear(flat, weight, bias)[:rows].view(*x.shape[:-1], -1)
 
 
 # --- weights -------------------------------------------------------------------------------------------------
 
 
 def _refuse_unknown(config: "PreTrainedConfig") -> None:
-    """Refuse every model that the forward pass above would compute wrongly."""
+    """Raise `ModelError` for every model that the forward pass above would compute wrongly."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     problems = {
         f"model_type {config.model_type!r} (known are {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
@@ -280,10 +296,10 @@ def _refuse_unknown(config: "PreTrainedConfig") -> None:
 
 
 def _rotation(config: "PreTrainedConfig", room: int, device: torch.device) -> Tensor:
-    """Tabulate exp(i * place * frequency) for every place and pair: [T, D / 2] complex64, scaled as the model asks."""
+    """Tabulate scale * exp(i * position * frequency), [T, D / 2] complex64, with the model's attention scale."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    # It reads the rope parameters alone, which all `FAMILIES` spell alike.
+    # It reads only the rope parameters, whose names are equal in all `FAMILIES`.
     rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
     angles_TD = torch.arange(room)[:, None].float() * rope.inv_freq[None].float()
     scale = torch.full_like(angles_TD, float(rope.attention_scaling))

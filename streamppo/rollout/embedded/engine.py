@@ -1,17 +1,18 @@
-"""Our own engine: continuous batching over fixed rows, weights swapped between two tokens. Any device, small models.
+"""The embedded engine: continuous batching over fixed rows, weight swaps between tokens. Any device, small models.
 
     consumes     requests, in order of arrival; weights
-    produces     completions, in order of their end; a row that ends is filled at the next boundary
-    waits for    requests and weights alone
+    produces     completions, in order of their end; a free row is filled at the next boundary
+    waits for    requests and weights only
     unblocks     the callers of `generate` and `update_weights`
 
-    between two steps:   swap weights if new ones are there  ->  admit waiting requests into free rows  ->  step
+    at a boundary:   swap to new weights, if any  ->  admit waiting requests into free rows  ->  step
 
-One coroutine, `_run_loop`, touches all state. Only the arithmetic of its steps runs in a thread, so that the actor's
-event loop stays free for rewards and deliveries.
+One coroutine, `_run_loop`, handles all state. It runs the steps in a thread, so that the actor's event loop stays free
+for rewards and deliveries.
 """
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from streamppo.rollout import positions
+from streamppo.rollout import positions, random_numbers
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
 from streamppo.rollout.embedded.rows import DecodingRows, EndTokens, RunningRequest
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADMIT_SHARE = 8
-"""Steps are interrupted for a prefill when one of this many rows has become free."""
+"""Stepping stops for a prefill when 1 / `ADMIT_SHARE` of the rows are free."""
 BURST_S = 0.01
-"""Steps are interrupted in any case after this long, so that completions do not wait to be handed over."""
+"""Stepping stops with the first step that ends after so long, so that completions do not wait to be handed over."""
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
@@ -42,9 +43,9 @@ Arguments = TypeVarTuple("Arguments")
 class EmbeddedEngine:
     """Implements `Engine`: `slots` rows of up to `max_total_tokens` tokens, prompt included.
 
-    The cache grows with the rows that come, beyond what `reserve` was asked for. To be made in a running event loop, in
-    which it decodes until `stop`. Raises `ModelError` for a model that it does not run, and `WeightsError` for tensors
-    that do not fit the model.
+    The cache grows beyond the size of `reserve` when longer rows come. Make it in a running event loop, in which it
+    decodes until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not
+    fit the model.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class EmbeddedEngine:
             device=device,
         )
         self._most = max_total_tokens
-        self._rows = DecodingRows(self._decoder, ends, torch.Generator(device).manual_seed(seed), max_total_tokens)
-        # transformers' configurations are slow to ask.
+        self._rows = DecodingRows(self._decoder, ends, max_total_tokens)
+        self._seed, self._unseeded = seed, itertools.count(1)
+        # Attributes of transformers' configurations are slow.
         self._vocabulary = hf_config.vocab_size
         self._checked: Ints | None = None
         self._version = version
@@ -92,14 +94,14 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights that the next token will be sampled with."""
+        """The version of the weights that sample the next token."""
         return self._version
 
     def reserve(self, tokens: int, *, turns: bool = False) -> None:
-        """Let the cache hold rows of so many tokens, before any comes. Raises `ModelError` if there is no memory.
+        """Allocate the cache for rows of `tokens` tokens. Raises `ModelError` if there is not enough memory.
 
-        With `turns`, rows that have ended stay as long as there is room, and a prompt that continues one is prefilled
-        from there on; `kv` holds for them as for running rows.
+        With `turns`, ended rows stay in the cache while there is room, and a prompt that continues one is prefilled
+        from its end on. With `kv` "recompute", a swap drops the ended rows.
         """
         self._rows.reserve(min(tokens, self._most))
         if turns:
@@ -108,10 +110,12 @@ class EmbeddedEngine:
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
         if prompt is not self._checked:
-            # The samples of a prompt come one after another, with the very same array.
+            # The samples of a prompt come one after another, with the same array object.
             check_prompt(prompt, self._most - 1, self._vocabulary)
             self._checked = prompt
         limit = min(sampling.max_tokens, self._most - len(prompt))
+        if sampling.seed is None:
+            sampling = sampling._replace(seed=random_numbers.seed_of_turn(self._seed, next(self._unseeded)))
         request = RunningRequest(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()
         self._waiting.append(request)
@@ -124,7 +128,7 @@ class EmbeddedEngine:
     async def update_weights(
         self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
     ) -> None:
-        """See `Engine.update_weights`. Swaps are made one after another; their weights are copied beside decoding."""
+        """See `Engine.update_weights`. Swaps are serialized; weights are copied while decoding goes on."""
         async with self._one_swap:
             parameters = await asyncio.to_thread(self._decoder.fuse, tensors, contents)
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -151,7 +155,7 @@ class EmbeddedEngine:
     # --- the driver ------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Let the driver look for work. Raises the error by which it ended; `CancelledError` after `stop`."""
+        """Wake up `_run_loop`. Raises its error if it has ended; `CancelledError` after `stop`."""
         if self._driver.done():
             self._driver.result()
         self._work.set()
@@ -164,7 +168,7 @@ class EmbeddedEngine:
             if self._swap is not None:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
-            # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
+            # Several steps for each call into the thread, which costs about a tenth of a small model's step.
             ended = await self._run(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
             for request in ended:
@@ -172,7 +176,7 @@ class EmbeddedEngine:
             self._busy_s += time.perf_counter() - begin
 
     async def _wait_for_work(self) -> None:
-        """Wait until there is something to do."""
+        """Wait until there is a running row, a request or a swap."""
         begin = time.perf_counter()
         if not (self._rows.count or self._waiting or self._swap):
             self._work.clear()
@@ -180,7 +184,7 @@ class EmbeddedEngine:
             self._idle_s += time.perf_counter() - begin
 
     def _step_until_boundary(self, admitted: list[RunningRequest], version: int) -> list[RunningRequest]:
-        """Admit, then step until a prefill is worth it again. Returns the requests that ended. Runs in the thread."""
+        """Admit, then step until the next boundary. Returns the requests that ended. Runs in the thread."""
         begin = time.perf_counter()
         ended = self._rows.admit(admitted, version) if admitted else []
         while self._rows.count:
@@ -217,7 +221,7 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _fail_all(self, driver: asyncio.Task[None]) -> None:
-        """Fail every waiting call as the driver ended: by its error, or cancelled."""
+        """Fail every waiting call with the error of `_run_loop`, or cancel it."""
         for future in [future for future in self._promised if not future.done()]:
             if not driver.cancelled() and (error := driver.exception()):
                 future.set_exception(error)

@@ -1,9 +1,9 @@
-"""The weights of a model as the decoder reads them: fused, reordered, and each with its place in them.
+"""The weights of a model in the decoder's layout: fused and reordered; `views` finds each tensor in them.
 
 C width, H query heads, K key-value heads, D head width, I width of the MLP, V vocabulary.
 
-`views` says where a tensor lies, and in which order: writing a version and comparing what was written are the same
-walk over it, once with `copy_` and once with a hash.
+`views` yields each tensor as a view of the fused memory. A version is written through these views, and the written
+values are hashed through them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Layer(NamedTuple):
-    """The weights of one layer: queries, keys and values as one product; gate and up as well."""
+    """The weights of one layer: one matrix for queries, keys and values; one for gate and up."""
 
     norm: Tensor
     qkv: Tensor
@@ -42,10 +42,10 @@ Shapes = Mapping[str, torch.Size]
 
 
 def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Memory for the weights of a model whose tensors (HF names) have `shapes`."""
+    """Allocate the weights of a model whose tensors (HF names) have `shapes`."""
 
     def new(*names: str) -> Tensor:
-        """One tensor for several, one below the other."""
+        """One tensor for several, concatenated along dimension 0."""
         rows = sum(shapes[name][0] for name in names)
         return torch.empty((rows, *shapes[names[0]][1:]), dtype=dtype, device=device)
 
@@ -76,9 +76,10 @@ def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: t
 
 
 def views(of: Parameters, names: Collection[str], head_width: int) -> Iterator[tuple[str, Tensor]]:
-    """The place of every tensor (HF names), in the order of its elements; a tied one has two if its head has a copy.
+    """Yield every tensor's name (HF) and a view with its elements in their order; a copied tied head comes too.
 
-    A view may have more dimensions than its tensor: queries and keys lie pair by pair, and are named half by half.
+    A view may have more dimensions than its tensor: queries and keys are stored pair by pair, and the tensors have
+    them half by half.
     """
     yield EMBEDDING, of.embedding
     yield NORM, of.norm
@@ -99,7 +100,7 @@ def _layer_parameters(layer: Layer, head_width: int) -> Iterator[tuple[str, Tens
     gate, up = layer.gate_up.chunk(2)
     yield "mlp.gate_proj.weight", gate
     yield "mlp.up_proj.weight", up
-    # As many values as keys, and the output's product has as many inputs as there are queries.
+    # There are as many values as keys, and the output projection has as many inputs as there are queries.
     queries = layer.out.shape[1]
     for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
         if fused is not None:
@@ -115,5 +116,5 @@ def _layer_parameters(layer: Layer, head_width: int) -> Iterator[tuple[str, Tens
 
 
 def _halves(paired: Tensor, head_width: int) -> Tensor:
-    """Rows of heads in pairs side by side, seen as (first halves, second halves) of each head."""
+    """View heads that are stored as adjacent pairs as (first half, second half) of each head."""
     return paired.view(-1, head_width // 2, 2, *paired.shape[1:]).transpose(1, 2)

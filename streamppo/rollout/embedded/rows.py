@@ -1,8 +1,8 @@
 """The running completions of the embedded engine, one in each row. Synchronous; called in the engine's thread.
 
-Rows 0 .. count-1 are running, so that a step works on views of the cache; when rows end, the last ones move into their
-places. `at` tokens of a row are in the cache; `fed` is the token that the next step puts there. With turns, the rows
-behind them hold completions that have ended, for prompts that continue them (prefixes.py).
+Rows 0 .. count-1 are running, so that a step works on views of the cache; when rows end, the last running rows move
+into their places. `at` tokens of a row are in the cache; `fed` is the token that the next step adds. With turns, the
+rows from `count` on hold ended completions, for prompts that continue them (prefixes.py).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from streamppo.process import phase
-from streamppo.rollout import segment_cuts
+from streamppo.rollout import random_numbers, segment_cuts
 from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.prefixes import Prefix, Prefixes
@@ -24,19 +24,19 @@ from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling, TokenCan
 from streamppo.types import Ints
 
 REORDER = 1.2
-"""Long rows are brought to the front where attention looks at so many times the places that it would look at then."""
+"""Long rows move to the front if attention would otherwise read more than `REORDER` times as many positions."""
 GROWTH = 4
-"""The cache grows to hold this part more than it has to."""
+"""The cache grows to 1 + 1 / `GROWTH` times the room that it needs."""
 LOOKS = 2**24
-"""Prompts that continue rows are computed together as long as their tokens look at no more places than this."""
+"""The most (new token, position) pairs, padding included, in one forward pass of prompts that continue rows."""
 PLAIN = np.array([1, 1, 0], np.float32)
-"""Temperature, top-p and top-k that leave the model's distribution as it is."""
+"""Temperature, top-p and top-k of the model's unchanged distribution."""
 
 
 class EndTokens(NamedTuple):
-    """Tokens that end completions, and a function that tells if the last of some tokens [T] completes a string.
+    """Token `ids` that end completions; `completes` is true if the last of its tokens [T] completes a stop string.
 
-    Beside them the `unknown` tokens, which the tokenizer does not have: they are never sampled.
+    `unknown` are the token ids that the tokenizer lacks; they are never sampled.
     """
 
     ids: Collection[int] = ()
@@ -46,10 +46,10 @@ class EndTokens(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """One completion under way. `limit` is the number of tokens at which it is cut off.
+    """One completion under way. `limit` is its most tokens.
 
-    With top-p or top-k, `candidates` holds for every token those that it was drawn from; none stands for all. Of its
-    tokens `handed` are in segments, those in `segment`, which is to be handed over, included.
+    With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
+    `handed` is the number of tokens in segments, `segment` included, which is cut and not yet handed over.
     """
 
     prompt: Ints
@@ -67,7 +67,7 @@ class RunningRequest:
         return self.cuts.next_by_length(self.handed) if self.cuts else NEVER
 
     def resolve(self) -> None:
-        """Hand over the completion, unless the request was cancelled."""
+        """Set the completion as the result, unless the request was cancelled."""
         if not self.done.done():
             assert self.completion is not None
             self.done.set_result(self.completion)
@@ -76,15 +76,14 @@ class RunningRequest:
 class DecodingRows:
     """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each.
 
-    Of the `prompted` tokens `reused` were not computed: they were in the cache, or another sample's.
+    `prompted` is the number of prompt tokens; `reused` of them were in the cache or shared with another sample.
     """
 
-    def __init__(self, decoder: Decoder, ends: EndTokens, generator: torch.Generator, most: int) -> None:
+    def __init__(self, decoder: Decoder, ends: EndTokens, most: int) -> None:
         capacity, width = decoder.cache.shape[1], decoder.room
         self._decoder, self._most = decoder, most
-        self._generator = generator
         self._ends = np.zeros(decoder.config.vocab_size, np.bool_)
-        # Settings name -1, or a token beyond the vocabulary, for a model that ends no completion.
+        # Models without an end token may have -1, or an id beyond the vocabulary, in their settings.
         self._ends[[one for one in sorted(ends.ids) if 0 <= one < len(self._ends)]] = True
         self._completes = ends.completes
         self._unknown = torch.tensor(ends.unknown, dtype=torch.int64, device=decoder.device) if ends.unknown else None
@@ -99,6 +98,7 @@ class DecodingRows:
         self._root = np.zeros(capacity, np.int64)
         self._next_cut = np.zeros(capacity, np.int64)
         self._sampling = np.zeros((capacity, 3), np.float32)
+        self._seeds = np.zeros(capacity, np.uint64)
         self._out = np.zeros((capacity, width), np.int32)
         self._logprobs = np.zeros((capacity, width), np.float32)
         self._versions = np.zeros((capacity, width), np.int32)
@@ -109,11 +109,11 @@ class DecodingRows:
         return len(self.requests)
 
     def keep_turns(self) -> None:
-        """Keep rows that have ended for prompts that continue them, as long as there is room."""
+        """Keep ended rows for prompts that continue them, while there is room."""
         self._prefixes = Prefixes()
 
     def reserve(self, room: int) -> None:
-        """Let every row hold `room` tokens. Raises `ModelError` if there is no memory for it."""
+        """Enlarge every row to `room` tokens. Raises `ModelError` if there is not enough memory."""
         if room <= self._decoder.room:
             return
         self._decoder.reserve(room)
@@ -123,10 +123,10 @@ class DecodingRows:
 
     @phase("prefill")
     def admit(self, requests: Sequence[RunningRequest], version: int) -> list[RunningRequest]:
-        """Prefill new rows and sample their first tokens. Returns the requests that end at once."""
+        """Prefill new rows and sample their first tokens. Returns the requests that end with these tokens."""
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
-            # Some more, so that few prompts are the next to be too long.
+            # Some more, so that the cache is rarely enlarged.
             self.reserve(min(longest + longest // GROWTH, self._most))
         first = self.count
         rows = np.arange(first, first + len(requests))
@@ -138,6 +138,7 @@ class DecodingRows:
         self._at[rows], self._length[rows] = lengths, 0
         self._limit[rows] = [request.limit for request in requests]
         self._next_cut[rows] = [request.next_cut() for request in requests]
+        self._seeds[rows] = [request.sampling.seed or 0 for request in requests]
         self._sampling[rows] = [
             (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) for request in requests
         ]
@@ -148,7 +149,7 @@ class DecodingRows:
 
     @phase("decode")
     def step(self, version: int) -> list[RunningRequest]:
-        """Sample one token for every running row. Returns the requests that end with it."""
+        """Sample one token for every running row. Returns the requests that end with these tokens."""
         rows = np.arange(self.count)
         divided, device = self._plan_spans(), self._decoder.device
         at, fed = self._at[rows], self._out[rows, self._length[rows] - 1].astype(np.int64)
@@ -157,7 +158,7 @@ class DecodingRows:
         return self._advance(rows, logits_BV, version)
 
     def recompute(self) -> None:
-        """Compute the cache of every running row again, with the present weights; those that have ended are left."""
+        """Recompute the cache of every running row with the current weights; ended rows are dropped."""
         if self._prefixes is not None:
             self._prefixes.clear()
         if not self.requests:
@@ -169,7 +170,7 @@ class DecodingRows:
         self._prefill(texts, 0)
 
     def cut_before(self, version: int) -> None:
-        """Cut the running completions that are due before a swap to `version`."""
+        """Cut the running completions that are due before a swap to `version`; see segment_cuts.py."""
         by_age = [
             (row, request.cuts, request.handed)
             for row, request in enumerate(self.requests)
@@ -180,7 +181,7 @@ class DecodingRows:
             self._cut_row(by_age[place][0])
 
     def hand_over(self) -> None:
-        """Give the segments that were cut to those that take them. To be called in the event loop."""
+        """Pass the segments that were cut to `Cuts.take` of their requests. Call it in the event loop."""
         cut, self._cut = self._cut, []
         for request in cut:
             segment, request.segment = request.segment, None
@@ -194,7 +195,7 @@ class DecodingRows:
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _plan_spans(self) -> list[Span]:
-        """Divide the running rows into spans for a step; long rows are brought to the front where that pays."""
+        """Divide the running rows into spans for a step; move long rows to the front if that is cheaper."""
         lengths, most = self._at[: self.count] + 1, self._decoder.room
         found = spans.divide(lengths, most)
         if max(span.longest for span in found) <= spans.SHORT:
@@ -208,9 +209,9 @@ class DecodingRows:
         return best
 
     def _begin(self, requests: Sequence[RunningRequest], kept: Prefixes) -> tuple[list[RunningRequest], np.ndarray]:
-        """Copy the cached beginnings of prompts to the rows that they get; without one they come first, then the short.
+        """Copy the cached prefixes of prompts to their rows: prompts without one first, then by new tokens, rising.
 
-        Returns the requests in their new order, and the number of tokens that each of them has in the cache.
+        Returns the requests in this order, and the number of cached tokens of each.
         """
         first, end = self.count, self.count + len(requests)
         running = [
@@ -231,7 +232,7 @@ class DecodingRows:
         return [requests[n] for n in order], np.array([start.common for start in starts])
 
     def _extend(self, prompts: Sequence[Ints], starts: np.ndarray, first: int) -> list[torch.Tensor]:
-        """Fill the cache of rows from `first` on with what follows the first `starts` tokens of `prompts`."""
+        """Fill the cache from row `first` on with `prompts`, whose first `starts` tokens are there. Returns logits."""
         device, logits = self._decoder.device, list[torch.Tensor]()
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         new, begin = lengths - starts, 0
@@ -249,7 +250,21 @@ class DecodingRows:
         return logits
 
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
-        """Fill the cache from row `first` on with `texts`, each different one computed once: samples share a prompt."""
+        """Fill the cache from row `first` on with `texts`. Returns the logits behind each.
+
+        Texts of one width are computed together: what attention adds up of a text depends on its width.
+        """
+        widths = np.array([spans.width(len(text)) for text in texts])
+        if (widths == widths[0]).all():
+            return self._prefill_alike(texts, np.arange(first, first + len(texts)))
+        logits = list[torch.Tensor]()
+        order = np.argsort(widths, kind="stable")
+        for places in np.split(order, np.flatnonzero(np.diff(widths[order])) + 1):
+            logits.append(self._prefill_alike([texts[place] for place in places], first + places))
+        return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self._decoder.device)]
+
+    def _prefill_alike(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
+        """Fill the cache of `rows` with `texts`, each different one computed once: samples share a prompt."""
         places: dict[bytes, int] = {}
         prompts = np.array([places.setdefault(text.tobytes(), len(places)) for text in texts])
         different = [np.frombuffer(text, np.int32) for text in places]
@@ -257,24 +272,26 @@ class DecodingRows:
         total = sum(len(text) for text in texts)
         self.prompted += total
         self.reused += total - int(lengths.sum())
-        tokens_BP = np.zeros((len(different), int(lengths.max())), np.int64)
+        tokens_BP = np.zeros((len(different), min(spans.width(int(lengths.max())), self._decoder.room)), np.int64)
         for row, text in zip(tokens_BP, different, strict=True):
             row[: len(text)] = text
         device = self._decoder.device
         return self._decoder.prefill(
             torch.from_numpy(tokens_BP).to(device),
             torch.from_numpy(lengths).to(device),
-            first,
+            torch.from_numpy(rows).to(device),
             torch.from_numpy(prompts).to(device),
         )
 
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[RunningRequest]:
-        """Sample a token for each of `rows`, note it, and end the rows that are complete."""
+        """Sample and store a token for each of `rows`; cut rows that are due, and end rows that are complete."""
         if self._unknown is not None:
             logits_BV.index_fill_(1, self._unknown, -torch.inf)
-        drawn = sample(logits_BV, self._draws(rows), self._generator)
-        tokens, length = drawn.tokens_B.cpu().numpy(), self._length[rows]
+        length = self._length[rows]
+        uniform_B = torch.from_numpy(random_numbers.uniform(self._seeds[rows], length)).to(self._decoder.device)
+        drawn = sample(logits_BV, self._draws(rows), uniform_B)
+        tokens = drawn.tokens_B.cpu().numpy()
         self._out[rows, length] = tokens
         self._logprobs[rows, length] = drawn.logprobs_B.cpu().numpy()
         self._versions[rows, length] = version
@@ -295,7 +312,7 @@ class DecodingRows:
         return completed
 
     def _note_candidates(self, rows: np.ndarray, inside_BV: torch.Tensor) -> None:
-        """Note the tokens that a token was drawn from, in the rows that top-p or top-k cut."""
+        """Store the candidates of the new token, in rows with top-p or top-k."""
         cut = [n for n, row in enumerate(rows) if self.requests[row].sampling.cuts]
         inside_CV = inside_BV[cut]
         counts = inside_CV.sum(-1).cpu().numpy()
@@ -305,7 +322,7 @@ class DecodingRows:
             self.requests[rows[n]].candidates.append(found[:0] if is_whole else found)
 
     def _draws(self, rows: np.ndarray) -> Draws | None:
-        """Sampling parameters of `rows`; None if all of them sample at temperature 1 from everything."""
+        """Sampling parameters of `rows`; None if all have temperature 1, and top-p and top-k off."""
         knobs = self._sampling[rows]
         if (knobs == PLAIN).all():
             return None
@@ -313,13 +330,13 @@ class DecodingRows:
         return Draws(temperature, top_p, top_k.long())
 
     def _complete(self, row: int, stopped: bool) -> RunningRequest:
-        """Give the request of one row its completion."""
+        """Set the completion of one row's request, and return the request."""
         request = self.requests[row]
         request.completion = self._so_far(row, "stop" if stopped else "length")
         return request
 
     def _cut_row(self, row: int) -> None:
-        """Note a segment of a row that goes on; two that are cut before they are handed over are one."""
+        """Cut a segment from a running row; it replaces a segment that was not handed over, whose tokens it has too."""
         request = self.requests[row]
         if request.segment is None:
             self._cut.append(request)
@@ -337,9 +354,9 @@ class DecodingRows:
         )
 
     def _free(self, rows: np.ndarray) -> None:
-        """Free `rows`, which rise: the last rows that go on take the places of those before them, all in one copy.
+        """Free `rows` (ascending): the last running rows move into the freed places, all in one copy.
 
-        With turns they exchange theirs, and what the freed rows hold stays.
+        With turns, rows are exchanged instead, so that the content of the freed rows stays in the cache.
         """
         left = self.count - len(rows)
         goes_on = np.ones(self.count, np.bool_)
@@ -357,9 +374,9 @@ class DecodingRows:
         del self.requests[left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy running rows to the places of others; rows that are both exchange theirs."""
+        """Copy running rows `sources` to `targets`; rows that are in both are exchanged."""
         self._copy_cache(sources, targets, int(self._at[sources].max()))
-        for column in (self._at, self._length, self._limit, self._root, self._next_cut, self._sampling):
+        for column in (self._at, self._length, self._limit, self._root, self._next_cut, self._sampling, self._seeds):
             column[targets] = column[sources]
         length = int(self._length[targets].max())
         for column in (self._out, self._logprobs, self._versions):

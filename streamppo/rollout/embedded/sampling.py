@@ -1,4 +1,4 @@
-"""Draws tokens from logits, and gives the log-prob of each under the very distribution that it was drawn from.
+"""Draws tokens from logits, with the log-prob of each under the distribution that it was drawn from.
 
 B rows, V vocabulary.
 """
@@ -20,18 +20,19 @@ class Draws(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, and its log-prob. `inside_BV`: the tokens that top-p and top-k left, if they are on."""
+    """One token for each row, and its log-prob. `inside_BV`: True for candidates of top-p and top-k, if they are on."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
     inside_BV: Tensor | None
 
 
-def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> SampledTokens:
-    """Draw one token for each row. Without `draws`, from the model's own distribution.
+def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> SampledTokens:
+    """Draw one token for each row: the first whose cumulative probability is above u (float64, 0 < u < 1).
 
-    Greedy rows carry their log-prob at temperature 1. Raises `ModelError` if logits are not finite: a token drawn from
-    them would be garbage.
+    Without `draws`, from the model's own distribution.
+
+    Greedy rows have their log-prob at temperature 1. Raises `ModelError` if logits are not finite.
     """
     greedy_B = None if draws is None else draws.temperature_B == 0
     inside_BV = None
@@ -41,9 +42,11 @@ def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -
     if inside_BV is not None:
         logits_BV = logits_BV.masked_fill(~inside_BV, -torch.inf)
     logp_BV = logits_BV.log_softmax(-1)
-    # argmax(p / e) with e ~ Exp(1) draws from p, without the host synchronisation of multinomial.
-    race_BV = torch.empty_like(logp_BV).exponential_(generator=generator)
-    tokens_B = (logp_BV.exp() / race_BV).argmax(-1)
+    # In float32 the sum over a large vocabulary would lose rare tokens. It never reaches 1 exactly.
+    below_BV = logp_BV.double().exp().cumsum(-1)
+    tokens_B = torch.searchsorted(below_BV, (uniform_B * below_BV[:, -1])[:, None], right=True).squeeze(-1)
+    # Logits that are not finite have no cumulative probabilities.
+    tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
     if greedy_B is not None:
         tokens_B = torch.where(greedy_B, logp_BV.argmax(-1), tokens_B)
     logprobs_B = logp_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
@@ -53,7 +56,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -
 
 
 def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:
-    """[B, V] tokens of the top k, and of these the smallest set of probability top_p. The best one stays.
+    """[B, V], True for the candidates: of the top k, the smallest set with probability top_p or more, never empty.
 
     None if both are off in every row.
     """
@@ -66,7 +69,7 @@ def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:
     outside_BV = rank_V >= k_B[:, None]
     p_BV = sorted_BV.masked_fill(outside_BV, -torch.inf).softmax(-1)
     before_BV = p_BV.cumsum(-1) - p_BV
-    # Without top-p nothing may fall out: rounding can carry a cumulative sum above 1.
+    # With top-p off nothing may be excluded, even if rounding takes a cumulative sum above 1.
     outside_BV |= (before_BV >= draws.top_p_B[:, None]) & (draws.top_p_B < 1)[:, None]
     outside_BV[:, 0] = False
     return torch.empty_like(outside_BV).scatter_(-1, order_BV, ~outside_BV)

@@ -1,6 +1,8 @@
-"""The rows of a step in one or two spans: few long completions do not make every other row's attention long.
+"""Divides the rows of a step into one or two spans, so that a few long rows do not lengthen the attention of all.
 
-Attention of a span looks at as many places, in each of its rows, as the longest of them has.
+Attention in a span reads as many positions of each row as the longest row has.
+
+Example: rows of 512, 16, 16 and 16 tokens are read at 4 * 512 positions in one span, and at 512 + 3 * 16 in two.
 """
 
 from typing import NamedTuple
@@ -8,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 ROUND = 16
-"""Places are counted in multiples of this, so that shapes repeat."""
+"""Positions of a span are rounded up to a multiple of this, so that shapes repeat."""
 SHORT = 2 * ROUND
-"""Rows up to this long are one span: there is nothing to gain."""
+"""If no row is longer than this there is one span: two would save nothing."""
 WORTH = 0.75
-"""Two spans are made where they look at no more than this share of the places that one looks at."""
+"""Two spans are made if they read at most this fraction of the positions of one span."""
 
 
 class Span(NamedTuple):
-    """Rows `first` to `end - 1`, of which none has more than `longest` places."""
+    """Rows `first` to `end - 1`; none has more than `longest` positions."""
 
     first: int
     end: int
@@ -24,7 +26,7 @@ class Span(NamedTuple):
 
 
 def divide(lengths: np.ndarray, most: int) -> list[Span]:
-    """The cheapest spans of rows with these lengths [B], in this order; no span has more than `most` places."""
+    """The cheapest spans of rows with `lengths` [B], in this order; no span has more than `most` positions."""
     whole = Span(0, len(lengths), int(_round_up(lengths.max(), most)))
     if len(lengths) < 2 or whole.longest <= SHORT:
         return [whole]
@@ -40,15 +42,23 @@ def divide(lengths: np.ndarray, most: int) -> list[Span]:
 
 
 def leaders(lengths: np.ndarray, most: int) -> tuple[np.ndarray, list[Span]]:
-    """The rows that would make the cheapest two spans if they came first, none if one is as good; and these spans."""
+    """(rows to move to the front for the cheapest two spans, these spans); no rows if one span is cheap enough."""
     order = np.argsort(-lengths, kind="stable")
     found = divide(lengths[order], most)
     return order[: found[0].end] if len(found) > 1 else order[:0], found
 
 
 def cost(spans: list[Span]) -> int:
-    """Places that attention looks at, over all rows."""
+    """The number of positions that attention reads, over all rows."""
     return sum((span.end - span.first) * span.longest for span in spans)
+
+
+def width(length: int) -> int:
+    """The places with which a text of this length is computed: its length, or a multiple of `ROUND` above it.
+
+    Vector instructions add up 16 places at once, and the rest one by one: sums of a text depend on its width.
+    """
+    return length if length <= ROUND else -(-length // ROUND) * ROUND
 
 
 def _round_up(lengths: np.ndarray, most: int) -> np.ndarray:

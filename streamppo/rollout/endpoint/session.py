@@ -23,6 +23,7 @@ import numpy as np
 
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed, ModelError, TaskError
+from streamppo.rollout import random_numbers
 from streamppo.rollout.endpoint import refusal, reply
 from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
@@ -126,6 +127,7 @@ class Session:
         self.rewards = list[float]()
         self.failure = ""
         self._policy, self._sampling, self._limits = policy, sampling, limits
+        self._begun = 0
         self._template, self._counts = template, counts
         self._tree = Tree()
         self._under_way = list[Turn]()
@@ -269,7 +271,9 @@ class Session:
             tail = self._policy.tokenizer.spell(context[-TAIL:].tolist())
             turn.opened, turn.context = tail.rstrip().endswith(reply.THINK), len(context)
             turn.admitted.set_result(None)
-            sampling = self._sampling._replace(max_tokens=tokens)
+            seed = random_numbers.seed_of_turn(self._sampling.seed, self._begun)
+            self._begun += 1
+            sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
             cuts = Cuts(lambda part: self._progress(turn, part), max_tokens=STREAMED) if request.stream else None
             completion = await self._policy.engine.generate(context, sampling, cuts)
             self._store(turn, place, rest, context, completion)

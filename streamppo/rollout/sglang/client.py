@@ -1,15 +1,15 @@
-"""The two ways to SGLang: processes of the actor's own (own.py), and a server that runs already (server.py).
+"""The protocol of the two connections to SGLang: the actor's own processes (in_process.py), and a server (server.py).
 
-Both answer the same calls. A call is the name of an endpoint of SGLang's HTTP server and the fields of its request.
+Both answer the same calls. A call is an endpoint's name of SGLang's HTTP server and its request's fields.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
 HEALTH_S = 0.5
-"""Seconds between two looks at whether SGLang is alive."""
+"""Seconds between two checks that SGLang is alive."""
 Answer: TypeAlias = Any
-"""An answer of SGLang: JSON of a server, or SGLang's own objects with the same content. wire.py reads it."""
+"""An answer of SGLang: a server's JSON, or SGLang's own objects with the same content. wire.py reads it."""
 
 
 class Link(Protocol):
@@ -22,7 +22,7 @@ class Link(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Number of completions that it runs at once."""
+        """Number of completions that it runs concurrently."""
         ...
 
     @property
@@ -39,21 +39,21 @@ class Link(Protocol):
         ...
 
     def stream(self, **fields: object) -> AsyncGenerator[Answer]:
-        """Call `generate` and give its answers as they come; errors are those of `call`. To be closed at the end."""
+        """Call `generate` and yield its answers as they arrive; raises as `call`. The caller must close it."""
         ...
 
     async def abort(self, rid: str) -> None:
-        """Give up request `rid`."""
+        """Cancel request `rid`."""
         ...
 
     async def death(self) -> str:
-        """Say why it has died; empty while it lives."""
+        """The reason of its death; empty while it lives."""
         ...
 
     async def stop(self) -> None:
-        """Release everything; processes of the actor's own end."""
+        """Release everything; the actor's own processes end."""
         ...
 
 
 Start: TypeAlias = Callable[[int], Awaitable[Link]]
-"""Starts SGLang for the given life, counted from 0. Raises `ModelError` if it does not come to serve."""
+"""Starts SGLang for the given start number, counted from 0. Raises `ModelError` if it does not start serving."""

@@ -1,6 +1,6 @@
 """SGLang's platform for machines without an accelerator. SGLang finds it by the entry point in pyproject.toml."""
 
-# SGLang is not part of what this project is checked with.
+# SGLang is not installed where this project is type-checked.
 # pyright: reportMissingImports=false
 
 import torch
@@ -9,49 +9,49 @@ from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 
 def activate() -> str | None:
-    """Name the platform's class; None if there is an accelerator, for which SGLang has a platform of its own."""
+    """The name of the platform's class; None with an accelerator, for which SGLang has its own platform."""
     if torch.accelerator.is_available():
         return None
-    # Its weights checker waits for a GPU before it hashes, and raises where there is none: all else of it works here.
+    # SGLang's weights checker synchronizes a GPU before it hashes and would raise; all else of it works on a CPU.
     torch.cuda.synchronize = _nothing_to_wait_for
     return f"{__name__}.Platform"
 
 
 def _nothing_to_wait_for(device: object = None) -> None:
-    """Take the place of `torch.cuda.synchronize` in SGLang's processes."""
+    """Replaces `torch.cuda.synchronize` in SGLang's processes."""
 
 
 def _plain_memory(
     dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: object
 ) -> torch.Tensor:
-    """Make a buffer of the host's memory, as SGLang's function of the same signature does beside a GPU."""
+    """Allocate host memory, with the signature of SGLang's function for machines with a GPU."""
     return torch.empty(dims, dtype=dtype, device=device)
 
 
 class Platform(CpuDeviceMixin, SRTPlatform):
-    """Runs everything in plain torch: no compiled kernel is needed."""
+    """Runs everything in plain torch, without compiled kernels."""
 
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
-        """Name attention by torch."""
+        """Return SGLang's name of torch's attention."""
         return "torch_native"
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """Say no: there is no GPU to pin memory for."""
+        """Return False: without a GPU memory need not be pinned."""
         return False
 
     def get_mha_kv_pool_cls(self) -> type:
-        """Give the cache of keys and values."""
+        """Return the class of the KV cache."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-        # What it keeps on the host, such as the experts of every token, it would register with a GPU.
+        # By default SGLang would register host buffers, such as the experts of every token, with a GPU.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        """Give the allocator of that cache."""
+        """Return the class of that cache's allocator."""
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
         return PagedTokenToKVPoolAllocator

@@ -1,16 +1,16 @@
-"""SGLang behind the `Engine` protocol: its own processes inside the rollout actor, or a server that runs already.
+"""SGLang behind the `Engine` protocol: processes started by the rollout actor, or a running server.
 
-    consumes     requests, as many at a time as SGLang runs at once; weights
-    produces     completions, in order of their end
+    consumes     requests, at most as many at a time as SGLang runs concurrently; weights
+    produces     completions, in the order of their ends
     waits for    requests and weights; between a death and the next start, for SGLang
     unblocks     the callers of `generate` and `update_weights`
 
-    swap     check names and shapes -> swap (life.py) -> hand over the segments that are due (stream.py)
-    death    begin the next life with the version that was served -> send again every request that was in flight
+    swap     check names and shapes -> swap (session.py) -> write the due segments (stream.py)
+    death    restart SGLang with the served version -> resend every request in flight
 
-A swap that fails after the check ends the life of SGLang, so that no doubt is left about its weights: the next life
-begins with the version before. Nothing is handed over while it is uncertain which weights sampled it. A completion of
-which a segment was handed over fails with the life: its rest cannot be sampled again.
+A swap that fails after the check ends this SGLang, because its weights are then unknown; it is restarted with the
+version before. No segment or completion is returned while it is unknown which weights sampled it. A completion with a
+written segment fails when SGLang dies, because its rest cannot be sampled again.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEATHS = 3
-"""A prompt over which SGLang has died this often is not sent again."""
+"""A request fails after so many deaths of SGLang during it."""
 T = TypeVar("T")
 Fields: TypeAlias = Mapping[str, object]
 """The fields of a request."""
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class SGLangDied(Exception):
-    """SGLang died during this call; the message says why."""
+    """SGLang died during this call; the message is the reason."""
 
 
 async def start(
@@ -59,7 +59,7 @@ async def start(
     eos_ids: Collection[int],
     max_total_tokens: int,
 ) -> "SGLangEngine":
-    """Start SGLang on `tensors` as `version`. Completions have at most `max_total_tokens` tokens, prompt included.
+    """Start SGLang with `tensors` as `version`. A prompt and its completion have at most `max_total_tokens` tokens.
 
     Raises `ModelError` or `WeightsError` if it cannot start.
     """
@@ -71,7 +71,7 @@ async def start(
 
 
 class SGLangEngine:
-    """Implements `Engine`; `start` makes it. `life` holds `tensors`, named as in the model's files, as `version`."""
+    """Implements `Engine`; made by `start`. `life` holds `tensors`, named as in the model's files, as `version`."""
 
     def __init__(
         self,
@@ -105,11 +105,11 @@ class SGLangEngine:
 
     @property
     def version(self) -> int:
-        """See `Engine.version`: `held` becomes it when the segments that are due at it were handed over."""
+        """See `Engine.version`: it becomes the held version once all segments due at that version are written."""
         return self._version
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
-        """See `Engine.generate`. A completion that SGLang had begun when it died is sampled from its beginning."""
+        """See `Engine.generate`. If SGLang dies, the completion is sampled again from its beginning."""
         check_prompt(prompt, self._longest, self._setup.vocabulary)
         async with self._capacity:
             self._count(+1)
@@ -161,7 +161,7 @@ class SGLangEngine:
     # --- life and death --------------------------------------------------------------------------------------
 
     async def _keep_alive(self) -> None:
-        """Look at SGLang's health without end; begin the next life after a death. Raises if that fails."""
+        """Check SGLang's health in an endless loop and restart it after a death. Raises if the restart fails."""
         while True:
             life = self._life
             with suppress(TimeoutError):
@@ -184,7 +184,7 @@ class SGLangEngine:
             self._life.end.set_result(why)
 
     async def _until_death(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`, which dies with SGLang. Raises `SGLangDied`."""
+        """Return the result of `work`. Raises `SGLangDied`, and cancels `work`, if SGLang dies first."""
         end = self._life.end
         call = asyncio.ensure_future(work)
         self._cancel_calls.add(call.cancel)
@@ -200,7 +200,7 @@ class SGLangEngine:
         raise SGLangDied(end.result())
 
     async def _until_serving(self) -> None:
-        """Wait until SGLang runs and is certain of its weights. Raises the error of a start that failed."""
+        """Wait until SGLang runs and its weights are certain. Raises the error of a failed restart."""
         if self._serving.is_set() and self._certain.is_set():
             return
         ready = asyncio.ensure_future(self._ready())
@@ -227,7 +227,7 @@ class SGLangEngine:
     async def _sample(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         self._requests += 1
         if self._setup.routes:
-            # A stream brings none: the completion comes in one piece.
+            # Streams carry no routes, so the completion is requested in one piece.
             cuts = None
         link, rid = self._life.link, f"{self._run}-{self._requests}"
         fields = wire.request(
@@ -238,7 +238,7 @@ class SGLangEngine:
             strings=self._setup.strings,
             biases=self._biases,
             rid=rid,
-            # Prefixes of an older version are not found under the key of this one.
+            # A key per version keeps cached prefixes of older versions from being reused.
             key=f"{self._run}-{self._held}",
             interval=INTERVAL if cuts else 0,
             routes=self._setup.routes,
@@ -276,7 +276,7 @@ class SGLangEngine:
         return stream.completion(self._setup.kv)
 
     def _count(self, change: int) -> None:
-        """Count requests in flight by `change`, and the time during which there are any."""
+        """Add `change` to the requests in flight, and count the time with at least one."""
         present = time.perf_counter()
         if self._in_flight:
             self._busy_s += present - self._since
@@ -287,10 +287,10 @@ class SGLangEngine:
 def _copy_as_files(
     architecture: Architecture, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
-    """Name and cut `tensors` as the model's files do, in memory of this process, which keeps them for the next life.
+    """Copy `tensors` into this process's memory, named and split as in the model's files; a restart needs them.
 
-    As they came they are views of the object store, or change with the next version. Raises `WeightsError` if they
-    have other `contents`.
+    The originals are views of the object store, or change with the next version. Raises `WeightsError` if their
+    contents differ from `contents`.
     """
     own = {name: tensor.clone() for name, tensor in tensors.items()}
     if contents is not None:

@@ -1,4 +1,4 @@
-"""The reason why SGLang failed, read from the output of its processes."""
+"""Finds the reason of SGLang's failure in the output of its processes."""
 
 import re
 
@@ -12,7 +12,7 @@ KNOWN = (
     (r"No CUDA GPUs are available|no NVIDIA driver|libcuda", "there is no GPU: rollout.gpus must be 0 on a CPU"),
     (r"No module named", "a package that SGLang needs is not installed"),
 )
-"""Patterns in SGLang's output, and their meaning here."""
+"""Patterns in SGLang's errors, and explanations for the user."""
 
 
 def reason(output: str) -> str:

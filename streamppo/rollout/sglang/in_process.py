@@ -1,6 +1,6 @@
-"""SGLang in processes of the actor's own, which live and die with one thread of the actor."""
+"""SGLang in the actor's own processes, which are tied to one thread of the actor and die with it."""
 
-# SGLang is not part of what this project is checked with.
+# SGLang is not installed where this project is type-checked.
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -42,43 +42,43 @@ HANDLERS = {
     "get_weights_by_name": Handler("GetWeightsByNameReqInput", "get_weights_by_name"),
     "weights_checker": Handler("CheckWeightsReqInput", "check_weights"),
 }
-"""Names of SGLang's endpoints, and their handlers in its tokenizer manager."""
+"""SGLang's endpoints, by name, and their handlers in its tokenizer manager."""
 
 
 class ProcessWatchdog(Protocol):
-    """SGLang's thread that looks at its processes."""
+    """SGLang's thread that monitors its processes."""
 
     def stop(self) -> None:
-        """End it."""
+        """End the thread."""
         ...
 
 
 class TokenizerManager(Protocol):
-    """The part of SGLang's tokenizer manager that is used here by name; `HANDLERS` holds the rest."""
+    """The methods of SGLang's tokenizer manager used here by name; `HANDLERS` has the others."""
 
     _subprocess_watchdog: ProcessWatchdog
 
     def abort_request(self, rid: str) -> None:
-        """Give up a request."""
+        """Cancel a request."""
         ...
 
     def generate_request(self, request: object, http: None) -> AsyncIterator[Answer]:
-        """Sample a completion; without `stream`, the answer is the only item."""
+        """Sample a completion; without `stream` the only item is the whole answer."""
         ...
 
 
 class SGLang(Protocol):
-    """The part of `sglang.Engine` that is used here."""
+    """The part of `sglang.Engine` used here."""
 
     tokenizer_manager: TokenizerManager
 
     def shutdown(self) -> None:
-        """Kill every process that this one ever started: not to be called."""
+        """Kill every child process of this process; never call it."""
         ...
 
 
 class OwnEngine:
-    """A `Link` to the processes of `engine`, which `thread` has started and which write to `output`."""
+    """A `Link` to the processes of `engine`, which were started in `thread` and write to `output`."""
 
     def __init__(self, thread: EngineThread, engine: SGLang, output: BinaryIO, settings: "LaunchSettings") -> None:
         self.version = settings.version
@@ -119,7 +119,7 @@ class OwnEngine:
         )
 
     async def stop(self) -> None:
-        """See `Link.stop`. Again: no change."""
+        """See `Link.stop`. Later calls do nothing."""
         if self._thread.has_ended:
             return
         atexit.unregister(self._engine.shutdown)
@@ -128,7 +128,7 @@ class OwnEngine:
         self._output.close()
 
     async def _stream(self, fields: Mapping[str, object], give: Callable[[Answer], object]) -> None:
-        """Call `generate` and give every answer as it comes. Runs in SGLang's thread."""
+        """Call `generate` and pass each answer to `give` as it arrives. Runs in SGLang's thread."""
         from sglang.srt.managers import io_struct
 
         async for answer in self._engine.tokenizer_manager.generate_request(io_struct.GenerateReqInput(**fields), None):
@@ -155,7 +155,7 @@ class OwnEngine:
 
 
 class LaunchSettings(NamedTuple):
-    """How the processes are started: SGLang's `version` and `arguments`, and the `environment` of the processes."""
+    """Settings for the start: SGLang's `version` and `arguments`, and the `environment` of its processes."""
 
     version: tuple[int, ...]
     arguments: Mapping[str, object]
@@ -167,13 +167,13 @@ class LaunchSettings(NamedTuple):
 
 
 async def start(settings: LaunchSettings, life: int) -> OwnEngine:
-    """Start SGLang's processes; life number `life` has a seed of its own. Raises `ModelError` if they do not start."""
-    # SGLang's processes send their parent SIGQUIT when they die; its default is to end the parent.
+    """Start SGLang's processes; the seed is `settings.seed + life`. Raises `ModelError` if they do not start."""
+    # SGLang's processes send SIGQUIT to their parent when they die, which by default would end the parent.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
     descriptor, log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
     async with AsyncExitStack() as undo:
         output = undo.enter_context(os.fdopen(descriptor, "rb"))
-        # The processes have the file open: nothing is left of it when the last of them dies.
+        # The processes keep the unlinked file open; it disappears when the last of them dies.
         undo.callback(os.unlink, log)
         thread = EngineThread(f"sglang-{life}")
         undo.push_async_callback(thread.end)
@@ -184,7 +184,7 @@ async def start(settings: LaunchSettings, life: int) -> OwnEngine:
             await thread.end()
             raise
         except Exception as error:
-            # SGLang raises errors of every kind. Its output is complete once its processes have ended.
+            # SGLang may raise any error. Its output is complete once its processes have ended.
             await thread.end()
             late = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
             why = late if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
@@ -195,7 +195,7 @@ async def start(settings: LaunchSettings, life: int) -> OwnEngine:
 
 
 async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
-    """Construct SGLang's engine. Runs in SGLang's thread. Raises `ModelError` for an argument that it has not."""
+    """Construct SGLang's engine. Runs in SGLang's thread. Raises `ModelError` for an unknown argument."""
     arguments = settings.arguments
     os.environ.update(settings.environment)
     from sglang.srt.entrypoints.engine import Engine
@@ -213,7 +213,7 @@ async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
 
 
 def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:
-    """Let `function`, the main function of one of SGLang's processes, write its output to the file `log`."""
+    """Wrap `function`, the main function of an SGLang process, so that its output goes to the file `log`."""
     return partial(child.run, log, f"{function.__module__}:{function.__name__}")
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a model's files as SGLang keeps them: some of them as parts of larger ones, by its own names."""
+"""The tensors of a model's files in SGLang's layout: some are fused into larger ones, under SGLang's names."""
 
 import re
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ FUSED = (
     (r"\.experts\.\d+\.(down_proj|w2)\.", ".experts.w2_"),
     (r"\.(gate|up)_proj\.", ".gate_up_proj."),
 )
-"""Names of tensors that SGLang keeps as parts of a larger one, as patterns, and its names."""
+"""Patterns of tensor names that SGLang fuses into a larger tensor, and that tensor's name."""
 ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
-"""Parts of one tensor lie in this order, one below the other."""
+"""Order of the parts in a fused tensor, concatenated by rows."""
 
 
 def held_name(name: str) -> str:
-    """Name the tensor in which SGLang keeps the tensor that a model's files call `name`."""
+    """SGLang's name of the tensor that contains the model file's tensor `name`."""
     for part, whole in FUSED:
         name = re.sub(part, whole, name)
     return name
 
 
 def tensors_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a model as one rank of SGLang keeps them: experts side by side, [experts, rows, columns]."""
+    """All tensors of a model in the layout of a single SGLang rank; experts are stacked, [experts, rows, columns]."""
     parts: dict[str, dict[int, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         expert = re.search(r"\.experts\.(\d+)\.", name)

@@ -1,6 +1,6 @@
-"""Carries weights from a rollout actor, which has verified their bytes, into SGLang's processes."""
+"""Transports weights from a rollout actor, which has verified their bytes, into SGLang's processes."""
 
-# SGLang is not part of what this project is checked with.
+# SGLang is not installed where this project is type-checked.
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -23,10 +23,10 @@ Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 class Carrier(Protocol):
-    """A way for weights into one SGLang, until its death.
+    """A transport of weights into one SGLang, until its death.
 
-    stage     while SGLang decodes: put weights where it can take them
-    carry     while it is paused: have it load them, and nothing else
+    stage     while SGLang decodes: put the weights where it can read them
+    carry     while it is paused: only load them
     """
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
@@ -34,7 +34,7 @@ class Carrier(Protocol):
         ...
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """Load what was staged into a paused SGLang as `version`; `flush` empties its cache of prefixes.
+        """Load the staged weights into a paused SGLang as `version`; `flush` empties its prefix cache.
 
         Raises `ValueError` if it refuses them.
         """
@@ -42,14 +42,14 @@ class Carrier(Protocol):
 
 
 Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
-"""Makes the way for weights into an SGLang that has just started."""
+"""Connects the transport of weights to a newly started SGLang."""
 
 
 class BySharedMemory:
-    """Flat buckets in shared memory, for an SGLang on this machine; `server`: this process has not started it.
+    """Flat buckets in shared memory, for an SGLang on this machine; with `server`, one not started by this process.
 
-    All tensor-parallel ranks read the same buckets, and the memory is used for one version after another: nobody reads
-    it once a load has ended.
+    All tensor-parallel ranks read the same buckets. The memory is reused for each version, because no process reads it
+    after a load has ended.
     """
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
@@ -64,7 +64,7 @@ class BySharedMemory:
     async def carry(self, version: int, *, flush: bool) -> None:
         """See `Carrier.carry`."""
         for number, (flat, places) in enumerate(self._staged, 1):
-            # A handle can be opened once.
+            # Each handle can be opened only once.
             payloads = [_handle(flat, places, text=self._server) for _ in range(self._link.ranks)]
             await self._link.call(
                 "update_weights_from_tensor",
@@ -91,9 +91,9 @@ class BySharedMemory:
 
 
 async def by_shared_memory(bucket_bytes: int, server: bool, link: Link) -> BySharedMemory:
-    """Make the way by shared memory. A `Connect` once all but `link` is given."""
+    """Connect by shared memory. It is a `Connect` after partial application of all arguments but `link`."""
     if server:
-        # The default hands over open files, and only to processes that this one has started.
+        # The default strategy passes file descriptors, which works only for this process's children.
         torch.multiprocessing.set_sharing_strategy("file_system")
     return BySharedMemory(link, bucket_bytes, server=server)
 
@@ -109,7 +109,7 @@ class ByGroup:
         self._staged: Mapping[str, Tensor] = {}
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Carrier.stage`: a broadcast needs both ends, and is made when SGLang is paused."""
+        """See `Carrier.stage`: only keeps the tensors, because a broadcast needs the paused SGLang too."""
         self._staged = tensors
 
     async def carry(self, version: int, *, flush: bool) -> None:
@@ -129,7 +129,7 @@ class ByGroup:
 
 
 async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
-    """Make a process group with SGLang's ranks. A `Connect` once all but `link` is given.
+    """Create a process group with SGLang's ranks. It is a `Connect` after partial application of all but `link`.
 
     NCCL with `gpu`, if this actor has a GPU that SGLang does not use; gloo otherwise.
     """
@@ -160,7 +160,7 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
 
 
 class ByDisk:
-    """Files in a folder that this actor and SGLang both reach."""
+    """Files in a folder that both this actor and SGLang can reach."""
 
     def __init__(self, link: Link, folder: Path) -> None:
         self._link, self._folder = link, folder
@@ -173,10 +173,10 @@ class ByDisk:
         await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
 
     async def carry(self, version: int, *, flush: bool) -> None:
-        """See `Carrier.carry`. The files are gone when it returns."""
+        """See `Carrier.carry`. The files are deleted at its end."""
         try:
             ending = _ending(version, last=True, flush=flush)
-            # SGLang has begun with random weights, and would take none from files in that format.
+            # SGLang was started with the "dummy" format, in which it would not read the files.
             await self._link.call(
                 "update_weights_from_disk", model_path=str(self._folder), load_format="auto", **ending
             )
@@ -185,7 +185,7 @@ class ByDisk:
 
 
 async def by_disk(folder: Path, link: Link) -> ByDisk:
-    """Make the way by files. A `Connect` once `folder` is given."""
+    """Connect by files. It is a `Connect` after partial application of `folder`."""
     return ByDisk(link, folder)
 
 
@@ -193,12 +193,12 @@ class Bucket(Protocol):
     """SGLang's flat buffer of several tensors."""
 
     def get_flattened_tensor(self) -> Tensor:
-        """The buffer."""
+        """Return the buffer."""
         ...
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
-    """Cut `tensors` into parts of about `bucket_bytes`; true comes with the last part."""
+    """Split `tensors` into parts of about `bucket_bytes`; yield (part, is it the last)."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors.items():
@@ -211,7 +211,7 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
 
 
 def _ending(version: int, *, last: bool, flush: bool) -> dict[str, object]:
-    """Let the last part set the version and empty the cache."""
+    """Fields of a part's request: only the last part sets the version and flushes the cache."""
     return {"weight_version": str(version) if last else None, "flush_cache": last and flush}
 
 
@@ -222,14 +222,14 @@ def _bucket(part: Named) -> Bucket:
 
 
 def _handle(flat: Tensor, places: object, *, text: bool) -> str | bytes:
-    """A handle, in SGLang's form, on a bucket in shared memory with tensors at these places."""
+    """SGLang's serialized handle of a bucket in shared memory with tensors at `places`."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places}, output_str=text)
 
 
 def _address(url: str) -> tuple[str, int]:
-    """Find this machine's address as SGLang at `url` sees it, and a free port."""
+    """This machine's address as seen by SGLang at `url`, and a free port."""
     host = "127.0.0.1"
     if url:
         parts = urlsplit(url)

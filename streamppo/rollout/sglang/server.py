@@ -1,4 +1,4 @@
-"""An SGLang server that runs already, on this machine or in the cluster's private network."""
+"""A running SGLang server, on this machine or in the cluster's private network."""
 
 import asyncio
 import ipaddress
@@ -17,11 +17,11 @@ from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.client import HEALTH_S, Answer
 
 SILENT_S = 5.0
-"""A server that has not answered for this long is taken for dead."""
+"""A server without an answer for so long counts as dead."""
 
 
 class Server:
-    """A `Link` to a server. `client` speaks to `url`; `info` is what the server says about itself."""
+    """A `Link` to a server. `client` is connected to `url`; `info` is its answer to /server_info."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, slots: int, info: Mapping[str, Answer]) -> None:
         states = info.get("internal_states") or [{}]
@@ -72,12 +72,12 @@ class Server:
         return ""
 
     async def stop(self) -> None:
-        """Close the connections; a server that others started runs on."""
+        """Close the connections; the server, which the user started, goes on running."""
         await self._client.aclose()
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
-    """Read the events of a stream. Raises `ValueError` for one that is a refusal."""
+    """Yield the events of a stream. Raises `ValueError` for an error event."""
     async for line in response.aiter_lines():
         if line.startswith("data: {"):
             answer = msgspec.json.decode(line.removeprefix("data: "))
@@ -87,10 +87,10 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
 
 
 async def connect(chosen: SGLangEngine, key: str, slots: int, strings: Sequence[str], life: int) -> Server:
-    """Wait for the only server of `chosen.urls`, and undo what a client that died may have left behind in it.
+    """Wait for the only server of `chosen.urls`, and reset state that a dead client may have left in it.
 
-    A `Start` once all but `life` is given; at most `slots` completions run at once, and end with `strings`. Raises
-    `ModelError` for a server that cannot be reached or used.
+    It is a `Start` after partial application of all arguments but `life`. At most `slots` completions run concurrently;
+    they end at `strings`. Raises `ModelError` for a server that cannot be reached or used.
     """
     (url,) = chosen.urls
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -111,7 +111,7 @@ async def connect(chosen: SGLangEngine, key: str, slots: int, strings: Sequence[
 
 
 async def _answer(client: httpx.AsyncClient, url: str, start_s: float) -> Mapping[str, Answer]:
-    """Ask the server about itself until it answers. Raises `ModelError` if it does not within `start_s`."""
+    """Request /server_info until the server answers. Raises `ModelError` if it does not within `start_s`."""
     deadline = time.monotonic() + start_s
     while True:
         try:
@@ -127,7 +127,7 @@ async def _answer(client: httpx.AsyncClient, url: str, start_s: float) -> Mappin
 
 
 def check_address(url: str, key: str) -> None:
-    """Refuse a server with a public address, or one outside of this machine without a key. Raises `ModelError`."""
+    """Raise `ModelError` for a server with a public address, or on another machine without a key."""
     parts = urlsplit(url)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, proto=socket.IPPROTO_TCP)

@@ -1,7 +1,7 @@
-"""One life of SGLang: from a start, with weights in it, to a death.
+"""One session of SGLang: from a start with loaded weights to a death.
 
-begin    start -> make the way for weights -> stage -> load -> see that every tensor has arrived
-swap     stage -> pause -> load -> continue -> see that every tensor has arrived
+begin    start -> connect the weight transport -> stage -> load -> verify every tensor
+swap     stage -> pause -> load -> continue -> verify every tensor
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from streamppo.rollout.sglang.verify_weights import Attestation
 
 
 class SessionSetup(NamedTuple):
-    """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
+    """Settings of all sessions: SGLang's start, the transport of weights, the KV cache at a swap.
 
-    With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them; with
-    `routes`, they say which experts each token went to. They end where they complete one of `strings`, and `unknown`
-    tokens, which the tokenizer does not have, are never sampled.
+    `cuts`: completions are sampled with top-p or top-k. `segments`: they are streamed and cut into segments. `routes`:
+    they report each token's experts. A completion ends at the first of `strings`. `unknown` tokens, which the tokenizer
+    lacks, are never sampled.
     """
 
     start: Start
@@ -39,7 +39,7 @@ class SessionSetup(NamedTuple):
 
 
 class Life:
-    """A running SGLang that holds weights; `end` is resolved with the reason of its death."""
+    """A running SGLang with loaded weights; the future `end` gets the reason of its death."""
 
     def __init__(
         self, link: Link, carrier: Carrier, attestation: Attestation, kv: Literal["keep", "recompute"]
@@ -51,9 +51,9 @@ class Life:
     async def swap(
         self, version: int, tensors: Mapping[str, Tensor], loaded: Callable[[int], None] = lambda version: None
     ) -> None:
-        """Load `tensors`, which were staged, as `version`; call `loaded` with it before SGLang goes on.
+        """Load the staged `tensors` as `version`; call `loaded(version)` before SGLang continues.
 
-        Raises `ValueError` or `WeightsError` if SGLang does not take them.
+        Raises `ValueError` or `WeightsError` if SGLang does not accept them.
         """
         await self.attestation.record_state()
         await _load(self.link, self.carrier, self._kv, version)
@@ -63,10 +63,10 @@ class Life:
 
 
 async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> Life:
-    """Start SGLang for life number `number` on `tensors` as `version`.
+    """Start SGLang session number `number` with `tensors` as `version`.
 
-    Raises `ModelError` if it does not start, dies, or does not hold them within `start_s`; `WeightsError` if it refuses
-    them.
+    Raises `ModelError` if it does not start, dies, or has not loaded them within `start_s`; `WeightsError` if it
+    refuses them.
     """
     link = await setup.start(number)
     async with AsyncExitStack() as undo:
@@ -92,7 +92,7 @@ async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping
 
 
 async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> Life:
-    """Load the first weights into an SGLang that has just started."""
+    """Load and verify the first weights of a newly started SGLang."""
     carrier = await setup.connect(link)
     attestation = await verify_weights.begin(link, tensors, setup.vocabulary)
     await attestation.record_state()
@@ -104,7 +104,7 @@ async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[
 
 
 async def _until_death(link: Link, work: Coroutine[object, object, Life]) -> Life:
-    """Return the result of `work`. Raises `ConnectionError` if SGLang dies: a call to the dead may never return."""
+    """Return the result of `work`. Raises `ConnectionError` if SGLang dies: a call to it may then never return."""
     task = asyncio.create_task(work)
     try:
         while not task.done():
@@ -117,7 +117,7 @@ async def _until_death(link: Link, work: Coroutine[object, object, Life]) -> Lif
 
 
 async def _load(link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int) -> None:
-    """Pause and load. Running completions keep their cache or, retracted, will compute it again."""
+    """Pause and load. Running completions keep their KV cache, or are retracted and recompute it."""
     await link.call("pause_generation", mode="in_place" if kv == "keep" else "retract")
     has_sessions = True
     try:

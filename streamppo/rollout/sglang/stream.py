@@ -1,14 +1,14 @@
-"""The completions that hand over segments: their tokens as SGLang sends them, and their cuts.
+"""Completions with segments: their tokens as SGLang streams them, and their cuts.
 
-SGLang sends the first token at once, and then `INTERVAL` tokens at a time. Only at the end it says which version
-sampled each of them. Until then:
+SGLang sends the first token at once, and then `INTERVAL` tokens at a time. It reports the version of each token only at
+the end of the completion. Until then:
 
-    a pause      INTERVAL tokens at most are sampled and have not arrived: INTERVAL - 1, and that of the step under way
-    a version    is that before the swap for every token that can be one of them: no token counts as too young
-    a cut        stands behind them; a swap ends when all segments that are due have been cut
-    the end      the versions that were handed over are compared with SGLang's own word
+    pause      at most INTERVAL sampled tokens have not arrived: INTERVAL - 1, and one of the step under way
+    version    tokens that may be among these get the version before the swap, so that no lag is understated
+    cut        comes after these tokens; a swap ends when all due segments have been cut
+    end        the versions of written segments are compared with SGLang's own versions
 
-So a cut touches nothing in SGLang, and the completion goes on with the same cache.
+A cut thus changes nothing in SGLang, and the completion continues with the same cache.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from streamppo.rollout.sglang.wire import SampledPart
 from streamppo.types import Ints
 
 INTERVAL = 8
-"""Tokens that SGLang sends at a time: each message costs CPU, and a swap waits for so many steps where a cut is due."""
+"""Tokens per message of a stream: each message costs CPU, and a swap with a due cut waits for so many decode steps."""
 
 
 class CompletionStream:
-    """One completion under way, sent to an SGLang that held `version`; with `candidates`, top-p or top-k are on.
+    """One running completion, requested at `version`; with `candidates`, top-p or top-k is on.
 
-    `length` tokens have arrived, of which `handed` are in segments.
+    `length` tokens have arrived; `handed` of them are in written segments.
     """
 
     def __init__(self, cuts: Cuts, version: int, certain: asyncio.Event, *, candidates: bool) -> None:
@@ -46,7 +46,7 @@ class CompletionStream:
         self._last: Answer = None
 
     async def read(self, answers: AsyncGenerator[Answer]) -> None:
-        """Take all answers, and cut on the way. Raises `ModelError` if they are no completion."""
+        """Read all answers and cut due segments meanwhile. Raises `ModelError` if they form no completion."""
         async with aclosing(answers):
             async for answer in answers:
                 self._add(answer["meta_info"])
@@ -54,35 +54,35 @@ class CompletionStream:
             raise ModelError("SGLang gave up a completion: its stream broke off")
 
     def loaded(self, version: int) -> None:
-        """SGLang is paused and holds `version`: note the first token that is surely sampled with it."""
+        """SGLang is paused and holds `version`: record the first token that is certainly sampled with it."""
         self._begins.append((self.length + INTERVAL if self.length else 1, version))
 
     def oldest(self) -> int | None:
-        """The version of the oldest token that was not handed over; None if none has arrived, or all have."""
+        """The oldest version among tokens outside written segments; None without such tokens, or at the end."""
         if self.length == self.handed or self._last is not None:
             return None
         return self.cuts.oldest_behind(self.handed, int(self._versions()[self.handed]))
 
     def cut_before_swap(self) -> "asyncio.Future[None]":
-        """Cut behind the tokens that older weights can have sampled, once they have arrived; done when it is."""
+        """Cut after all tokens that older weights may have sampled, once they have arrived; the future is then done."""
         due = self._due = asyncio.get_running_loop().create_future()
         self.cut_what_is_due()
         return due
 
     def cut_what_is_due(self) -> None:
-        """Hand over the segments that are due, unless it is in doubt which weights sampled them."""
-        # The last token is never handed over: the completion has it.
+        """Write the due segments, unless it is uncertain which weights sampled them."""
+        # The completion itself must keep at least its last token.
         while self._certain.is_set() and (at := self._next_cut()) <= self.length - (self._last is not None):
             self._write_cut(at)
         if self._due and self.handed >= self._begins[-1][0]:
             self._settle()
 
     def close(self) -> None:
-        """The completion has come to its end, one way or the other: nothing is cut any more."""
+        """The completion has ended or failed: stop cutting."""
         self._settle()
 
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
-        """Read the whole completion. Raises `ModelError` if a token that was handed over is older than was said."""
+        """Return the whole completion. Raises `ModelError` if a segment's token is older than the segment states."""
         whole = wire.complete(self._concatenate(), self._last, self._begins[0][1], kv)
         if not whole.versions_known:
             whole = whole._replace(versions=self._versions())
@@ -104,7 +104,7 @@ class CompletionStream:
         self.cut_what_is_due()
 
     def _next_cut(self) -> int:
-        """The number of tokens at which the next segment ends; beyond all tokens if nothing ends it."""
+        """The number of tokens at which the next segment ends; beyond all tokens if no cut is due."""
         begin, by_length = self._begins[-1][0], self.cuts.next_by_length(self.handed)
         return min(by_length, begin) if self._due and self.handed < begin else by_length
 
@@ -131,7 +131,7 @@ class CompletionStream:
 
 
 class CompletionStreams:
-    """The streams of one engine; `certain` is set while its weights are in no doubt."""
+    """The streams of one engine; `certain` is set while the version of its weights is certain."""
 
     def __init__(self, certain: asyncio.Event) -> None:
         self._certain = certain
@@ -139,7 +139,7 @@ class CompletionStreams:
 
     @contextmanager
     def open(self, cuts: Cuts, version: int, *, candidates: bool) -> Iterator[CompletionStream]:
-        """Begin a stream, and close it at the end."""
+        """Open a stream, and close it at the end of the block."""
         stream = CompletionStream(cuts, version, self._certain, candidates=candidates)
         self._open[stream] = None
         try:
@@ -149,12 +149,12 @@ class CompletionStreams:
             stream.close()
 
     def loaded(self, version: int) -> None:
-        """SGLang is paused and holds `version`."""
+        """Tell all streams that SGLang is paused and holds `version`."""
         for stream in self._open:
             stream.loaded(version)
 
     async def cut(self, version: int) -> None:
-        """Cut what is due at `version`, which SGLang certainly holds; return when all of it was handed over."""
+        """Cut the segments due at `version`, which SGLang certainly holds; return when all are written."""
         found = [(stream, stream.oldest()) for stream in self._open if stream.cuts.max_age]
         by_age = [(stream, oldest) for stream, oldest in found if oldest is not None]
         due = rules.segments_to_cut(version, [(stream.cuts, oldest) for stream, oldest in by_age])

@@ -1,6 +1,6 @@
-"""A thread of this process for SGLang: the processes that are started from it die with it."""
+"""A thread of this process for SGLang: the processes started from it die with it."""
 
-# SGLang, which brings ZeroMQ, is not part of what this project is checked with.
+# SGLang, which brings ZeroMQ, is not installed where this project is type-checked.
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -21,12 +21,12 @@ class Context(Protocol):
     closed: bool
 
     def destroy(self, linger: int) -> None:
-        """Close its sockets, and then itself, after at most `linger` ms."""
+        """Close its sockets and then itself, after at most `linger` ms."""
         ...
 
 
 class EngineThread:
-    """A thread with an event loop of its own; it runs from the start until `end`."""
+    """A thread with its own event loop; it runs from construction until `end`."""
 
     def __init__(self, name: str) -> None:
         self._others = {process.pid for process in multiprocessing.active_children()}
@@ -41,7 +41,7 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Let the thread call `callback`, unless it has ended."""
+        """Call `callback` in the thread, unless it has ended."""
         if not self.has_ended:
             self._loop.call_soon_threadsafe(callback)
 
@@ -51,15 +51,15 @@ class EngineThread:
         return self._loop.is_closed()
 
     def processes(self) -> list[BaseProcess]:
-        """List the living processes that were started since this thread was made."""
+        """The live child processes started since this thread was made."""
         return [process for process in multiprocessing.active_children() if process.pid not in self._others]
 
     async def end(self) -> None:
-        """Cancel the thread's work, kill its processes and end it. Again: no change."""
+        """Cancel the thread's work, kill its processes and end it. Later calls do nothing."""
         if self.has_ended:
             return
         self._loop.call_soon_threadsafe(self._cancel_all)
-        # A start that is given up may bring up more processes before it notices.
+        # A cancelled start may launch more processes before it stops.
         while self._thread.is_alive():
             await asyncio.to_thread(_kill, self.processes())
             await asyncio.to_thread(self._thread.join, 1.0)
@@ -73,7 +73,7 @@ class EngineThread:
         asyncio.gather(*tasks, return_exceptions=True).add_done_callback(self._stop)
 
     def _stop(self, cancelled: object) -> None:
-        # A context that is left to the garbage collector waits without end, in any thread, for messages to the dead.
+        # A garbage-collected context would wait for ever, in any thread, for messages to dead processes.
         for context in _contexts():
             if id(context) not in self._other_contexts:
                 context.destroy(linger=0)
@@ -87,7 +87,7 @@ def _kill(processes: list[BaseProcess]) -> None:
 
 
 def _contexts() -> list[Context]:
-    """List the open ZeroMQ contexts of this process."""
+    """The open ZeroMQ contexts of this process."""
     import zmq
 
     return [thing for thing in gc.get_objects() if issubclass(type(thing), zmq.Context) and not thing.closed]

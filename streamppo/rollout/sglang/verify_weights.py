@@ -1,16 +1,16 @@
-"""Compares what SGLang holds with what was pushed: its loaders skip a tensor that they do not know without an error.
+"""Verifies SGLang's weights against the push, because its loaders skip unknown tensors without an error.
 
-    begin    every tensor that SGLang holds gets random values -> load -> check: each of them was written
-    swap     before -> load -> check: each of them moved, unless what it is made of is the same as before
+    begin    fill every tensor of SGLang with random values -> load -> check that each was written
+    swap     record checksums -> load -> check that each tensor changed, unless its pushed parts are unchanged
 
-On a CPU the checksum is a hash that is known here too. So each tensor whose first one is that of what was pushed, laid
-out as SGLang does, has to be exactly that after every swap.
+On a CPU SGLang's checksum is a hash that can be computed here too. Tensors whose first checksum equals that of the
+pushed tensors in SGLang's layout must match exactly after every later swap.
 
-An SGLang without checksums is compared by the values of every tensor, or by log-probs: that cannot show that an expert
-was skipped, and a mixture of experts is refused.
+Without checksums, the values of every tensor are compared, or log-probs. Neither can show a skipped expert, so a
+mixture of experts is then refused.
 """
 
-# SGLang is not part of what this project is checked with.
+# SGLang is not installed where this project is type-checked.
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -25,36 +25,36 @@ from streamppo.rollout.sglang import layout, wire
 from streamppo.rollout.sglang.client import Answer, Link
 
 SMALL = 1 << 20
-"""Elements up to which all values of a model are read back where SGLang has no weights checker; they come as text."""
+"""Without a weights checker, all values of a model with at most so many elements are read back; they come as text."""
 ROWS = 8
-"""Rows of every tensor of a larger model that are read back."""
+"""Rows read back from every tensor of a larger model."""
 PROBE = 16
-"""Number of tokens in the text whose log-probs are compared if SGLang gives no values either."""
+"""Tokens of the text whose log-probs are compared if SGLang returns no values either."""
 Means = Literal["checksums", "values", "log-probs"]
 Tensors = Mapping[str, Tensor]
 
 
 class WeightProbe(Protocol):
-    """A means to see what SGLang holds."""
+    """A method of verifying SGLang's weights."""
 
     means: Means
     exact: Collection[str]
 
     async def record_state(self) -> None:
-        """Remember what SGLang holds, ahead of a load."""
+        """Record SGLang's weights before a load."""
         ...
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """Name what is not as a load of `tensors` leaves it; the load before it was of `before`, if there was one."""
+        """Names of tensors that are wrong after a load of `tensors`; the previous load was of `before`, if any."""
         ...
 
 
 class Attestation:
-    """Compares SGLang with each push, by the best means that it has for this model; `begin` makes it.
+    """Verifies each push by the best method that SGLang has for this model; made by `begin`.
 
-    checksums    each tensor that SGLang holds has another checksum than before, or the very one that it should have
-    values       every tensor, or the first rows of every one, is that which was pushed
-    log-probs    if a tensor has changed, so have the log-probs of a fixed text
+    checksums    each tensor of SGLang has a new checksum, or exactly the expected one
+    values       every tensor, or the first rows of every tensor, equals the pushed one
+    log-probs    if a tensor has changed, the log-probs of a fixed text have changed too
     """
 
     def __init__(self, witness: WeightProbe) -> None:
@@ -63,36 +63,35 @@ class Attestation:
 
     @property
     def means(self) -> Means:
-        """The means of the last comparison."""
+        """The method of the last comparison."""
         return self._witness.means
 
     @property
     def exact(self) -> Collection[str]:
-        """SGLang's names of the tensors whose bytes are compared with those of the push."""
+        """SGLang's names of the tensors whose checksum must equal the push's."""
         return self._witness.exact
 
     async def record_state(self) -> None:
-        """Look at SGLang ahead of a load."""
+        """Record SGLang's weights before a load."""
         await self._witness.record_state()
 
     async def check(self, tensors: Tensors) -> None:
-        """Raise `WeightsError`, with a name, if SGLang does not hold `tensors`, which it has just loaded."""
+        """Raise `WeightsError`, with a tensor's name, if SGLang does not hold the just loaded `tensors`."""
         if wrong := await self._witness.mismatches(self._tensors, tensors):
             raise WeightsError(f"SGLang has not taken {wrong[0]} (compared by {self.means}, {len(wrong)} are wrong)")
         self._tensors = tensors
 
 
 async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
-    """Find the best means for an SGLang that is about to get its first `tensors`; until then it holds random values.
+    """Choose the best method for an SGLang before its first load of `tensors`; until then it holds random values.
 
-    Raises `WeightsError` for a mixture of experts in an SGLang without checksums, as on a CPU.
+    Raises `WeightsError` for a mixture of experts in an SGLang without checksums.
     """
     witness = await _by_checksums(link)
     if witness is None:
         if expert := next((name for name in tensors if ".experts." in name), None):
             raise WeightsError(
-                "this SGLang gives no checksums (on a CPU it has none), and without them nobody can see "
-                f"whether it has taken {expert}"
+                f"this SGLang gives no checksums, and without them nobody can see whether it has taken {expert}"
             )
         witness = Values(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
     return Attestation(witness)
@@ -102,7 +101,7 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
 
 
 class Checksums:
-    """Tensors that have moved have another checksum than in `seen`, by rank/name."""
+    """Compares checksums with the previous ones, `seen`, by rank/name."""
 
     means: Means = "checksums"
 
@@ -111,10 +110,10 @@ class Checksums:
         self.exact: Collection[str] = ()
 
     async def record_state(self) -> None:
-        """See `Witness.before`: the checksums after the last load are those before the next."""
+        """See `WeightProbe.record_state`: the checksums of the last load are already recorded."""
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """See `Witness.wrong`."""
+        """See `WeightProbe.mismatches`."""
         seen, self._seen = self._seen, wire.checksums(await self._link.call("weights_checker", action="checksum"))
         unmoved = {key for key, checksum in self._seen.items() if checksum == seen.get(key)}
         if self._link.ranks == 1:
@@ -137,7 +136,7 @@ async def _by_checksums(link: Link) -> WeightProbe | None:
 
 
 def _expected_checksums(tensors: Tensors) -> dict[str, str]:
-    """The checksum that an SGLang on a CPU has of each of its tensors, if it lays them out as `layout.held` does."""
+    """SGLang's checksums on a CPU, by its names, if its layout is that of `layout.tensors_of_rank`."""
     try:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
@@ -148,11 +147,11 @@ def _expected_checksums(tensors: Tensors) -> dict[str, str]:
 def _unmoved_tensors(
     unmoved: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
 ) -> list[str]:
-    """Name the tensors that a load of `tensors` should have moved."""
+    """Names of tensors with an unchanged checksum that a load of `tensors` should have changed."""
     names = sorted({_name(key) for key in unmoved})
     if before is None:
         return names
-    # A changed tensor may be the same in the share of one rank, never in all of them.
+    # A changed tensor may be unchanged in one rank's shard, but not in all shards.
     moved = {_name(key) for key in held if key not in unmoved}
     still = set(names) - moved
     suspects = [name for name in tensors if layout.held_name(name) in still]
@@ -164,7 +163,7 @@ def _name(key: str) -> str:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Compare bytes, so that a NaN equals itself."""
+    """Compare as bytes, so that a NaN equals itself."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
@@ -172,7 +171,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class Values:
-    """Every tensor has the values that were pushed; without values, `text` has other log-probs than before."""
+    """Compares tensor values with the pushed ones; if SGLang returns none, log-probs of `text` with earlier ones."""
 
     def __init__(self, link: Link, tensors: Tensors, text: Sequence[int]) -> None:
         self.means: Means = "values"
@@ -182,15 +181,15 @@ class Values:
         is_small = sum(tensor.numel() for tensor in tensors.values()) <= SMALL
         self._rows = max(len(tensor) for tensor in tensors.values()) if is_small else ROWS
         if link.ranks > 1:
-            # Only the tensors that all ranks hold alike are whole in one of them.
+            # Only tensors that are replicated on all ranks can be read whole from one rank.
             self._names = [name for name in self._names if tensors[name].dim() == 1 and name.endswith("norm.weight")]
         self._seen: Sequence[float] = ()
 
     async def record_state(self) -> None:
-        """See `Witness.before`: the log-probs after the last load are those before the next."""
+        """See `WeightProbe.record_state`: the log-probs of the last load are already recorded."""
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """See `Witness.wrong`."""
+        """See `WeightProbe.mismatches`."""
         if self.means == "values":
             rows = await self._read()
             if rows and None not in rows.values():
@@ -202,7 +201,7 @@ class Values:
         return [name for name in tensors if not _equal(before[name], tensors[name])]
 
     async def _read(self) -> Mapping[str, Answer]:
-        """Read the first rows of every tensor; None for a name that SGLang does not know."""
+        """Read the first rows of every tensor; None for a name unknown to SGLang."""
         try:
             calls = [
                 self._link.call("get_weights_by_name", name=name, truncate_size=self._rows) for name in self._names

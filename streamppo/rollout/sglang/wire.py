@@ -1,6 +1,6 @@
-"""Writes requests to SGLang and reads its answers. Pure: nothing of SGLang is loaded here.
+"""Writes requests to SGLang and reads its answers. Pure: it does not import SGLang.
 
-Token ids go in and come out, never text.
+Requests and answers contain token ids, never text.
 """
 
 import base64
@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from streamppo import process
 from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
@@ -21,27 +22,27 @@ from streamppo.rollout.sglang.client import Answer
 from streamppo.types import Floats, Ints, Routes
 
 OLDEST = (0, 5, 17)
-"""The oldest version that is used: earlier ones run the code of everybody who reaches their ports."""
+"""The oldest supported version: earlier ones execute code from anyone who can reach their ports."""
 FLUSHES_PAUSED = (0, 5, 21)
-"""The first version whose paused engine can empty its cache of prefixes while requests wait; earlier ones die."""
+"""The first version whose paused engine can flush its prefix cache while requests wait; earlier ones die."""
 
 NAMES_GRAPHS = (0, 5, 21)
-"""The first version known to have a bound of its own on the graphs of decode steps."""
+"""The first version known to have an argument for the largest batch of decode CUDA graphs."""
 NAMES_CANDIDATES = (0, 5, 21)
-"""The first version known to return the tokens that top-p and top-k left."""
+"""The first version known to return the candidates that top-p and top-k leave."""
 
 NAMES_ROUTES = (0, 5, 21)
 """The first version known to return the experts of every token."""
 
 NAMES_DEFAULTS = (0, 5, 21)
-"""The first version known to take sampling parameters from the model unless it is told not to."""
+"""The first version known to take default sampling parameters from the model unless configured otherwise."""
 MOST_BIASES = 16384
-"""Biases that a request may have: SGLang reads all of them for each completion."""
+"""Most biases of a request: SGLang processes all of them for each completion."""
 UNSAMPLED = -1e9
-"""A bias with which no token is sampled; as a number that JSON has, and float32 makes no NaN of."""
+"""A bias that prevents sampling of a token; unlike -inf it exists in JSON, and in float32 it gives no NaN."""
 
 STREAMS = (0, 5, 21)
-"""The first version whose streams are known: tokens at an interval that the request names, without those before."""
+"""The first version with incremental streams: each message has only new tokens, every `stream_interval`."""
 
 
 NEUTRAL = {
@@ -52,11 +53,11 @@ NEUTRAL = {
     "min_new_tokens": 0,
     "ignore_eos": False,
 }
-"""Sampling parameters that change nothing."""
+"""Sampling parameters at values without effect."""
 
 
 class SampledPart(NamedTuple):
-    """Consecutive tokens of a completion with their log-probs, and with their candidates if top-p or top-k are on."""
+    """Consecutive tokens of a completion with their log-probs, and with candidates if top-p or top-k is on."""
 
     tokens: Ints
     logprobs: Floats
@@ -64,7 +65,7 @@ class SampledPart(NamedTuple):
 
 
 def installed_version() -> tuple[int, ...]:
-    """Read the version of the installed SGLang. Raises `ModelError` if there is none, or if it is too old."""
+    """The version of the installed SGLang. Raises `ModelError` if it is not installed or too old."""
     try:
         return parse_supported_version(metadata.version("sglang"), "the installed SGLang")
     except metadata.PackageNotFoundError:
@@ -74,7 +75,7 @@ def installed_version() -> tuple[int, ...]:
 
 
 def parse_supported_version(version: str, what: str) -> tuple[int, ...]:
-    """Parse `version`, that of `what`. Raises `ModelError` if it is too old to be used safely."""
+    """Parse the `version` of `what`. Raises `ModelError` if it is older than `OLDEST`."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if numbers < OLDEST:
         raise ModelError(f"{what} is {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
@@ -90,9 +91,9 @@ def arguments(
     *,
     spells: bool = False,
 ) -> dict[str, object]:
-    """Write SGLang's arguments for an engine of our own, of `version`. On a CPU its cache holds `tokens`.
+    """SGLang's arguments for an engine started here, of SGLang `version`. On a CPU its cache holds `tokens`.
 
-    It `spells` completions, by the model's tokenizer, to find the strings that end them.
+    With `spells` it loads the model's tokenizer to find stop strings in completions.
     """
     rollout, model = config.rollout, config.model
     unflushed = engine.kv == "recompute" and version < FLUSHES_PAUSED
@@ -105,21 +106,21 @@ def arguments(
         "max_running_requests": rollout.slots,
         "mem_fraction_static": engine.mem_fraction_static,
         "disable_radix_cache": not engine.prefix_cache or unflushed,
-        # The first push writes every tensor, and is attested: nothing is read from the model's files.
+        # The first push writes and attests every tensor, so the model's files need not be read.
         "load_format": "dummy",
         "grammar_backend": "none",
         "host": "127.0.0.1",
         "log_level": "error",
-        # Otherwise an engine without requests takes a whole core.
+        # Otherwise an idle engine uses a whole core.
         "sleep_on_idle": True,
-        # Otherwise every message of a stream repeats the tokens before.
+        # Otherwise every message of a stream repeats all earlier tokens.
         **({"incremental_streaming_output": True} if version >= STREAMS else {}),
         **({"sampling_defaults": "openai"} if version >= NAMES_DEFAULTS else {}),
         **({"enable_return_routed_experts": True} if engine.routes else {}),
     }
     if rollout.gpus:
         chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
-        # A decode step of more completions than a graph was recorded for is launched operation by operation.
+        # A decode step with more completions than the largest CUDA graph would launch each kernel separately.
         graphs = {"cuda_graph_max_bs_decode": rollout.slots} if version >= NAMES_GRAPHS else {}
         return made | graphs | {name: value for name, value in chosen.items() if value} | dict(engine.args)
     return made | {
@@ -133,7 +134,7 @@ def arguments(
 
 
 def head(engine: SGLangEngine, *, untied: bool) -> dict[str, object]:
-    """Write the argument for a model with a head of its own, where config.json says that it is the embedding."""
+    """The argument for a model with a separate head although its config.json ties it to the embedding."""
     if not untied:
         return {}
     given = json.loads(str(engine.args.get("json_model_override_args", "{}")))
@@ -141,7 +142,7 @@ def head(engine: SGLangEngine, *, untied: bool) -> dict[str, object]:
 
 
 def check_arguments(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse an argument that SGLang has not, by its name and the nearest that it has. Raises `ModelError`."""
+    """Raise `ModelError` for an argument unknown to SGLang, with the most similar known name."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -150,20 +151,23 @@ def check_arguments(given: Iterable[str], known: Collection[str]) -> None:
 
 
 def ranks(config: Config) -> int:
-    """Count the processes that share the model in an engine of our own."""
+    """The number of processes that share the model in an engine started here."""
     return max(1, int(config.rollout.gpus))
 
 
 def environment(config: Config, *, local: bool) -> dict[str, str]:
-    """Write the environment of SGLang's processes. With `local` the model is a folder, and the hub is not asked."""
+    """The environment of SGLang's processes. With `local` the model is a folder, and the hub is not contacted."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
-    # Log-probs come from the distribution that is sampled from, after temperature.
+    # SGLang's own are in a folder that lasts already.
+    kept = process.compile_caches() if config.rollout.gpus else {}
+    # With 0, log-probs are of the sampling distribution, after temperature.
     return {
         "OMP_NUM_THREADS": str(config.rollout.threads),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        # New weights are written behind the step under way, which otherwise would read some of them.
+        # Weights are written after the running step, which otherwise could read some of the new ones.
         "SGLANG_FORCE_COARSE_WAR_BARRIER": "1",
         **offline,
+        **kept,
     }
 
 
@@ -180,10 +184,11 @@ def request(
     interval: int = 0,
     routes: bool = False,
 ) -> dict[str, object]:
-    """Write the fields of a `generate` call. Prompts of one `key` share a cache of prefixes.
+    """The fields of a `generate` call. Prompts with the same `key` share cached prefixes.
 
-    All that a server could take from preferences of its own is said: log-probs are of this distribution. With
-    `interval`, so many tokens are sent at a time, and the first at once; with `routes`, the experts of all.
+    Every sampling parameter is set, so that no default of the server changes the distribution of the log-probs. With
+    `interval`, tokens are streamed in messages of so many, the first at once; with `routes`, all tokens' experts are
+    returned.
     """
     routed: dict[str, object] = {"return_routed_experts": True} if routes else {}
     candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.cuts else {}
@@ -205,6 +210,8 @@ def request(
             "stop_token_ids": list(eos_ids),
             "stop": list(strings),
             **({"logit_bias": biases} if biases else {}),
+            # Read with enable_deterministic_inference alone; int64.
+            **({"sampling_seed": sampling.seed >> 1} if sampling.seed is not None else {}),
             "skip_special_tokens": False,
             **({"stream_interval": interval} if interval else {}),
         },
@@ -212,7 +219,7 @@ def request(
 
 
 def biases(unknown: Sequence[int]) -> dict[str, float] | None:
-    """Write the biases with which `unknown` tokens are never sampled. Raises `ModelError` if they are too many."""
+    """The biases that prevent sampling of `unknown` tokens. Raises `ModelError` if there are too many."""
     if len(unknown) > MOST_BIASES:
         raise ModelError(
             f"the tokenizer lacks {len(unknown):,} tokens of the model's vocabulary, and SGLang is told of "
@@ -231,10 +238,10 @@ def completion(
 ) -> Completion:
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
-    Its cache was kept or recomputed over swaps, as `kv` says. With `cuts`, top-p or top-k are on, and log-probs are
-    among the candidates that it names. If SGLang does not say which version sampled a token, `oldest` is taken for all
-    of them: a lag is never understated. With routes, `routed` is the number of the prompt's tokens. Raises `ModelError`
-    if the answer is no completion.
+    `kv` is the engine's setting for its cache at swaps. With `cuts`, top-p or top-k is on, and log-probs are
+    renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no lag is
+    understated. With routes, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is no
+    completion.
     """
     meta = answer["meta_info"]
     made = complete(read_sampled(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv)
@@ -242,7 +249,7 @@ def completion(
 
 
 def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
-    """Read the experts of `tokens` tokens, layer by layer: those of a layer without experts mean nothing."""
+    """Read the experts of `tokens` tokens, [tokens, layers * experts per token]; ignore layers without experts."""
     given = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), "<i4")
     if not len(given) or len(given) % tokens:
         raise ModelError(f"SGLang gave {len(given)} experts for {tokens} tokens of a mixture of experts")
@@ -250,7 +257,7 @@ def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
 
 
 def read_sampled(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> SampledPart:
-    """Read the last `count` tokens in an answer's `meta`. Raises `ModelError` if it lacks something of them."""
+    """Read the last `count` tokens in an answer's `meta`. Raises `ModelError` if any of their data is missing."""
     entries = (meta.get("output_token_logprobs") or ())[-count:] if count else ()
     if len(entries) != count:
         raise ModelError(f"SGLang gave {len(entries)} log-probs for {count} tokens")
@@ -264,7 +271,7 @@ def read_sampled(meta: Mapping[str, Answer], count: int, *, candidates: bool) ->
 
 
 def concatenate(parts: Sequence[SampledPart]) -> SampledPart:
-    """Lay consecutive parts end to end."""
+    """Concatenate consecutive parts."""
     tokens, logprobs, candidates = zip(*parts, strict=True)
     among = [one for one in candidates if one is not None]
     return SampledPart(
@@ -273,7 +280,7 @@ def concatenate(parts: Sequence[SampledPart]) -> SampledPart:
 
 
 def complete(got: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]) -> Completion:
-    """Make a completion of all its tokens and the `meta` of its last answer. The rest is as for `completion`."""
+    """Make a completion from all its tokens and its last answer's `meta`. Other arguments as for `completion`."""
     reason = meta.get("finish_reason") or {}
     finish = reason.get("type")
     if finish not in ("stop", "length"):
@@ -297,7 +304,7 @@ def complete(got: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Lite
 
 
 def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, TokenCandidates]:
-    """Read the log-probs of the last `count` tokens among their candidates, and these."""
+    """Read the last `count` tokens' candidates, and their log-probs renormalised over these."""
     sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     last = slice(-count, None) if count else slice(0)
     sets, logprobs = (sets or ())[last], (logprobs or ())[last]
@@ -310,12 +317,12 @@ def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, T
 
 
 def check_streams(version: tuple[int, ...]) -> None:
-    """Refuse an SGLang whose streams are not known. Raises `ModelError`."""
+    """Raise `ModelError` for an SGLang without incremental streams."""
     _refuse_older(version, STREAMS, "queue.segments")
 
 
 def check_candidates(version: tuple[int, ...]) -> None:
-    """Refuse an SGLang that does not name the candidates of a token. Raises `ModelError`."""
+    """Raise `ModelError` for an SGLang that does not return candidates."""
     if version < NAMES_CANDIDATES:
         wanted = ".".join(map(str, NAMES_CANDIDATES))
         raise ModelError(
@@ -325,9 +332,9 @@ def check_candidates(version: tuple[int, ...]) -> None:
 
 
 def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
-    """Spread SGLang's spans [{version, start, end}] over `count` tokens: one version for each.
+    """Expand SGLang's spans [{version, start, end}] to one version for each of `count` tokens.
 
-    Raises `ModelError` if they leave a token out or name no version of ours.
+    Raises `ModelError` if a token has no span or a version is not an integer.
     """
     made = np.full(count, -1, np.int32)
     for span in spans:
@@ -341,16 +348,17 @@ def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
 
 
 def one_later(versions_N: Ints, oldest: int) -> Ints:
-    """Let every boundary between versions be one token later, and a first token be of `oldest` at the youngest.
+    """Shift every boundary between versions one token later; the first token gets `oldest`.
 
-    SGLang prepares a step while it computes the one before: a pause in place finds one computed whose tokens it has not
-    counted, so that they count as the next version's. A token that really is the next version's is taken for one older.
+    SGLang prepares a step while the previous one runs. At a pause in place one step is computed and not yet counted, so
+    SGLang attributes its tokens to the next version. With the shift, a token truly of the next version counts as one
+    version older.
     """
     return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)
 
 
 def check_routes(version: tuple[int, ...]) -> None:
-    """Refuse an SGLang that does not tell the experts of a token. Raises `ModelError`."""
+    """Raise `ModelError` for an SGLang that does not return experts."""
     _refuse_older(version, NAMES_ROUTES, "rollout.engine.routes")
 
 
@@ -361,7 +369,7 @@ def _refuse_older(version: tuple[int, ...], wanted: tuple[int, ...], what: str) 
 
 
 def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
-    """Refuse a server that cannot find `strings` in completions. Raises `ModelError`."""
+    """Raise `ModelError` for a server that cannot find `strings` in completions."""
     if strings and info.get("skip_tokenizer_init"):
         raise ModelError(
             f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "
@@ -370,7 +378,7 @@ def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
 
 
 def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:
-    """Refuse a server that makes versions or caches wrong, or keeps no routes. Raises `ModelError`."""
+    """Raise `ModelError` for a server that lacks routes, or whose prefix cache cannot be recomputed."""
     if routes and not info.get("enable_return_routed_experts"):
         raise ModelError("with rollout.engine.routes a server needs --enable-return-routed-experts")
     if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):
@@ -381,5 +389,5 @@ def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], 
 
 
 def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:
-    """Name the weights checker's checksum of every tensor by rank/tensor."""
+    """The weights checker's checksum of every tensor, by rank/tensor."""
     return {f"{rank}/{name}": sum_ for rank, held in enumerate(ranks) for name, sum_ in held["checksums"].items()}

@@ -15,7 +15,7 @@ ALPHABET = "0123456789+="
 class Arithmetic:
     """Every a + b with a and b in the given ranges, both ends included; split by the seed.
 
-    a + b and b + a fall on the same side, so that no held-out problem is the mirror image of one that was trained on.
+    a + b and b + a are on the same side of the split, so that no held-out problem is a swapped training problem.
     """
 
     def __init__(self, first: tuple[int, int], second: tuple[int, int], held_out: float, seed: int) -> None:
@@ -23,10 +23,14 @@ class Arithmetic:
         unordered = sorted({(min(pair), max(pair)) for pair in pairs})
         generator = np.random.default_rng((seed, 0xADD))
         cut = held_out_count(len(unordered), held_out)
-        kept = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
+        training_pairs = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
         shuffled = [pairs[int(n)] for n in generator.permutation(len(pairs))]
-        self.training: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in kept]
-        self.held_out: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in kept]
+        self.training: Sequence[Prompt] = [
+            _prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in training_pairs
+        ]
+        self.held_out: Sequence[Prompt] = [
+            _prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in training_pairs
+        ]
         if not self.training:
             raise TaskError(f"no addition of {first} and {second} is left to train on (held_out = {held_out:g})")
 
@@ -36,7 +40,7 @@ def _prompt(a: int, b: int) -> Prompt:
 
 
 def difficulty(prompt: Prompt) -> int:
-    """Count the digits of both numbers and the carries of their sum; among equals the sum decides."""
+    """(digits of both numbers + carries of their sum) * 10^12 + sum."""
     a, b = (int(number) for number in prompt.text.removesuffix("=").split("+"))
     digits = len(str(a)) + len(str(b))
     carries = (sum(map(int, str(a) + str(b))) - sum(map(int, str(a + b)))) // 9
@@ -44,7 +48,7 @@ def difficulty(prompt: Prompt) -> int:
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """Score 1.0 for exactly the answer and an end-of-sequence after it, else 0.0.
+    """Score 1.0 if the completion is exactly the answer and ended with a stop, else 0.0.
 
     Raises `TaskError` for an answer that is neither a text nor a number.
     """

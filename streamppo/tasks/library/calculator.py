@@ -1,8 +1,8 @@
 """Addition with a calculator: the example of an environment with a tool.
 
 prompt       12+34=
-the policy   46          an answer ends the trajectory: reward 1 if it is right
-             =           a call: the calculator works out the question, or the sum that stands before the =
+the policy   46          an answer ends the trajectory: reward 1 if it is correct
+             =           a call: the calculator computes the question, or the sum before the =
 then         46=         the calculator shows the sum; the policy has another turn
 """
 
@@ -13,11 +13,11 @@ from streamppo.tasks.scorers import gold
 from streamppo.types import Prompt
 
 CALLS_OF = 5
-"""Demonstrations of which one begins with a call."""
+"""One in so many demonstrations begins with a call."""
 
 
 class Calculator:
-    """Plays one trajectory. The component `tool` is 1 if the calculator was used, else 0."""
+    """Runs one trajectory. The component `tool` is 1 if the calculator was used, else 0."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -39,13 +39,13 @@ class Calculator:
 
 
 def _sum(expression: str) -> str:
-    """Work out a sum; + for an expression that is none."""
+    """Compute a sum; "+" for an expression that is no sum."""
     numbers = expression.split("+")
     return str(sum(map(int, numbers))) if all(number.isdigit() for number in numbers) else "+"
 
 
 def demonstrations(problems: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Make prompts with answers for the warm start: right answers, some calls, and the answer after a call."""
+    """Make prompts with answers for the warm-up: correct answers, some calls, and the answer after a call."""
     shown: list[Prompt] = []
     for number, problem in enumerate(problems):
         answer = problem.columns["answer"]

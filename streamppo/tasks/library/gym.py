@@ -1,4 +1,4 @@
-"""Procedural tasks of reasoning-gym (extra `gym`), scored by its own verifiers."""
+"""Procedural tasks of reasoning-gym (extra `gym`), scored by its verifiers."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ from streamppo.types import Prompt, ScoredText
 
 
 class Gym:
-    """The first `size` problems of a reasoning-gym data set; a share of its different questions is held out."""
+    """The first `size` problems of a reasoning-gym data set; a share of its distinct questions is held out."""
 
     def __init__(self, config: GymTask, seed: int) -> None:
         try:
@@ -36,8 +36,8 @@ class Gym:
 
 
 def _prompt(entry: Row, config: GymTask) -> Prompt:
-    # The entry goes to the verifier in another process. Some data sets make another one there from the same seed, and
-    # JSON would turn tuples into lists; as Python's own notation it is the same on both sides.
+    # The verifier runs in another process, where some data sets generate another entry from the same seed. So the
+    # entry itself is sent, as a Python literal, because JSON would turn tuples into lists.
     with np.printoptions(legacy="1.25"):  # numbers of numpy without their types
         written = repr(entry)
     columns = {
@@ -50,9 +50,9 @@ def _prompt(entry: Row, config: GymTask) -> Prompt:
 
 
 def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
-    """Score the completion by reasoning-gym, 0 to 1. Sync: some of its verifiers compute for long.
+    """Score the completion by reasoning-gym, 0 to 1. Sync, because some of its verifiers take long.
 
-    `parameters` of the data set are JSON; `entry` is the problem in Python's notation.
+    `parameters` are the data set's, as JSON; `entry` is the problem as a Python literal.
     """
     return float(_verifier(dataset, parameters)(trajectory.completion.strip(), ast.literal_eval(entry)))
 

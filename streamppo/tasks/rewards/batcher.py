@@ -1,4 +1,4 @@
-"""Single calls become batches: all that wait when a place is free go together."""
+"""Batches single calls: all waiting calls are sent together when a place is free."""
 
 import asyncio
 from collections import deque
@@ -17,7 +17,7 @@ CallOne: TypeAlias = Callable[[ScoredText, Row], Awaitable[Outcome]]
 
 
 class _Waiting(NamedTuple):
-    """One call in the line."""
+    """One waiting call."""
 
     text: ScoredText
     columns: Row
@@ -25,11 +25,11 @@ class _Waiting(NamedTuple):
 
 
 class Batcher:
-    """Up to `size` calls in a batch, up to `places` batches at once; no call waits for a batch to fill.
+    """Sends up to `size` calls per batch and up to `places` batches concurrently; no call waits for a batch to fill.
 
-    A batch whose call raises, dies or takes too long is tried one by one, so that one bad trajectory does not fail its
-    neighbours. Values that came back are never asked for again, wrong ones neither; and a busy service is asked again
-    by the caller, with the whole batch.
+    If a batch's call raises, dies or takes too long, its trajectories are tried one by one, so that a bad one does not
+    fail the others. Returned values, even wrong ones, are never requested again. After a retryable failure the caller
+    retries instead.
     """
 
     def __init__(self, call: CallBatch, size: int, places: int) -> None:
@@ -39,26 +39,26 @@ class Batcher:
         self._line: deque[_Waiting] = deque()
 
     async def __call__(self, text: ScoredText, columns: Row) -> Outcome:
-        """Score one trajectory, with its neighbours in the line."""
+        """Score one trajectory, in a batch with other waiting ones."""
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._line.append(_Waiting(text, columns, done))
         async with self._places:
-            # Another's batch may have taken this call along.
+            # Another call's batch may already include this one.
             if not done.done() and self._line:
                 await self._run([self._line.popleft() for _ in range(min(self._size, len(self._line)))])
         return await done
 
     async def _run(self, batch: list[_Waiting]) -> None:
-        texts = tuple(one.text for one in batch)
-        columns = tuple(one.columns for one in batch)
+        texts = tuple(waiting.text for waiting in batch)
+        columns = tuple(waiting.columns for waiting in batch)
         try:
             outcomes = await self._call(texts, columns)
             if len(batch) > 1 and all(outcome.whole and not outcome.retryable for outcome in outcomes):
-                outcomes = [(await self._call((one.text,), (one.columns,)))[0] for one in batch]
-        # Also a cancellation: the others of the batch wait for this call alone.
+                outcomes = [(await self._call((waiting.text,), (waiting.columns,)))[0] for waiting in batch]
+        # A cancellation too must reach the batch's other calls, which wait only for this one.
         except BaseException as error:
-            for one in batch:
-                one.done.set_exception(error)
+            for waiting in batch:
+                waiting.done.set_exception(error)
             raise
-        for one, outcome in zip(batch, outcomes, strict=True):
-            one.done.set_result(outcome)
+        for waiting, outcome in zip(batch, outcomes, strict=True):
+            waiting.done.set_result(outcome)

@@ -1,4 +1,4 @@
-"""The HTTP client of scorers, and of a teacher, that run elsewhere."""
+"""The HTTP client of remote scorers and of a remote teacher."""
 
 import math
 import os
@@ -12,15 +12,15 @@ from streamppo.errors import Retryable, TaskError
 from streamppo.tasks.rewards.outcome import QUOTED
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""Status codes after which the same request may work a little later."""
+"""Status codes after which a retry of the request may succeed."""
 CONNECTIONS = 32
-"""Of one client. httpx looks at all of a client's connections for every request, so a large one crawls."""
+"""Connections of one client. httpx scans all of a client's connections for every request, so more are slow."""
 
 
 class Client:
-    """Posts JSON over several clients in turn. Errors of transport and of a busy server are `Retryable`.
+    """Posts JSON over several httpx clients in turn. Transport errors and busy servers are `Retryable`.
 
-    `key_env` names the environment variable of a bearer token, or is empty; raises `TaskError` if it is not set.
+    `key_env` is the environment variable of a bearer token, or empty; raises `TaskError` if the variable is not set.
     """
 
     def __init__(self, key_env: str, concurrency: int) -> None:
@@ -30,7 +30,7 @@ class Client:
                 raise TaskError(f"the environment variable {key_env!r} (key_env) is not set")
             headers["Authorization"] = f"Bearer {os.environ[key_env]}"
         tls, limits = httpx.create_ssl_context(), httpx.Limits(max_connections=CONNECTIONS)
-        # httpx would bound every read; the caller bounds the whole call.
+        # No timeout: httpx would bound each read, but the caller bounds the whole call.
         self._clients = [
             httpx.AsyncClient(headers=headers, timeout=None, verify=tls, limits=limits)
             for _ in range(math.ceil(concurrency / CONNECTIONS))
@@ -39,7 +39,7 @@ class Client:
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     async def post(self, url: str, body: Mapping[str, object]) -> bytes:
-        """Return the content of the answer. Raises `Retryable`, or `TaskError` with what the server says."""
+        """Return the answer's content. Raises `Retryable`, or `TaskError` with the server's message."""
         try:
             response = await next(self._next_client).post(url, content=self._encoder.encode(body))
         except httpx.TransportError as error:

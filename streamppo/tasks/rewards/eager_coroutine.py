@@ -1,6 +1,6 @@
-"""A coroutine that has run up to its first wait, in the task that is to await it.
+"""Runs a coroutine up to its first wait, in the task that awaits it.
 
-A reward that waits for nothing has ended by then: it needs no timer, which would cost more than most such rewards.
+A reward that does not wait has then ended and needs no timer, which would cost more than most such rewards.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class EagerCoroutine(Generator[Any, Any, T]):
-    """`ended` is the result of `coroutine` if it has not waited; else it is None, and to be awaited, once.
+    """`ended` is the result of `coroutine` if it did not wait; else it is None, and this object must be awaited once.
 
-    `at_s` is the event loop's time at which it began. An error that it raises before it waits is raised here.
+    `at_s` is the event loop's time at its start. The constructor raises an error raised before the first wait.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -26,16 +26,16 @@ class EagerCoroutine(Generator[Any, Any, T]):
             self.ended = end.value
 
     def __await__(self) -> Generator[Any, Any, T]:
-        """Hand over what it waits for to the event loop, and go on with what comes of that."""
+        """Continue the coroutine, starting with its first wait."""
         return self
 
     def send(self, value: Any, /) -> Any:
-        """Give its first wait, and then what the coroutine gives."""
+        """Return its first wait, and then the coroutine's further waits."""
         if self._goes_on:
             return self._coroutine.send(value)
         self._goes_on = True
         return self._waits_for
 
     def throw(self, *error: Any) -> Any:
-        """Let the coroutine see an error, or that it is cancelled."""
+        """Raise an error or a cancellation inside the coroutine."""
         return self._coroutine.throw(*error)

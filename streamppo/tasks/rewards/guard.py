@@ -1,7 +1,7 @@
-"""Bounds around the calls of a scorer or a teacher: how many at once, how often, how many tries, when to stop asking.
+"""Bounds on the calls of a scorer or a teacher: concurrency, rate, retries, and a circuit breaker.
 
 closed -> open      after `breaker_failures` retryable failures without a success: calls wait
-open -> closed      one call at a time tries again, every `breaker_s`; the first that succeeds lets the others go on
+open -> closed      one call at a time is tried, every `breaker_s`; the first success lets the others continue
 """
 
 import asyncio
@@ -16,23 +16,23 @@ from streamppo.config.base import Calls
 from streamppo.types import ScorerReport
 
 KINDS = 8
-"""Different reasons of failure that are counted apart and logged."""
+"""Distinct reasons of failure that are counted separately and logged."""
 OTHERS = "other reasons"
 
 log = logging.getLogger(__name__)
 
 
 class CallResult(Protocol):
-    """The end of a call: with a `reason` it has failed."""
+    """The result of a call; with a `reason` it has failed."""
 
     @property
     def reason(self) -> str:
-        """Reason of the failure; empty if there is none."""
+        """Reason of the failure; empty after a success."""
         ...
 
     @property
     def retryable(self) -> bool:
-        """True if the same call may work a little later."""
+        """True if a retry of the call may succeed."""
         ...
 
 
@@ -43,7 +43,7 @@ E = TypeVar("E", bound=CallResult)
 class Guard(Generic[P, E]):
     """Bounds the calls of one scorer; `score` may be called from any number of coroutines.
 
-    The first failure of every kind is logged.
+    The first failure with each reason is logged.
     """
 
     def __init__(self, name: str, limits: Calls, call: Callable[P, Awaitable[E]]) -> None:
@@ -61,7 +61,7 @@ class Guard(Generic[P, E]):
         self._reasons: Counter[str] = Counter()
 
     async def score(self, *given: P.args, **named: P.kwargs) -> E:
-        """Call until a try is not retryable, `attempts` times at most; the outcome of the last try."""
+        """Try at most `attempts` times until the outcome is not retryable; return the last outcome."""
         outcome = await self._once(*given, **named)
         for attempt in range(1, self._limits.attempts):
             if not outcome.retryable:
@@ -75,7 +75,7 @@ class Guard(Generic[P, E]):
         return outcome
 
     def report(self, respawns: int) -> ScorerReport:
-        """Return the counters since the start; seconds are those of single tries."""
+        """Return the counters since the start; seconds are per try."""
         tries = self._calls + self._retries
         return ScorerReport(
             name=self._name,
@@ -96,7 +96,7 @@ class Guard(Generic[P, E]):
 
     async def _one_at_a_time(self, *given: P.args, **named: P.kwargs) -> E:
         async with self._probe:
-            # Calls that queued up behind the one that succeeded need not try one by one.
+            # After a success the waiting calls need not be tried one by one.
             if not self._closed.is_set():
                 await asyncio.sleep(self._limits.breaker_s)
                 return await self._try(*given, **named)
@@ -114,13 +114,13 @@ class Guard(Generic[P, E]):
         return outcome
 
     async def _wait_for_rate(self) -> None:
-        """Let calls begin at even distances."""
+        """Space the starts of calls evenly."""
         now = time.perf_counter()
         self._next_s = max(self._next_s, now) + 1 / self._limits.calls_per_s
         await asyncio.sleep(self._next_s - 1 / self._limits.calls_per_s - now)
 
     def _count_failures(self, outcome: CallResult) -> None:
-        """Open the breaker after failures in a row. Only a success closes it: a call that is too late tells nothing."""
+        """Open the breaker after retryable failures without a success. Only a success closes it, not a timeout."""
         if not outcome.reason:
             self._failures = 0
             self._closed.set()

@@ -1,4 +1,4 @@
-"""The result of a call: a reward, no opinion, or a failure with its reason. Never a silent 0."""
+"""The result of a scorer's call: a reward, no opinion, or a failure with its reason. Never a silent 0."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,39 +9,39 @@ from streamppo.tasks import user_traceback
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 QUOTED = 200
-"""Characters of a bad value or of an error that a reason quotes."""
+"""Characters of a bad value or an error quoted in a reason."""
 
 
 LARGEST = 1e16
-"""No reward is larger: the squares of a batch's rewards, and their sum, are numbers of float32."""
+"""Bound on rewards, so that the squares of a batch's rewards and their sum fit float32."""
 
 
 class Outcome(WireStruct, frozen=True):
-    """`reward`, or else `reason`; neither means that the scorer has no opinion on this trajectory."""
+    """A `reward`, or a failure's `reason`; neither means that the scorer has no opinion on this trajectory."""
 
     reward: Reward | None = None
     reason: str = ""
     retryable: bool = False
     whole: bool = False
-    """The call raised, died or took too long: in a batch it may be the fault of another trajectory."""
+    """The whole call raised, died or took too long: in a batch another trajectory may be the cause."""
 
 
 NO_OPINION = Outcome()
 
 
 def failure_of(error: BaseException) -> Outcome:
-    """Turn an exception into a failure, with the user's file and line where it came through one."""
+    """Convert an exception to a failure, with file and line of the user's code if known."""
     reason = utf8_safe(user_traceback.format_user_error(error)[:QUOTED])
     return Outcome(reason=reason, retryable=bool(getattr(error, "retryable", False)), whole=True)
 
 
 def too_late(timeout_s: float) -> Outcome:
-    """Return the failure of a call that did not end in time."""
+    """Return the failure of a call that exceeded its time limit."""
     return Outcome(reason=f"no score after {timeout_s:g} s", whole=True)
 
 
 def check(value: object, text: ScoredText) -> Outcome:
-    """Turn a number or a `Reward` into an outcome; anything else is a failure that quotes it."""
+    """Convert a number or a `Reward` to an outcome; anything else is a failure that quotes it."""
     if isinstance(value, Reward):
         return _check_reward(value, text)
     try:
@@ -51,7 +51,7 @@ def check(value: object, text: ScoredText) -> Outcome:
 
 
 def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ...]:
-    """Turn a list with one value for each text into outcomes; None is no opinion."""
+    """Convert a list with one value for each text to outcomes; None is no opinion."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         return (_refusal(values, f"not a list of {len(texts)} numbers"),) * len(texts)
     listed = list(values)
@@ -66,7 +66,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def check_verl(value: object, text: ScoredText) -> Outcome:
-    """Turn a number, or a dict with `score` whose other numbers become components, into an outcome."""
+    """Convert a number, or a dict with `score` whose other numbers become components, to an outcome."""
     if not isinstance(value, Mapping):
         return check(value, text)
     if "score" not in value:
@@ -80,12 +80,12 @@ def check_verl(value: object, text: ScoredText) -> Outcome:
 
 
 def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
-    for name, numbers, wanted in (
+    for name, numbers, expected in (
         ("tokens", reward.tokens, text.num_tokens),
         ("turns", reward.turns, max(1, len(text.turns))),
     ):
-        if numbers and len(numbers) != wanted:
-            return Outcome(reason=f"returned {len(numbers)} rewards for {wanted} {name}")
+        if numbers and len(numbers) != expected:
+            return Outcome(reason=f"returned {len(numbers)} rewards for {expected} {name}")
     try:
         return Outcome(reward=plain(reward))
     except ValueError as error:
@@ -93,7 +93,7 @@ def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
 
 
 def plain(reward: Reward) -> Reward:
-    """Return `reward` as it can cross a process: in plain floats and texts. Raises `ValueError` that says why not."""
+    """Return `reward` with plain floats and texts, as processes exchange it. Raises `ValueError` with the reason."""
     if not isinstance(reward.components, Mapping) or not all(isinstance(name, str) for name in reward.components):
         raise ValueError("whose components are no numbers by name")
     return Reward(
@@ -108,20 +108,20 @@ def plain(reward: Reward) -> Reward:
 def number(value: object) -> float:
     """Return `value` as a plain float. Numbers of numpy and torch, decimals and fractions are numbers; texts are not.
 
-    Raises `ValueError` that says what it is instead: not a finite number, or beyond `LARGEST`.
+    Raises `ValueError` with the reason: not a finite number, or beyond `LARGEST`.
     """
     try:
-        # Numbers of numpy, torch and jax, and arrays that hold one.
+        # Numbers of numpy, torch and jax, and arrays with one element.
         item = getattr(value, "item", None)
         plain = item() if callable(item) else value
-        found = float(plain) if isinstance(plain, Real | Decimal) else math.nan
+        converted = float(plain) if isinstance(plain, Real | Decimal) else math.nan
     except (TypeError, ValueError, RuntimeError, ArithmeticError):
-        found = math.nan
-    if not math.isfinite(found):
+        converted = math.nan
+    if not math.isfinite(converted):
         raise ValueError("not a finite number")
-    if abs(found) > LARGEST:
+    if abs(converted) > LARGEST:
         raise ValueError(f"beyond {LARGEST:.0e}, and the learner squares rewards in float32: scale it down")
-    return found
+    return converted
 
 
 def _number_within(value: object) -> float:

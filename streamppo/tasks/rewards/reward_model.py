@@ -1,9 +1,9 @@
-"""A reward model: a sequence classification model in a Ray actor of its own, shared by all rollout actors.
+"""A reward model: a sequence classification model in its own Ray actor, shared by all rollout actors.
 
-An actor dies with the process that created it. So the driver creates it, and hands it to the rollout actors, which come
-and go. Ray starts it again when it dies on its own; until it is there, calls are retryable failures.
+An actor dies with the process that created it. So the driver creates it and passes it to the rollout actors, which may
+be replaced. Ray restarts it when it dies itself; until then calls are retryable failures.
 
-The text is written in the reward model's own chat template, or is prompt and completion in a row.
+The text is rendered by the reward model's chat template, or is prompt plus completion.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class RewardModel:
             raise TaskError(f"{path} has {model.config.num_labels} outputs: there is no output {label}")
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        # A decoder with a classification head looks for the last token before padding by this.
+        # A decoder with a classification head finds the last token before the padding by this id.
         model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model = model.to(self._device).eval()
 
     @ray.method(max_task_retries=-1)
     def ready(self) -> bool:
-        """Answer once the model has loaded. A call that comes while the actor starts again waits for it."""
+        """Return True once the model has loaded. A call during a restart waits for it."""
         return True
 
     @ray.method
     def score(self, texts: bytes) -> bytes:
-        """Return one outcome for each text. A text that is too long fails alone."""
+        """Return one outcome for each text. A too long text fails without affecting the others."""
         listed = decode(texts, tuple[ScoredText, ...])
         ids = [self._ids(text) for text in listed]
         fitting = [number for number, row in enumerate(ids) if len(row) <= self._max_tokens]
@@ -73,7 +73,7 @@ class RewardModel:
         return encode(tuple(outcomes))
 
     def _ids(self, text: ScoredText) -> list[int]:
-        """The tokens of prompt and completion. A control token that one of them spells is text, as in a prompt."""
+        """The tokens of prompt and completion. A control token spelled in them stays text, as in a prompt."""
         if not text.messages:
             return self._tokenizer(text.prompt + text.completion, split_special_tokens=True)["input_ids"]
         if not self._tokenizer.chat_template:
@@ -99,9 +99,9 @@ Models: TypeAlias = "Mapping[str, ActorProxy[RewardModel]]"
 
 
 def create(reward: Reward, options: Callable[[str], Mapping[str, object]]) -> Models:
-    """Start the actor of every reward model; all of them end with this process, and not before.
+    """Start the actor of every reward model; they end only with this process.
 
-    `options` gives Ray's options by the scorer's name: where its actor lives.
+    `options` returns the Ray options for a scorer's name, such as its placement.
     """
     return {name: _create(name, config, options(name)) for name, config in reward.models().items()}
 
@@ -114,7 +114,7 @@ def _create(name: str, config: ModelScorer, options: Mapping[str, object]) -> Ac
 
 
 async def connect(actor: ActorProxy[RewardModel], config: ModelScorer) -> CallBatch:
-    """Return the calls of a reward model, once it has loaded. Raises `TaskError` if it cannot load."""
+    """Wait until a reward model has loaded and return its call. Raises `TaskError` if it cannot load."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

@@ -1,4 +1,4 @@
-"""All scorers of a run: which of them score a trajectory, and how their scores become one reward."""
+"""All scorers of a run: their selection for a trajectory, and the combination of their scores to one reward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from streamppo.tasks.rewards.service import Service
 
 MODEL_BATCHES = 2
-"""Batches on their way to a reward model: one is scored, and the next one is there when it is done."""
+"""Concurrent batches of a reward model: while one is scored, the next is already sent."""
 
 ScorerGuard: TypeAlias = Guard[[ScoredText, Row], Outcome]
 """The bounds around one scorer."""
@@ -59,15 +59,15 @@ class Rewards:
             self._guards[name] = await self._build(name, scorer)
 
     async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
-        """Return the weighted sum of all scores that apply; 0 without scorers, where an environment gives all rewards.
+        """Return the weighted sum of all scores that apply; 0 without scorers, when an environment gives all rewards.
 
-        Raises `RewardFailed` if one fails, or if none applies.
+        Raises `RewardFailed` if a scorer fails, or if none applies.
         """
         names = self.scorers_of(prompt.source)
         if not names:
             return Reward()
         if len(names) == 1:
-            # The common case, without a task of its own.
+            # The common case, without a separate asyncio task.
             outcomes = [await self._guards[names[0]].score(text, prompt.columns)]
         else:
             outcomes = await asyncio.gather(*(self._guards[name].score(text, prompt.columns) for name in names))
@@ -94,14 +94,14 @@ class Rewards:
         )
 
     async def close(self) -> None:
-        """End every process."""
+        """End every process and connection."""
         for started in self._pools.values():
             await started.close()
         for service in self._services.values():
             await service.close()
 
     def scorers_of(self, source: str) -> list[str]:
-        """Name the scorers of a data source. Raises `TaskError` if there are scorers, and none is for it."""
+        """The scorers of a data source. Raises `TaskError` if there are scorers but none for this source."""
         if source not in self._selected:
             self._selected[source] = [
                 name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources
@@ -113,13 +113,13 @@ class Rewards:
     # --- combining -------------------------------------------------------------------------------------------
 
     def _weights(self, names: list[str]) -> list[float]:
-        """Return the weight of each scorer: 0 for functions where a model's score takes precedence."""
+        """Return the weight of each scorer: 0 for functions if a model's score has precedence."""
         scorers = [self._scorers[name] for name in names]
         models_only = self._combine_as == "model_first" and any(map(_of_a_model, scorers))
         return [scorer.weight if _of_a_model(scorer) or not models_only else 0.0 for scorer in scorers]
 
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
-        """Weigh and add; with several scorers each one's own total is a component."""
+        """Return the weighted sum; with several scorers each one's total is a component."""
         if not self._several and self._scorers[scored[0][0]].weight == 1.0:
             return scored[0][1]
         weights = self._weights([name for name, _ in scored])
@@ -151,13 +151,13 @@ class Rewards:
             case choices.ModelScorer():
                 log.info("%s is the reward model %s", name, scorer.path)
                 size, places = scorer.batch_size, MODEL_BATCHES
-                # Looking a configuration over needs no Ray.
+                # Imported here so that checking a configuration needs no Ray.
                 from streamppo.tasks.rewards import reward_model
 
                 call = _in_time(await reward_model.connect(self._models[name], scorer), scorer.timeout_s)
             case choices.ServiceScorer() | choices.JudgeScorer():
                 log.info("%s is %s", name, scorer.url)
-                # A tenth of a second to import, which most runs need in no process.
+                # Imported here because it takes 0.1 s and most runs do not need it.
                 from streamppo.tasks.rewards.service import Service
 
                 service = self._services[name] = Service(scorer)
@@ -165,7 +165,7 @@ class Rewards:
         return Guard(name, scorer, Batcher(call, size, places) if size > 1 else _one(call))
 
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[CallBatch, int, int]:
-        """Load a function: (the call, trajectories in one call, calls at once)."""
+        """Load a function: (the call, trajectories per call, concurrent calls)."""
         how, in_actor = detect(scorer)
         log.info("%s is %s", name, describe(scorer, how, in_actor=in_actor))
         size = scorer.batch_size if how.style == "batched" else 1
@@ -178,10 +178,10 @@ class Rewards:
 
 
 def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
-    """Find out how a function is called, and whether in the actor. Raises `TaskError` if it cannot be called."""
-    found = plugins.load(scorer.function, "reward.function")
-    how = signature.detect_signature(found, scorer.function, scorer.arguments)
-    ours = getattr(found, "__module__", "").startswith("streamppo.")
+    """Return a function's signature, and True if it runs in the actor. Raises `TaskError` if it cannot be called."""
+    function = plugins.load(scorer.function, "reward.function")
+    how = signature.detect_signature(function, scorer.function, scorer.arguments)
+    ours = getattr(function, "__module__", "").startswith("streamppo.")
     in_actor = scorer.where == "actor" or (scorer.where == "auto" and ours and how.is_async)
     if in_actor and not how.is_async:
         raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
@@ -189,7 +189,7 @@ def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
 
 
 def describe(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
-    """Describe the findings of `detect` for people."""
+    """Describe the result of `detect` for the log."""
     kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
 
@@ -199,7 +199,7 @@ def _of_a_model(scorer: choices.Scorer) -> bool:
 
 
 def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
-    """Give `call` up after `timeout_s`. A call in a process of its own is ended by its pool instead."""
+    """Bound `call` by `timeout_s`. Calls in separate processes are bounded by their pool instead."""
 
     async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         begun = EagerCoroutine(call(texts, columns))
@@ -222,6 +222,6 @@ def _one(call: CallBatch) -> CallOne:
 
 
 def _weighted_sum(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """Add up, by weight, the columns that are not empty; they have one length."""
-    given = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
-    return tuple(sum(weight * column[i] for weight, column in given) for i in range(len(given[0][1]))) if given else ()
+    """The weighted sum of the columns that are not empty, which have equal lengths."""
+    pairs = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
+    return tuple(sum(weight * column[i] for weight, column in pairs) for i in range(len(pairs[0][1]))) if pairs else ()

@@ -1,4 +1,4 @@
-"""Scorers behind HTTP: a plain JSON service, or a language model as a judge."""
+"""Remote scorers: a plain JSON service, or a language model as a judge."""
 
 import json
 import re
@@ -14,21 +14,21 @@ from streamppo.types import Reward, ScoredText
 
 
 class Service:
-    """Asks one address. Errors of transport and of a busy server are retryable."""
+    """Calls one address. Transport errors and busy servers are retryable failures."""
 
     def __init__(self, config: ServiceScorer | JudgeScorer) -> None:
         self._config = config
         self._client = Client(config.key_env, config.concurrency)
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """Score one trajectory: the first of `texts`, which is the only one."""
+        """Score one trajectory, the only one of `texts`."""
         try:
             match self._config:
                 case ServiceScorer(url=url):
                     return (check_verl(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
                 case JudgeScorer() as judge:
                     return (await self._judge(judge, texts[0], columns[0]),)
-        # A server of other people may answer anything.
+        # A foreign server's answer may raise any exception.
         except Exception as error:
             return (failure_of(error),)
 
@@ -49,13 +49,13 @@ class Service:
         )
         match answer:
             case {"choices": [{"message": {"content": content}}, *_]}:
-                said = str(content)
+                judgement = str(content)
             case _:
                 raise TaskError(f"{judge.url}: no chat completion: {repr(answer)[:QUOTED]}")
-        found = re.search(judge.pattern, said.strip())
-        if found is None:
-            return Outcome(reason=f"the judge gave no number: {said[-QUOTED:]!r}")
-        return check(Reward(score=float(found[1]) / judge.scale, explanation=said), text)
+        match = re.search(judge.pattern, judgement.strip())
+        if match is None:
+            return Outcome(reason=f"the judge gave no number: {judgement[-QUOTED:]!r}")
+        return check(Reward(score=float(match[1]) / judge.scale, explanation=judgement), text)
 
     async def _post(self, url: str, body: Mapping[str, object]) -> object:
         return json.loads(await self._client.post(url, body))
@@ -74,5 +74,5 @@ def _question(text: ScoredText, columns: Row) -> dict[str, object]:
 
 
 def _fill(template: str, values: Row) -> str:
-    """Replace known names in braces, and nothing else: a completion may hold braces of its own."""
+    """Replace only known names in braces, because a completion may contain braces."""
     return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], template)

@@ -1,4 +1,4 @@
-"""Three ways to write a reward, told apart by their parameters.
+"""The three signatures of a reward, distinguished by their parameters.
 
     trajectory   score(trajectory: ScoredText, **columns) -> float | Reward
     batched      score(prompts, completions, completion_ids, **columns) -> list[float | None]    TRL's
@@ -26,11 +26,10 @@ VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
 class Signature(NamedTuple):
-    """The way to call a reward.
+    """How a reward is called.
 
-    `own` are the parameters of its style that it names, `asks` the columns that it names, and `needs` the columns that
-    have no default. With `takes_all` it gets every column but those called like `bound` arguments and its own
-    parameters.
+    `own`: parameters of its style that it has. `asks`: columns that it names. `needs`: columns without a default. With
+    `takes_all` it gets every column except names of `bound` arguments and of its `own` parameters.
     """
 
     style: Style
@@ -42,7 +41,7 @@ class Signature(NamedTuple):
     bound: frozenset[str] = frozenset()
 
     def columns(self, given: Row) -> dict[str, object]:
-        """Pick the columns that the reward takes. Raises `TaskError` if one that it needs is not there."""
+        """Select the reward's columns. Raises `TaskError` if a needed one is missing."""
         if not self.needs <= given.keys():
             missing = self.needs - given.keys()
             raise TaskError(
@@ -54,7 +53,7 @@ class Signature(NamedTuple):
 
 
 def detect_signature(found: object, name: str, arguments: Mapping[str, object]) -> Signature:
-    """Read the signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
+    """The signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
     function = _called(found, name)
     if inspect.isclass(found):
         plugins.check_arguments(found, arguments, f"reward.function {name!r}")
@@ -63,23 +62,23 @@ def detect_signature(found: object, name: str, arguments: Mapping[str, object]) 
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     is_async = inspect.iscoroutinefunction(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    style, own = _style(named, name)
-    _check_bound(bound, named, own, f"reward.function {name!r}", takes_all=takes_all)
-    rest = {key: p for key, p in named.items() if key not in own and key not in bound}
+    style, own_names = _style(named, name)
+    _check_bound(bound, named, own_names, f"reward.function {name!r}", takes_all=takes_all)
+    rest = {key: p for key, p in named.items() if key not in own_names and key not in bound}
     needs = frozenset(key for key, p in rest.items() if p.default is p.empty)
     if style == "batched" and takes_all:
-        own = BATCHED
-    # verl hands over no further columns, so a `**kwargs` there does not ask for any.
+        own_names = BATCHED
+    # verl passes no further columns, so its `**kwargs` gets none here either.
     return Signature(
-        style, is_async, frozenset(own), frozenset(rest), needs, takes_all and style != "verl", frozenset(bound)
+        style, is_async, frozenset(own_names), frozenset(rest), needs, takes_all and style != "verl", frozenset(bound)
     )
 
 
 def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], asked_by: str, *, takes_all: bool) -> None:
-    """Refuse arguments that a function does not take, or that are not the configuration's to give."""
+    """Raise `TaskError` for arguments that a function lacks, or that hold the scored trajectory."""
     plugins.check_names(bound, set(named) - own, asked_by, takes_all=takes_all)
-    if given := own & set(bound):
-        raise TaskError(f"{asked_by}: {min(given)!r} is no argument: it is what is scored")
+    if taken := own & set(bound):
+        raise TaskError(f"{asked_by}: {min(taken)!r} is no argument: it is what is scored")
 
 
 def _called(found: object, name: str) -> Callable[..., object]:
@@ -91,7 +90,7 @@ def _called(found: object, name: str) -> Callable[..., object]:
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
-    """Return the style, and the parameters that are no columns."""
+    """Return the style, and its parameters, which are no columns."""
     if {"solution_str", "ground_truth"} <= named.keys():
         return "verl", VERL & named.keys()
     if "completions" in named:
@@ -107,26 +106,26 @@ def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Se
 
 
 class LoadedReward(NamedTuple):
-    """A reward, ready to be called on texts and their rows."""
+    """A loaded reward, to be called on texts and their rows."""
 
     signature: Signature
     function: Callable[..., object]
 
 
 def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
-    """Load the reward called `name`. A class is built with `arguments`; a function gets them with every call.
+    """Load the reward `name`. A class is constructed with `arguments`; a function gets them with every call.
 
-    Raises `TaskError` that says what is wrong with the name, the signature or the constructor.
+    Raises `TaskError` for a wrong name, signature or constructor.
     """
-    found = plugins.load(name, "reward.function")
-    signature = detect_signature(found, name, arguments)
+    function = plugins.load(name, "reward.function")
+    signature = detect_signature(function, name, arguments)
     try:
-        made = found(**arguments) if inspect.isclass(found) else partial(_called(found, name), **arguments)
-    # Other people's constructors raise anything.
+        reward = function(**arguments) if inspect.isclass(function) else partial(_called(function, name), **arguments)
+    # A user's constructor may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(f"reward.function {name!r}: {user_traceback.format_user_error(error)}") from error
-    assert callable(made)
-    return LoadedReward(signature, made)
+    assert callable(reward)
+    return LoadedReward(signature, reward)
 
 
 def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
@@ -134,13 +133,13 @@ def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome,
     try:
         value = _invoke(reward, texts, columns)
         return _outcomes(reward.signature.style, value, texts)
-    # Other people's rewards raise anything, and so do the values that they return, when they are looked at.
+    # A user's reward may raise any exception, and so may the inspection of its values.
     except (Exception, SystemExit) as error:
         return (failure_of(error),) * len(texts)
 
 
 async def call_async(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-    """Call an async reward; exceptions become failures, cancellation passes."""
+    """Call an async reward; exceptions become failures, a cancellation is passed on."""
     try:
         value = _invoke(reward, texts, columns)
         assert inspect.isawaitable(value)
@@ -173,9 +172,9 @@ def _listed(rows: list[dict[str, object]]) -> dict[str, list[object]]:
 
 
 def _trl_arguments(texts: Texts) -> dict[str, object]:
-    """Return TRL's keyword arguments: of a chat, prompts and completions are lists of messages.
+    """Return TRL's keyword arguments; for a chat, prompts and completions are lists of messages.
 
-    A completion that continues an assistant's message begins with it, and the prompt ends before it.
+    If a completion continues an assistant's message, that message belongs to the completion, not to the prompt.
     """
     return {
         "prompts": [_chat(text.prompt_messages) if text.messages else text.prompt for text in texts],

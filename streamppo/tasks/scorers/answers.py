@@ -1,7 +1,7 @@
-r"""Find final answers in texts, and read them as numbers. Equality of formulas is math-verify's, see maths.py.
+r"""Finds final answers in texts and reads them as numbers. math-verify compares formulas, see maths.py.
 
-An actor's event loop waits for these functions: no pattern takes more than linear time, and no number is computed that
-is much longer than its text.
+These functions run in an actor's event loop, so every pattern takes at most linear time, and no computed number is much
+longer than its text.
 """
 
 import re
@@ -29,28 +29,28 @@ def extract_boxed(text: str) -> str | None:
 
 def extract_marked(text: str) -> str | None:
     """Return the rest of the line after the last ####, as in GSM8K's own answers; None if there is none."""
-    found = MARKED.findall(text)
-    return found[-1].strip() if found else None
+    matches = MARKED.findall(text)
+    return matches[-1].strip() if matches else None
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of the text, as it stands there; None if there is none."""
-    found = NUMBER.findall(text)
-    return found[-1] if found else None
+    """Return the last number in the text, as written; None if there is none."""
+    matches = NUMBER.findall(text)
+    return matches[-1] if matches else None
 
 
 def first_number(text: str) -> str | None:
-    """Return the first number of the text, as it stands there; None if there is none."""
-    found = NUMBER.search(text)
-    return found[0] if found else None
+    """Return the first number in the text, as written; None if there is none."""
+    match = NUMBER.search(text)
+    return match[0] if match else None
 
 
 def number(text: str) -> Fraction | None:
     r"""Return the exact value of "1,234.50", "-$3", "1e-05", "3/4" or "50\%" (which is 50); None for anything else."""
-    found = VALUE.fullmatch(text.strip())
-    if found is None:
+    match = VALUE.fullmatch(text.strip())
+    if match is None:
         return None
-    sign, inner_sign, over, under = found.groups()
+    sign, inner_sign, over, under = match.groups()
     if sign and inner_sign:
         return None
     try:
@@ -61,11 +61,11 @@ def number(text: str) -> Fraction | None:
 
 
 def same_number(given: str, wanted: str) -> bool:
-    """Compare two texts as numbers, exactly; False if one of them is no number."""
+    """True if both texts are numbers and exactly equal."""
     value = number(given)
     return value is not None and value == number(wanted)
 
 
 def _fraction(decimal: str) -> Fraction:
-    """Raises `ValueError` beyond the digits that Python converts (4300)."""
+    """Parse a decimal. Raises `ValueError` above Python's limit of 4300 digits."""
     return Fraction(decimal.replace(",", ""))

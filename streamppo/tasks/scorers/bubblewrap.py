@@ -1,8 +1,8 @@
-"""The default sandbox: namespaces of the Linux kernel, made by bubblewrap (https://github.com/containers/bubblewrap).
+"""The default sandbox: Linux namespaces made by bubblewrap (https://github.com/containers/bubblewrap).
 
-A program has users, processes, network (no interface), shared memory and files of its own. It sees /usr, the Python
-that runs us and its packages, all read-only, and /tmp and /dev/shm that are empty, small and gone with it; nothing of
-home, of the run, of other processes.
+A program has its own users, processes, network (without an interface), shared memory and files. It can read /usr and
+our Python with its packages. /tmp and /dev/shm are writable, empty, small, and deleted after it. It sees no home
+folder, no run, and no other processes.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from streamppo.tasks.scorers.capture import Ran, RunLimits
 
 NOBODY = "65534"
 NEEDS = (0, 8, 0)
-"""The first bubblewrap that bounds a tmpfs and forbids further user namespaces."""
+"""The first version of bubblewrap that can bound a tmpfs and forbid nested user namespaces."""
 KERNEL = (
     "probably the machine or its container allows no user namespaces (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns; for containers see docs/security.md)"
@@ -34,9 +34,9 @@ OTHERWISE = (
 
 
 class Bubblewrap:
-    """A sandbox whose files take `disk_mib` at most, in each of /tmp and /dev/shm.
+    """A sandbox with at most `disk_mib` of files in each of /tmp and /dev/shm.
 
-    Raises `TaskError` that says what to install where it cannot be made.
+    Raises `TaskError`, with the remedy, if it does not work here.
     """
 
     def __init__(self, disk_mib: int = 64) -> None:
@@ -68,7 +68,7 @@ def run(
 
     `address_mib` bounds the addresses of each process; without it they are bounded as the memory is.
     """
-    # Unlinked: bubblewrap copies it into the sandbox.
+    # An unlinked file, which bubblewrap copies into the sandbox.
     with tempfile.TemporaryFile() as source, capture.StartSignal() as started:
         source.write(program.encode(errors="replace"))
         source.seek(0)
@@ -83,12 +83,12 @@ def run(
 
 @functools.cache
 def problem(otherwise: str = OTHERWISE) -> str:
-    """Say what keeps bubblewrap from working here, and what to do, at last `otherwise`; "" when it works."""
-    found = shutil.which("bwrap")
-    if found is None:
+    """The reason why bubblewrap does not work here, with the remedy and `otherwise`; "" if it works."""
+    path = shutil.which("bwrap")
+    if path is None:
         install = "`apt-get install bubblewrap` or `dnf install bubblewrap` installs it"
         return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {otherwise}"
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     if tuple(map(int, re.findall(r"\d+", version))) < NEEDS:
         needs = ".".join(map(str, NEEDS))
         return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {otherwise}"
@@ -107,7 +107,7 @@ def _launcher() -> str:
 
 
 def _walls(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
-    """Return the command up to the files of one program; `files` of this machine are seen at their own places."""
+    """Return the bubblewrap command without one program's file and command; `files` keep their paths."""
     bwrap = shutil.which("bwrap") or "bwrap"
     alone = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
     size = ["--size", str(disk_bytes)]
@@ -124,9 +124,10 @@ def _walls(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
 
 
 def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
-    """Stop being root, whom the kernel's limit on processes does not bind.
+    """The command prefix that drops root, to whom the kernel's limit on processes does not apply.
 
-    Nobody cannot reach a Python in root's home: the outer mounts, made while we are root, are of folders that all read.
+    The user nobody cannot reach a Python in root's home. So an outer bubblewrap, started as root, mounts it in folders
+    readable by all.
     """
     if os.geteuid() != 0:
         return []
@@ -138,7 +139,7 @@ def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
 
 
 def _system(files: Sequence[str]) -> list[str]:
-    """Mount the system's programs, our Python and `files`, read-only."""
+    """The arguments that mount the system's programs, our Python and `files` read-only."""
     mounts = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -149,7 +150,7 @@ def _system(files: Sequence[str]) -> list[str]:
     paths = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives")]
     paths += [path for path in python_files() if not Path(path).is_relative_to("/usr")]
     paths += files
-    # Bubblewrap's own would be closed to nobody.
+    # Parents made by bubblewrap itself would not be readable by the user nobody.
     parents = dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1])
     mounts += [word for parent in parents for word in ("--perms", "0755", "--dir", parent)]
     return [*mounts, *(word for path in paths for word in ("--ro-bind-try", path, path))]

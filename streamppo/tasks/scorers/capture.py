@@ -1,4 +1,4 @@
-"""Run one command to its end or a limit, and read what it printed. No path that it can change is ever opened."""
+"""Runs one command to its end or a limit, and reads its output. No path that the command can change is opened."""
 
 import contextlib
 import functools
@@ -13,26 +13,27 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.scorers import cgroup
 from streamppo.tasks.scorers.launcher import FILE_BYTES
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 START_S = 5.0
-"""Time that a sandbox has to start. None of it is the program's."""
+"""Time limit for a sandbox's start; it does not count for the program."""
 LOOK_S = 0.02
-"""Time between two looks at the memory of all processes of a program."""
+"""Time between two checks of the memory of all processes of a program."""
 SHARED_KIB = 16 * 2**10
-"""Shared memory from which the parts of each process are told from what they have in common."""
+"""Above this sum of shared memory, pages shared by several processes are counted once."""
 
 
 class RunLimits(NamedTuple):
-    """Bounds of one run. Memory is that of each process, and on Linux that of all processes of the program together."""
+    """Bounds of one run. `memory_mib` bounds each process, and on Linux also all processes of the program together."""
 
     timeout_s: float
     memory_mib: int = 512
 
 
 class Ran(NamedTuple):
-    """The end of a program. `exit_code` is None when it was killed at its time limit."""
+    """The result of a program. `exit_code` is None if it was killed at its time limit."""
 
     exit_code: int | None
     stdout: str
@@ -40,7 +41,7 @@ class Ran(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Environment and folder of a command, and descriptors that it inherits."""
+    """Environment, folder and inherited descriptors of a command."""
 
     env: Mapping[str, str]
     folder: str | None = None
@@ -48,7 +49,7 @@ class Place(NamedTuple):
 
 
 class StartSignal:
-    """A pipe by which the launcher says that the program begins: earlier ends are the sandbox's, not the program's."""
+    """A pipe for the launcher's signal that the program begins: an earlier end is a failure of the sandbox."""
 
     def __enter__(self) -> "StartSignal":
         self._reader, self.writer = os.pipe()
@@ -65,21 +66,26 @@ class StartSignal:
         return [str(limits.memory_mib), str(int(limits.timeout_s) + 1), str(self.writer)]
 
     def has_begun(self) -> bool:
-        """Find out whether the program began."""
+        """Return True if the program has begun."""
         with contextlib.suppress(BlockingIOError):
             self._begun = self._begun or os.read(self._reader, 1) == b"1"
         return self._begun
 
 
 def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal, place: Place) -> Ran:
-    """Run a command whose last step is the launcher. Raises `TaskError` if the launcher never came to the program."""
-    # Unlinked files: a pipe's other end may be held open by what the program has started, and a path be replaced.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
+    """Run a command that ends in the launcher. Raises `TaskError`, or `Retryable` if late, if no program began."""
+    # Unlinked files: descendants of the program may hold a pipe open, and could replace a path.
+    with (
+        cgroup.group(limits.memory_mib) as group,
+        tempfile.TemporaryFile() as stdin_file,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        stdin_file.write(stdin.encode(errors="replace"))
+        stdin_file.seek(0)
         process = subprocess.Popen(
-            command,
-            stdin=given,
+            [*(group.enter if group else ()), *command],
+            stdin=stdin_file,
             stdout=out,
             stderr=err,
             cwd=place.folder,
@@ -89,17 +95,21 @@ def run(command: list[str], stdin: str, limits: RunLimits, started: StartSignal,
         )
         try:
             exit_code, note = _end(process, limits, started)
+            if group and not note and group.has_killed():
+                note = _too_much(limits)
         finally:
-            # Processes that the program has started are in its group, also when the program itself has ended.
+            # The program's children are in its group, even after the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            if group:
+                group.kill()
             process.wait()
-        said = _text(err)
+        error_text = _text(err)
         if not started.has_begun():
             if exit_code is None:
                 raise Retryable(f"the sandbox did not start within {START_S:g} s")
-            raise TaskError(f"the sandbox did not start: {said.strip()[-500:]}")
-        return Ran(exit_code, _text(out), f"{said}{note}")
+            raise TaskError(f"the sandbox did not start: {error_text.strip()[-500:]}")
+        return Ran(exit_code, _text(out), f"{error_text}{note}")
 
 
 def _text(file: IO[bytes]) -> str:
@@ -107,7 +117,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSignal) -> tuple[int | None, str]:
-    """Wait: (exit code, note for people). None is the time limit, -9 with a note the memory of all processes."""
+    """Wait: (exit code, note for the user). None: the time limit; -9 with a note: the memory of all processes."""
     end, begun = time.monotonic() + START_S, False
     while (left_s := end - time.monotonic()) > 0:
         if _ended(process, min(left_s, LOOK_S)):
@@ -115,20 +125,24 @@ def _end(process: subprocess.Popen[bytes], limits: RunLimits, started: StartSign
         if not begun and started.has_begun():
             end, begun = time.monotonic() + limits.timeout_s, True
         if memory_bytes(process.pid) > limits.memory_mib * 2**20:
-            return -signal.SIGKILL, f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
+            return -signal.SIGKILL, _too_much(limits)
     return None, ""
+
+
+def _too_much(limits: RunLimits) -> str:
+    return f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
 
 
 def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     try:
         watched, poll = os.pidfd_open(process.pid), select.poll()
     except (AttributeError, OSError):
-        # Another system, an old kernel, or a filter around us.
+        # Other systems, old kernels and seccomp filters have no pidfd.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
         return process.returncode is not None
     try:
-        # `select.select` takes no descriptor above 1,023, and a process with many connections has more.
+        # `select.select` accepts no descriptor above 1,023, and this process may have more.
         poll.register(watched, select.POLLIN)
         return bool(poll.poll(1e3 * timeout_s))
     finally:
@@ -136,27 +150,26 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def memory_bytes(pid: int) -> int:
-    """Sum up the memory of a process and its descendants; 0 where there is no Linux /proc.
+    """The memory of a process and its descendants in bytes; 0 without Linux's /proc.
 
-    It is their resident memory that is no file's, what they share with each other once, and what their sockets may
-    hold.
+    It is their anonymous and swapped memory, their shared memory, counted once, and the capacity of their sockets.
     """
     alone, shared, sockets = 0, 0, 0
-    found: list[int] = []
+    members: list[int] = []
     waiting = [pid]
     while waiting:
-        one = waiting.pop()
-        # Processes end while they are looked at.
+        member = waiting.pop()
+        # A process may end meanwhile.
         with contextlib.suppress(OSError, ValueError, KeyError):
-            for thread in os.listdir(f"/proc/{one}/task"):
-                waiting += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())
-            status = _kib(Path(f"/proc/{one}/status"))
+            for thread in os.listdir(f"/proc/{member}/task"):
+                waiting += map(int, Path(f"/proc/{member}/task/{thread}/children").read_text().split())
+            status = _kib(Path(f"/proc/{member}/status"))
             alone += status["RssAnon"] + status["VmSwap"]
             shared += status["RssShmem"]
-            sockets += _sockets(one)
-            found.append(one)
+            sockets += _sockets(member)
+            members.append(member)
     if shared > SHARED_KIB:
-        shared = sum(_shares(one) for one in found)
+        shared = sum(_shares(member) for member in members)
     return (alone + shared) * 2**10 + sockets * _socket_bytes()
 
 
@@ -166,7 +179,7 @@ def _kib(path: Path) -> dict[str, int]:
 
 
 def _shares(pid: int) -> int:
-    """Return a process's part of the memory that it shares, in KiB: a page of n processes counts 1/n in each."""
+    """Return a process's share of shared memory in KiB: a page of n processes counts 1/n in each."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         try:
             return _kib(Path(f"/proc/{pid}/smaps_rollup"))["Pss_Shmem"]
@@ -176,18 +189,18 @@ def _shares(pid: int) -> int:
 
 
 def _sockets(pid: int) -> int:
-    """Count the sockets of a process; 0 where another user, or the process, hides them."""
+    """Count the sockets of a process; 0 if they are not readable."""
     count = 0
     with contextlib.suppress(OSError):
-        for one in os.scandir(f"/proc/{pid}/fd"):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                count += os.readlink(one.path).startswith("socket:")
+                count += os.readlink(entry.path).startswith("socket:")
     return count
 
 
 @functools.cache
 def _socket_bytes() -> int:
-    """Return the bytes that may wait in one socket of a program."""
+    """Return the bytes that one socket may buffer."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/proc/sys/net/core/wmem_max").read_text())
     return 0

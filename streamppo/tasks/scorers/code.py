@@ -18,20 +18,20 @@ PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
 DEFAULT = "streamppo.tasks.scorers.bubblewrap:Bubblewrap"
 TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("plain_data", "exceptions", "isolated_tests")]
 SIDES = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTILINE)
-"""Both sides of a test in code, for sandboxes that have nothing of ours."""
+"""The source of both sides of a code test, for sandboxes without our package."""
 DONE = '"done"'
 REMEMBERED = 1024
-"""Rows whose tests have been looked through once."""
+"""Rows whose tests' first operations are cached."""
 QUOTED = 300
-"""Characters of an output that an explanation quotes."""
+"""Characters of an output quoted in an explanation."""
 
 Test: TypeAlias = str | dict[str, str]
 Operations: TypeAlias = str
-"""A JSON list, which only the two sides read: a program's values stand in it, of any depth."""
+"""A JSON list that only the two sides parse: it contains the program's values, of any depth."""
 
 
 class Verdict(TypedDict, total=False):
-    """One line of the checker: see `crossing.verdict`."""
+    """One line of the checker: see `isolated_tests.verdict`."""
 
     passed: bool
     failed: str
@@ -42,20 +42,20 @@ class Verdict(TypedDict, total=False):
 
 
 class Exchange:
-    """One test of code: the operations that it needs, and the answers of the program so far."""
+    """One code test: its needed operations, and the program's answers so far."""
 
     def __init__(self, code: str, wanted: Operations) -> None:
         self.code = code
         self.wanted = wanted
         self.answers: list[str] = []
         self.reason: str | None = None
-        """The cause of its failure, "" when it has passed, None as long as it goes on."""
+        """The cause of its failure, "" if it passed, None while it is running."""
         self._short = ""
         self._certain = -1
         self._before: list[str] = []
 
     def take_answers(self, ran: Ran, limits: RunLimits) -> None:
-        """Take over what the program said; it may have ended before it had answered all."""
+        """Store the program's answers; it may have ended before the last."""
         self._before = self.answers
         lines = [line for line in ran.stdout.split("\n") if line]
         self._short = "" if lines[-1:] == [DONE] else _ended_badly(ran, limits) or "it ended before its test"
@@ -64,9 +64,10 @@ class Exchange:
             self.reason = self._short
 
     def take_verdict(self, verdict: Verdict) -> None:
-        """Take over what the checker said.
+        """Apply the checker's verdict.
 
-        Each round knows one operation more. Raises `TaskError` for a test that asks for another one every time.
+        Each round must know at least one operation more. Raises `TaskError` for a test whose operations change in every
+        run.
         """
         if "ask" not in verdict:
             self.reason = verdict.get("failed", "")
@@ -85,18 +86,18 @@ class Exchange:
 class CodeTests:
     """Tests the last fenced block of Python in the completion (or all of it) by the row's `tests`.
 
-    A test is Python code that calls what the program defines (an `assert` fails it), or an object {"input", "output"}:
-    the program's standard output for that standard input, but for white space at the ends of lines. `tests` is a list
-    of these, or such a list as JSON.
+    A test is Python code that calls the program's definitions (a failed `assert` fails it), or an object {"input",
+    "output"}: standard input and the expected standard output, compared without white space at line ends. `tests` is a
+    list of these, also as JSON.
 
-    No test is ever where the program could read or change it: code runs in another sandbox than the program, and only
-    calls and plain values cross (crossing.py). A test fails that compares objects of the program's own classes; one
-    that hands a function to the program raises `TaskError`, as it would be right for no program.
+    The program can never read or change a test: test code runs in another sandbox, and only calls and plain values pass
+    between them (isolated_tests.py). A test that compares objects of the program's classes fails; one that passes a
+    function to the program raises `TaskError`, because no program could pass it.
 
-    Every test runs the program anew, for `test_timeout_s` at most; all together have `all_timeout_s`, which is to be
-    below the reward's `timeout_s`: a test that does not pass within these has failed. `sandbox` names a class as
-    `package.module:name`. It is sync, so that the reward's `processes` say how many programs run at once, and no wait
-    for them is counted.
+    Every test runs the program again, for at most `test_timeout_s`; all tests together have `all_timeout_s`, which must
+    be below the reward's `timeout_s`. A test that does not pass in time has failed. `sandbox` is a class,
+    `package.module:name`. The scorer is sync, so that the reward's `processes` bound the number of concurrent programs
+    and waiting for a process does not count as time.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class CodeTests:
 
     @staticmethod
     def place(arguments: Mapping[str, object]) -> str:
-        """Say which sandbox these arguments give. Raises `TaskError` if it cannot be made here."""
+        """Describe the sandbox of these arguments. Raises `TaskError` if it does not work here."""
         name = str(arguments.get("sandbox", DEFAULT))
         _sandbox(name)
         return f"programs run in {name}{', which is no wall' if name.endswith('sandbox:Local') else ''}"
@@ -132,11 +133,11 @@ class CodeTests:
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
     async def _reasons(self, program: str, tests: list[Test]) -> list[str]:
-        """Say for every test why it fails; "" where it passes."""
+        """The reason of failure for every test; "" if it passes."""
         end = time.monotonic() + self._all_timeout_s
         codes = [test for test in tests if isinstance(test, str)]
         of_codes = iter(await self._codes(program, codes, end) if codes else [])
-        return [next(of_codes) if isinstance(one, str) else await self._printed(program, one, end) for one in tests]
+        return [next(of_codes) if isinstance(item, str) else await self._printed(program, item, end) for item in tests]
 
     async def _printed(self, program: str, test: dict[str, str], end: float) -> str:
         limits = self._left(end)
@@ -145,59 +146,62 @@ class CodeTests:
         ran = await self._sandbox.run(program, test["input"], limits)
         if reason := _ended_badly(ran, limits):
             return reason
-        wanted = test["output"]
-        same = _lines(ran.stdout) == _lines(wanted)
-        return "" if same else f"printed {ran.stdout[:QUOTED]!r} instead of {wanted[:QUOTED]!r}"
+        expected = test["output"]
+        same = _lines(ran.stdout) == _lines(expected)
+        return "" if same else f"printed {ran.stdout[:QUOTED]!r} instead of {expected[:QUOTED]!r}"
 
     async def _codes(self, program: str, codes: list[str], end: float) -> list[str]:
-        """Take operations and answers to and fro until each test has ended, or gets no further."""
+        """Exchange operations and answers of checker and program until each test has ended or makes no progress."""
         exchanges = [Exchange(code, first) for code, first in zip(codes, await self._first_of(codes, end), strict=True)]
-        while waiting := [one for one in exchanges if one.reason is None]:
-            for one in waiting:
+        while waiting := [exchange for exchange in exchanges if exchange.reason is None]:
+            for exchange in waiting:
                 limits = self._left(end)
                 if limits is None:
-                    one.reason = self._late()
+                    exchange.reason = self._late()
                     continue
-                task = {"program": program, "operations": one.wanted}
+                task = {"program": program, "operations": exchange.wanted}
                 ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
-                one.take_answers(ran, limits)
-            waiting = [one for one in waiting if one.reason is None]
+                exchange.take_answers(ran, limits)
+            waiting = [exchange for exchange in waiting if exchange.reason is None]
             if waiting:
-                for one, said in zip(waiting, await self._check(waiting, end), strict=True):
-                    one.take_verdict(said)
-        return [one.reason or "" for one in exchanges]
+                for exchange, verdict in zip(waiting, await self._check(waiting, end), strict=True):
+                    exchange.take_verdict(verdict)
+        return [exchange.reason or "" for exchange in exchanges]
 
     async def _first_of(self, codes: list[str], end: float) -> list[Operations]:
-        """Find the operations that tests need before any is answered: the same for every program."""
+        """The operations that tests need before any answer, which are the same for every program."""
         key = json.dumps(codes)
         if key in self._first:
             return self._first[key]
-        said = await self._check([Exchange(code, "[]") for code in codes], end)
-        first = [one.get("ask", "[]") for one in said]
-        if not any("lost" in one for one in said):
+        verdicts = await self._check([Exchange(code, "[]") for code in codes], end)
+        first = [verdict.get("ask", "[]") for verdict in verdicts]
+        if not any("lost" in verdict for verdict in verdicts):
             if len(self._first) >= REMEMBERED:
                 self._first.clear()
             self._first[key] = first
         return first
 
     async def _check(self, exchanges: list[Exchange], end: float) -> list[Verdict]:
-        """Run tests on the answers that there are, each in its time. Raises `TaskError` for a test without a use."""
-        tests = [{"code": one.code, "operations": one.wanted, "answers": one.answers} for one in exchanges]
+        """Run tests on the present answers, each with its time limit. Raises `TaskError` for an unusable test."""
+        tests = [
+            {"code": exchange.code, "operations": exchange.wanted, "answers": exchange.answers}
+            for exchange in exchanges
+        ]
         each_s = self._limits.timeout_s
         all_s = min(each_s * len(tests), end - time.monotonic())
         if all_s <= 0:
             return [{"failed": self._late(), "lost": True} for _ in exchanges]
         task = {"tests": tests, "timeout_s": each_s, "all_timeout_s": all_s}
-        # Beyond its own end the checker has time to say so.
+        # One second more, so that the checker can report its own time limit.
         limits = self._limits._replace(timeout_s=all_s + 1.0)
         ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
-        said = _verdicts(ran.stdout)[: len(tests)]
-        for one, verdict in zip(exchanges, said, strict=False):
+        verdicts = _verdicts(ran.stdout)[: len(tests)]
+        for exchange, verdict in zip(exchanges, verdicts, strict=False):
             if "unusable" in verdict:
-                raise TaskError(f"the test {one.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
+                raise TaskError(f"the test {exchange.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
         reason = f"its test could not be run on what the program gave: {_ended_badly(ran, limits) or 'too much of it'}"
         lost: Verdict = {"failed": reason, "lost": True}
-        return [*said, *[lost] * (len(tests) - len(said))]
+        return [*verdicts, *[lost] * (len(tests) - len(verdicts))]
 
     def _left(self, end: float) -> RunLimits | None:
         left_s = end - time.monotonic()
@@ -208,25 +212,25 @@ class CodeTests:
 
 
 def program_of(completion: str) -> str:
-    """Return the last fenced block that is marked as Python or as nothing, or all of the completion."""
+    """Return the last fenced block marked as Python or unmarked; without one, the whole completion."""
     blocks = [block for language, block in FENCED.findall(completion) if PYTHON.fullmatch(language)]
     return blocks[-1] if blocks else completion
 
 
 def _sandbox(name: str) -> Sandbox:
-    """Make the sandbox called `name`. Raises `TaskError` if it cannot be made."""
+    """Make the sandbox of class `name`. Raises `TaskError` if that fails."""
     make = cast(Callable[[], Sandbox], plugins.load(name, "sandbox"))
     try:
         return make()
     except TaskError:
         raise
-    # A sandbox may be other people's code, which raises anything.
+    # A sandbox may be user code, which may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
 
 
 def usable(tests: object) -> list[Test]:
-    """Return the tests of a row, which may be written as JSON. Raises `TaskError` for all that is no list of tests."""
+    """Return the tests of a row, which may be JSON. Raises `TaskError` for anything but a nonempty list of tests."""
     if isinstance(tests, str):
         try:
             return usable(json.loads(tests) or None)
@@ -250,16 +254,16 @@ def _ended_badly(ran: Ran, limits: RunLimits) -> str:
 
 
 def _verdicts(text: str) -> list[Verdict]:
-    """Read the checker's lines up to one that a limit has cut."""
-    said: list[Verdict] = []
+    """Read the checker's lines up to one that a limit has truncated."""
+    verdicts: list[Verdict] = []
     for line in filter(None, text.split("\n")):
         try:
-            said.append(json.loads(line))
+            verdicts.append(json.loads(line))
         except (ValueError, RecursionError):
             break
-    return said
+    return verdicts
 
 
 def _lines(text: str) -> list[str]:
-    # `str.splitlines` knows nine more separators, which are characters of a line here.
+    # `str.splitlines` would also split at nine other separators, which are ordinary characters here.
     return [line.rstrip() for line in text.rstrip().split("\n")]

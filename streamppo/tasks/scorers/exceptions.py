@@ -1,11 +1,11 @@
-"""Exceptions of the program inside a test: a test fails unless its own words accept every one of them.
+"""The program's exceptions inside a test: the test fails unless its own code accepts every one of them.
 
-    iteration, `hasattr`, `Mapping.get`, a thread    take an exception for their own: the test goes on, and has failed
-    `except`, `with`, functions called ...raises...  words of the test: what they take is accepted
-    `except StopIteration`                           the end of an iteration of the test: it accepts none of the program
+    iteration, `hasattr`, `Mapping.get`, a thread    swallow an exception: the test goes on, and has failed
+    `except`, `with`, functions named ...raises...   code of the test: exceptions that they catch are accepted
+    `except StopIteration`                           ends an iteration of the test: accepts none of the program's
 
 An exception is raised in the checker as Python's class with the program's message, so that `except ValueError` and
-`pytest.raises` see what the program raised. Each is noted, and what is left at the end fails the test.
+`pytest.raises` work. Each one is recorded, and any that is not accepted by the end fails the test.
 """
 
 import ast
@@ -16,13 +16,13 @@ from typing import Protocol
 
 ITERATION = (StopIteration, StopAsyncIteration, GeneratorExit)
 QUOTED = 300
-"""Characters of a message that cross."""
+"""Characters of a message that are sent."""
 ACCEPT, WATCH = "__accept__", "__watch__"
-"""Names of a rewritten test. Names of this form are not mangled in classes."""
+"""Names in a rewritten test. Names of this form are not mangled in classes."""
 
 
 class Refused(TypeError):
-    """The program gave what a test cannot use. No word of a test accepts it."""
+    """The program returned something that a test cannot use. No code of a test accepts it."""
 
 
 class Manager(Protocol):
@@ -36,28 +36,28 @@ class Manager(Protocol):
 
 
 class Exceptions:
-    """The exceptions of the program that no word of the test has accepted so far."""
+    """The program's exceptions that the test has not accepted so far."""
 
     def __init__(self) -> None:
         self.left: list[BaseException] = []
 
     def record(self, error: BaseException) -> BaseException:
-        """Return the exception, which fails the test unless it is accepted."""
+        """Record an exception, which fails the test unless it is accepted; return it."""
         if isinstance(error, Refused) or not _expected():
             self.left.append(error)
         return error
 
     def names(self) -> dict[str, object]:
-        """Return what a rewritten test calls."""
+        """Return the functions that a rewritten test calls."""
         return {ACCEPT: lambda: self._accept(sys.exc_info()[1]), WATCH: self._watch}
 
     def _accept(self, error: BaseException | None, *, raises: bool = False) -> None:
         if isinstance(error, BaseExceptionGroup):
-            for one in error.exceptions:
-                self._accept(one, raises=raises)
+            for exception in error.exceptions:
+                self._accept(exception, raises=raises)
         if isinstance(error, Refused) or (isinstance(error, ITERATION) and not raises):
             return
-        self.left = [one for one in self.left if one is not error]
+        self.left = [exception for exception in self.left if exception is not error]
 
     def _watch(self, manager: Manager) -> Manager:
         accept = self._accept
@@ -95,20 +95,20 @@ class _Words(ast.NodeTransformer):
 
 
 def rewritten(tree: ast.Module) -> ast.Module:
-    """Have every `except` and `with` of a test say what it took."""
+    """Make every `except` and `with` of a test report the exceptions that it catches."""
     return ast.fix_missing_locations(_Words().visit(tree))
 
 
 def python_error(kind: str, text: str, arguments: list[object] | None) -> Exception:
-    """Return an exception of Python's class `kind` whose message is `text`; of `RuntimeError` if there is none."""
+    """Return an exception of Python's class `kind` with message `text`; a `RuntimeError` if there is no such class."""
     known = getattr(builtins, kind, None)
     if not isinstance(known, type) or not issubclass(known, Exception):
         known = RuntimeError
-    for given in (arguments, [text]):
-        # Some take other arguments: UnicodeDecodeError five, an ExceptionGroup a list.
+    for attempted in (arguments, [text]):
+        # Some classes take other arguments: UnicodeDecodeError five, an ExceptionGroup a list.
         try:
-            error = known(*given or [])
-            if str(error) == text or given == [text]:
+            error = known(*attempted or [])
+            if str(error) == text or attempted == [text]:
                 return error
         except (TypeError, ValueError):
             continue
@@ -116,7 +116,7 @@ def python_error(kind: str, text: str, arguments: list[object] | None) -> Except
 
 
 def _expected() -> bool:
-    """Find out whether a library's `assertRaises`, `pytest.raises` or the like has called the program."""
+    """True if the program was called by a library's function like `assertRaises` or `pytest.raises`."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code.co_filename != "test" and "raises" in frame.f_code.co_name.lower():
@@ -126,12 +126,12 @@ def _expected() -> bool:
 
 
 def told(error: BaseException) -> str:
-    """Name an exception with its message."""
+    """An exception's class and message."""
     return f"{type(error).__name__}: {str(error)[:QUOTED]}"
 
 
 def line_of(code: str, error: BaseException) -> str:
-    """Return the line of the test that raised, "" if it was none."""
+    """Return the line of the test that raised; "" if no line of the test did."""
     trace = error.__traceback__
     lines = [0]
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion: a pattern, tags, length."""
+"""Rewards for the format of a completion: a pattern, tags, length."""
 
 import re
 
@@ -6,13 +6,13 @@ from streamppo.types import ScoredText
 
 
 class Pattern:
-    """Score 1 when the whole completion matches the regular expression `pattern` (. matches newlines), else 0."""
+    """Score 1 if the whole completion matches the regular expression `pattern` (. matches newlines), else 0."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern, re.DOTALL)
 
     def __call__(self, trajectory: ScoredText) -> float:
-        """Match. Sync, because a regular expression can take for ever."""
+        """Return the score. Sync, because a regular expression can take very long."""
         return float(self._pattern.fullmatch(trajectory.completion) is not None)
 
 
@@ -29,11 +29,11 @@ async def think_answer(trajectory: ScoredText) -> float:
 
 
 class Overlong:
-    """DAPO's soft punishment of length, in tokens (https://arxiv.org/abs/2503.14476, equation 13).
+    """DAPO's soft overlong penalty for n tokens (https://arxiv.org/abs/2503.14476, equation 13).
 
     0                                   up to max_tokens - margin
     (max_tokens - margin - n) / margin  between
-    -1                                  above max_tokens, and for a completion that was cut off
+    -1                                  above max_tokens, and for a truncated completion
     """
 
     def __init__(self, max_tokens: int, margin: int) -> None:
@@ -43,7 +43,7 @@ class Overlong:
         self._margin = margin
 
     async def __call__(self, trajectory: ScoredText) -> float:
-        """Return the punishment."""
+        """Return the penalty."""
         if trajectory.finish == "length":
             return -1.0
         beyond = self._max_tokens - self._margin - trajectory.num_tokens

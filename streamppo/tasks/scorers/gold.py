@@ -1,4 +1,4 @@
-"""Gold answers of rows: one that no completion can match is the row's fault, and no score of 0."""
+"""Gold answers of rows: an answer that no completion can match is an error of the row, not a score of 0."""
 
 import math
 from decimal import Decimal
@@ -9,25 +9,25 @@ from streamppo.errors import TaskError
 from streamppo.tasks.scorers import answers
 
 QUOTED = 80
-"""Characters of an answer that an error quotes."""
+"""Characters of an answer quoted in an error."""
 
 
 def text(answer: object) -> str:
-    """Return a gold answer as a text. Raises `TaskError` for all but finite numbers and texts that are not empty."""
+    """Return a gold answer as text. Raises `TaskError` for anything but finite numbers and nonempty texts."""
     if isinstance(answer, str) and answer.strip():
         return answer
     is_number = isinstance(answer, int | float | Decimal | Fraction) and not isinstance(answer, bool)
     try:
         if is_number and math.isfinite(cast(float, answer)):
             return str(answer)
-    # Python converts numbers of up to 4300 digits, and floats are smaller.
+    # Python converts integers of at most 4300 digits, and floats have a smaller range.
     except (ValueError, OverflowError) as error:
         raise TaskError(f"the row's answer is a number that cannot be read: {error}") from error
     raise TaskError(f"the row's answer is {_quoted(answer)}, which is neither a text nor a finite number")
 
 
 def number(answer: object) -> Fraction:
-    r"""Read a gold answer as a number: alone, behind the last ####, or in the last \boxed{}. Raises `TaskError`."""
+    r"""Read a gold answer as a number: alone, after the last ####, or in the last \boxed{}. Raises `TaskError`."""
     whole = text(answer)
     inner = answers.extract_marked(whole) or answers.extract_boxed(whole) or whole
     value = answers.number(answers.extract_boxed(inner) or inner)

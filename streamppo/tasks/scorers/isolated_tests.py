@@ -1,14 +1,14 @@
-"""Keep a test and the program that it tests in two processes: only calls, and values as data, cross between them.
+"""Runs a test and the tested program in two processes: only calls, and values as data, pass between them.
 
-    checker    runs the tests with stand-ins for the program's names, and says which operations it needs
-    program    runs the program, does the operations, and answers each with data or with "an object"
+    checker    runs the tests with stand-ins for the program's names, and returns the operations that it needs
+    program    runs the program, executes the operations, and answers each with data or with "an object"
 
-Neither process talks to the other: the scorer hands the operations of the one to the other, and the answers back, until
-every test has ended. So a program sees inputs alone. Its answers become plain values of Python's own types in the
-checker, whose comparisons no class of the program can take part in.
+The processes never communicate directly: the scorer passes the checker's operations to the program and the answers
+back, until every test has ended. So the program sees only inputs. In the checker its answers are plain values of
+Python's types, so that no class of the program can take part in a comparison.
 
-It runs in sandboxes, which have nothing of ours: values.py and exceptions.py are sent along in front of it, and are all
-that it imports.
+It runs in sandboxes without our package: plain_data.py and exceptions.py, its only imports of ours, are sent in front
+of it.
 """
 
 import ast
@@ -28,12 +28,12 @@ from streamppo.tasks.scorers.exceptions import QUOTED, Exceptions, Refused, line
 from streamppo.tasks.scorers.plain_data import Data, NotData, as_list, data_alone, decode, encode
 
 Operation: TypeAlias = dict[str, Data]
-"""{"do": "name" | "call" | "attribute" | "items", ...}; {"answer": n} stands for what the n-th operation gave."""
+"""{"do": "name" | "call" | "attribute" | "items", ...}; {"answer": n} is the value of the n-th operation."""
 
 ITEMS = 100_000
-"""Items that are taken from an iterator of the program at most."""
+"""Most items taken from an iterator of the program."""
 OPERATIONS = 2_000
-"""Operations of one test at most."""
+"""Most operations of one test."""
 OBJECT = object()
 UNREADABLE = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError),
@@ -43,35 +43,35 @@ NUMPY = {"np": "numpy", "numpy": "numpy"}
 
 
 class Unusable(Exception):
-    """The test asks for something that cannot cross; no program could pass it."""
+    """The test needs something that cannot be sent; no program could pass it."""
 
 
 class Stopped(BaseException):
-    """The test cannot go on without answers. No `except Exception` of a test catches it."""
+    """The test cannot continue without answers. A BaseException, so that no `except Exception` of a test catches it."""
 
 
 # --- the program's side --------------------------------------------------------------------------------------
 
 
 def answer(program: str, operations: list[Operation], out: TextIO) -> None:
-    """Run the program and do the operations; write a line of JSON for each, and a last one."""
+    """Run the program and the operations; write a line of JSON for each, and a last line "done"."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     exec(compile(program, "program", "exec"), module.__dict__)
-    found: list[object] = []
+    values: list[object] = []
     for operation in operations:
         try:
-            arguments = [decode(one, found.__getitem__) for one in as_list(operation.get("arguments"))]
-            before = [_written(one) for one in arguments]
-            value = _run_operation(operation, arguments, module.__dict__, found)
+            arguments = [decode(argument, values.__getitem__) for argument in as_list(operation.get("arguments"))]
+            before = [_written(argument) for argument in arguments]
+            value = _run_operation(operation, arguments, module.__dict__, values)
             line: dict[str, Data] = _shown(value)
             if value is None:
-                changed = [_written(one) for one in arguments]
+                changed = [_written(argument) for argument in arguments]
                 line["changed"] = [None if old == new else new for old, new in zip(before, changed, strict=True)]
-        # The program raises anything, and so do its values when they are looked at.
+        # The program, and its values when inspected, may raise any exception.
         except Exception as error:
             value, line = None, _raised(error)
-        found.append(value)
+        values.append(value)
         _say(out, line)
     _say(out, "done")
 
@@ -93,7 +93,7 @@ def _run_operation(
         case _:
             named = operation["named"]
             assert callable(target) and isinstance(named, dict)
-            return target(*arguments, **{key: decode(one, found.__getitem__) for key, one in named.items()})
+            return target(*arguments, **{key: decode(argument, found.__getitem__) for key, argument in named.items()})
 
 
 def _written(value: object) -> Data:
@@ -111,7 +111,7 @@ def _shown(value: object) -> dict[str, Data]:
 
 
 def _raised(error: Exception) -> dict[str, Data]:
-    known = next(one for one in type(error).__mro__ if one.__module__ == "builtins")
+    known = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
     return {"raised": known.__name__, "text": str(error)[:QUOTED], "arguments": _written(list(error.args))}
 
 
@@ -119,14 +119,14 @@ def _raised(error: Exception) -> dict[str, Data]:
 
 
 class Trace:
-    """The operations of one test: the first are answered, later ones are guessed to go as the test wants."""
+    """The operations of one test: the first ones have answers; later ones are assumed to go as the test expects."""
 
     def __init__(self, operations: list[Operation], answers: list[dict[str, Data]]) -> None:
         self._known = list(zip(operations, answers, strict=False))
         self.asked: list[Operation] = []
         self.guesses = False
         self.certain = 0
-        """The operations at the start whose answers are known."""
+        """Number of leading operations with known answers."""
         self.exceptions = Exceptions()
 
     def ask(self, operation: Operation, arguments: tuple[object, ...] = ()) -> object:
@@ -139,31 +139,31 @@ class Trace:
             self.guesses = True
             return RemoteObject(self, place)
         self.certain += 1
-        said = self._known[place][1]
-        # The program may have written this line itself.
+        reply = self._known[place][1]
+        # The program may have forged this line.
         try:
-            value = _value_of(said, arguments)
+            value = _value_of(reply, arguments)
         except UNREADABLE as error:
             raise self.refusal(f"the program's answer is no data: {type(error).__name__}") from None
         if value is OBJECT:
             return RemoteObject(self, place)
         if not isinstance(value, Exception):
             return value
-        # `hasattr` asks for attributes that objects of the program may lack.
+        # With `hasattr` a test may look up attributes that the program's objects lack.
         if operation["do"] == "name" or (operation["do"] == "attribute" and isinstance(value, AttributeError)):
             raise value
         raise self.exceptions.record(value)
 
     def refusal(self, message: str) -> BaseException:
-        """Return an exception that fails the test, whatever the test does with it."""
+        """Return an exception that fails the test, even if the test catches it."""
         return self.exceptions.record(Refused(message))
 
 
 def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
-    """Return the value, the exception or `OBJECT` that an answer stands for, and change arguments as it says."""
+    """Return an answer's value, exception or `OBJECT`, and apply its changes to the arguments."""
     if "raised" in said:
-        given = said.get("arguments")
-        read = None if given is None else decode(given, data_alone)
+        encoded = said.get("arguments")
+        read = None if encoded is None else decode(encoded, data_alone)
         return python_error(str(said["raised"]), str(said.get("text")), read if isinstance(read, list) else None)
     if "object" in said:
         return OBJECT
@@ -175,10 +175,10 @@ def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
 
 
 class RemoteObject:
-    """An object of the program, or a value that is not known yet. It can be called, and its attributes be had.
+    """An object of the program, or a value that is not known yet. It can be called and has attributes.
 
-    A test that compares an object of the program, or asks for its truth or length, fails: the answer would be the
-    program's. Raises `TypeError` then.
+    A test that compares an object of the program, or uses its truth value or length, fails with `TypeError`, because
+    the program would decide the result.
     """
 
     def __init__(self, trace: Trace, place: int | None) -> None:
@@ -191,8 +191,8 @@ class RemoteObject:
         return self._trace.ask({"do": "attribute", "of": self.reference(), "name": name})
 
     def __call__(self, *arguments: object, **named: object) -> object:
-        written = [encode(one, _crossing) for one in arguments]
-        by_name = {key: encode(one, _crossing) for key, one in named.items()}
+        written = [encode(argument, _crossing) for argument in arguments]
+        by_name = {key: encode(argument, _crossing) for key, argument in named.items()}
         call: Operation = {"do": "call", "of": self.reference(), "arguments": written, "named": by_name}
         return self._trace.ask(call, arguments)
 
@@ -205,13 +205,13 @@ class RemoteObject:
         return iter(items) if isinstance(items, Iterable) else iter(())
 
     def reference(self) -> Data:
-        """Name it for the program's side."""
+        """Its reference for the program's side."""
         if self._place is None:
             raise Stopped
         return {"answer": self._place}
 
     def stand_in(self, *_: object) -> object:
-        """Return a stand-in for a result that is not known yet."""
+        """Return a stand-in for an unknown result."""
         if not self._trace.guesses:
             raise self._trace.refusal(
                 "an object of the program takes part in no comparison or arithmetic; tests look at data"
@@ -223,7 +223,7 @@ class RemoteObject:
         return True
 
     def __len__(self) -> int:
-        # `list` asks for a length, and goes on without it.
+        # `list` tries to get a length and continues without it.
         if not self._trace.guesses:
             raise TypeError("an object of the program has no length in a test; tests look at data")
         return 0
@@ -247,7 +247,7 @@ def _crossing(value: object) -> Data:
 
 
 def _become(argument: object, new: object) -> None:
-    """Change an argument as the program changed its copy."""
+    """Apply the program's change of its copy to the argument."""
     match argument, new:
         case (list(), list()) | (bytearray(), bytearray()):
             argument[:] = new
@@ -276,7 +276,7 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
         return {"unusable": str(error)}
     except Stopped:
         reason = f"it needs more than {OPERATIONS} calls"
-    # A test raises anything. `SystemExit` is a failure too.
+    # A test may raise any exception; `SystemExit` is a failure too.
     except BaseException as error:
         reason = told(error) + ("" if error.args else line_of(code, error))
     if trace.guesses:
@@ -286,7 +286,7 @@ def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data
 
 
 def steady(text: str) -> None:
-    """Have random numbers and ids be the same in each run of one text: a test or a program is run several times."""
+    """Make random numbers and ids equal in each run of one text, because tests and programs run several times."""
     if any(word in text for word in ("random", "uuid", "secrets", "shuffle")):
         import random
 
@@ -297,32 +297,32 @@ def steady(text: str) -> None:
 
 
 def looked_at(test: dict[str, Data]) -> dict[str, Data]:
-    """Run one test of a task; see `verdict`."""
+    """Run one test of a checker's task; see `verdict`."""
     code = str(test["code"])
     steady(code)
     try:
         operations = json.loads(str(test["operations"]))
         answers = [json.loads(str(line)) for line in as_list(test["answers"])]
-    # The program may have written them itself.
+    # The program may have forged them.
     except (ValueError, RecursionError) as error:
         return {"failed": f"the program's answers cannot be read: {type(error).__name__}"}
     return verdict(code, operations, answers)
 
 
 def _bound(tree: ast.Module, trace: Trace) -> dict[str, object]:
-    """Stand-ins for the names that a test takes from the program.
+    """Stand-ins for the program's names in a test.
 
-    Python's own functions are never the program's, but where the test names nothing else, and calls one of them: then
-    that is what is tested. Modules of the standard library, and numpy, are the checker's own.
+    Names of Python's builtins are not the program's, except if the test names nothing else and calls exactly one of
+    them: then that one is tested. Modules of the standard library and numpy are the checker's.
     """
     loads = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     based = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
-    wanted = dict.fromkeys(name for name in loads if not hasattr(builtins, name))
+    free_names = dict.fromkeys(name for name in loads if not hasattr(builtins, name))
     called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    if not wanted and len(called) == 1:
-        wanted = dict.fromkeys(called)
+    if not free_names and len(called) == 1:
+        free_names = dict.fromkeys(called)
     bound: dict[str, object] = {"__name__": "test"}
-    for name in wanted:
+    for name in free_names:
         module = NUMPY.get(name, name if name in sys.stdlib_module_names else "")
         try:
             if module and loads.count(name) == based.count(name):
@@ -340,12 +340,12 @@ class _Asserts(ast.NodeTransformer):
 
 
 def _without_asserts(tree: ast.Module) -> ast.Module:
-    """Let all of a test be seen before anything is known."""
+    """Replace asserts by their expressions, so that the first run reaches all operations of a test."""
     return ast.fix_missing_locations(_Asserts().visit(tree))
 
 
 def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[str, Data]:
-    """Call `look` in a fork, which is killed when its time is over."""
+    """Call `look` in a fork, which is killed at its time limit."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -353,21 +353,21 @@ def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[s
             out.write(json.dumps(look()))
         os._exit(0)
     os.close(writer)
-    said = b""
+    output = b""
     end, poll = time.monotonic() + timeout_s, select.poll()
     poll.register(reader, select.POLLIN)
     while poll.poll(1e3 * max(0.0, end - time.monotonic())):
         more = os.read(reader, 2**16)
         if not more:
             break
-        said += more
+        output += more
     else:
-        said = json.dumps({"failed": f"its test has no end after {timeout_s:.3g} s"}).encode()
+        output = json.dumps({"failed": f"its test has no end after {timeout_s:.3g} s"}).encode()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reader)
     try:
-        return json.loads(said)
+        return json.loads(output)
     except ValueError:
         return {"failed": "its test ended without a result"}
 
@@ -378,7 +378,7 @@ def _say(out: TextIO, line: Data) -> None:
 
 
 def main() -> None:
-    """Take one side's task as JSON from stdin, and write its answers where stdout was; prints of others go nowhere."""
+    """Read one side's task as JSON from stdin; write answers to the original stdout; discard all other prints."""
     task = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

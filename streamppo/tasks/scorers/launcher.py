@@ -1,7 +1,7 @@
-"""Run program.py of the current folder under limits: walled|require|try PARENT_PID MEMORY_MIB CPU_S READY.
+"""Runs program.py of the current folder under limits: walled|require|try PARENT_PID MEMORY_MIB CPU_S READY.
 
-`walled` says that a sandbox of its own is around this process already. A byte goes to the descriptor READY when
-everything stands and the program begins. Imports nothing of ours.
+`walled`: this process is already inside a sandbox. A byte is written to the descriptor READY when all limits are set
+and the program begins. Imports nothing of ours.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 FILE_BYTES = 16 * 2**20
 PROCESSES = 64
 FILES = 256
-"""Descriptors of one process: each may be a socket full of data."""
+"""Most descriptors of one process: each may be a socket full of data."""
 ENOSYS = 38
 HOARDS = {
     "x86_64": (0xC000003E, [29, 64, 68, 240, 248, 249, 250, 298, 319, 321, 323, 425, 447]),
     "aarch64": (0xC00000B7, [180, 186, 190, 194, 217, 218, 219, 241, 279, 280, 282, 425, 447]),
 }
-"""The kernel's number of a machine, and its calls that give memory which no process and no file system shows: shmget,
-semget, msgget, mq_open, add_key, request_key, keyctl, perf_event_open, memfd_create, bpf, userfaultfd, io_uring_setup,
-memfd_secret (x86-64's order)."""
+"""The kernel's architecture number, and its system calls for memory that no process or file system accounts for:
+shmget, semget, msgget, mq_open, add_key, request_key, keyctl, perf_event_open, memfd_create, bpf, userfaultfd,
+io_uring_setup, memfd_secret (x86-64's order)."""
 
 
 def main(around: str, parent: int, memory_mib: int, cpu_s: int, ready: int) -> None:
-    """Give up the network, outliving the parent, memory, CPU time, file size and processes, then run."""
+    """Drop the network, die with the parent, limit memory, CPU time, file size and processes; then run the program."""
     alone = around == "walled" or _leave_network()
     if not alone and around == "require":
         sys.exit("the kernel allows no network namespace, and require_no_network is set")
@@ -43,7 +43,7 @@ def main(around: str, parent: int, memory_mib: int, cpu_s: int, ready: int) -> N
         (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, FILES),
-        # Outside of a user namespace this would count all processes of the user.
+        # Outside a user namespace this limit would count all processes of the user.
         *([(resource.RLIMIT_NPROC, PROCESSES)] if alone else []),
     ):
         with contextlib.suppress(ValueError):
@@ -57,14 +57,14 @@ def main(around: str, parent: int, memory_mib: int, cpu_s: int, ready: int) -> N
 
 
 def _leave_network() -> bool:
-    """Enter a network namespace of our own, in which no interface is up; False where the kernel allows none."""
+    """Enter a new network namespace without an active interface; False if the kernel does not allow it."""
     if sys.platform != "linux":
         return False
     return ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC) == 0
 
 
 def refuse_hoards() -> bool:
-    """Have the kernel answer the calls in `HOARDS` as if it did not know them; False where it allows no filter."""
+    """Make the system calls in `HOARDS` fail with ENOSYS; False if the kernel allows no seccomp filter."""
     if sys.platform != "linux" or not (code := hoards_filter(os.uname().machine)):
         return False
     buffer = ctypes.create_string_buffer(code)
@@ -75,9 +75,9 @@ def refuse_hoards() -> bool:
 
 
 def hoards_filter(machine: str) -> bytes:
-    """Return the kernel's BPF program that refuses `HOARDS`, and every call in numbers of another machine.
+    """Return the BPF program that refuses `HOARDS`, and every system call of another architecture.
 
-    It has 8 bytes for each instruction; none of them for a machine that we do not know.
+    It has 8 bytes for each instruction; it is empty for an unknown machine.
     """
     arch, numbers = HOARDS.get(machine, (0, []))
     if not numbers:
@@ -86,14 +86,14 @@ def hoards_filter(machine: str) -> bytes:
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050000 | ENOSYS)
     count = len(numbers)
-    # Numbers from 2**30 are x32's, which are the same calls once more.
+    # Numbers from 2**30 are the x32 variants of the same calls.
     program = [(load, 0, 0, 4), (equal, 0, count + 3, arch), (load, 0, 0, 0), (at_least, count + 1, 0, 0x40000000)]
     program += [(equal, count - place, 0, number) for place, number in enumerate(numbers)]
-    return b"".join(struct.pack("HBBI", *one) for one in [*program, allow, refuse])
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, allow, refuse])
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. A new user namespace would undo that: enter it before."""
+    """Make the kernel kill this process when its parent ends. Call it last: a new user namespace resets it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

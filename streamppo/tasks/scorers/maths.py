@@ -1,8 +1,8 @@
-r"""Score final answers in mathematics: 1 for the right one, else 0.
+r"""Scores final answers in mathematics: 1 for a correct one, else 0.
 
 gsm8k, numeric   numbers, compared exactly; async, in the actor
-Math             formulas, sets, intervals, matrices, compared by math-verify; sync, so in killable processes: a policy
-                 can write \boxed{9^{9^{9^9}}}, and nothing else ends its evaluation
+Math             formulas, sets, intervals, matrices, compared by math-verify; sync, so in killable processes, because
+                 only a kill ends the evaluation of a policy's \boxed{9^{9^{9^9}}}
 """
 
 import logging
@@ -25,43 +25,43 @@ if TYPE_CHECKING:
     from sympy import Basic, MatrixBase
 
 Expressions: TypeAlias = "list[Basic | MatrixBase | str]"
-"""An answer as math-verify reads it: as formulas, and as the text that they stand in."""
+"""An answer parsed by math-verify: its formulas and its text."""
 REMEMBERED = 1024
-"""Answers of rows that are read once for all completions of their prompts."""
+"""Rows whose parsed answers are cached for all completions of their prompts."""
 
 
 async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
     r"""Compare the number after the completion's last ####, else in its last \boxed{}, else its last number.
 
-    `answer` is a number, GSM8K's own solution that ends in "#### 72", or one with a \boxed{72}. Raises `TaskError` for
-    an answer without one.
+    `answer` is a number, a GSM8K solution that ends in "#### 72", or a solution with \boxed{72}. Raises `TaskError` for
+    an answer without a number.
     """
-    wanted = gold.number(answer)
+    expected = gold.number(answer)
     text = trajectory.completion
     claimed = extract_marked(text)
-    given = (first_number(claimed) or claimed) if claimed else extract_boxed(text) or last_number(text)
-    return float(given is not None and number(given) == wanted)
+    claim = (first_number(claimed) or claimed) if claimed else extract_boxed(text) or last_number(text)
+    return float(claim is not None and number(claim) == expected)
 
 
 async def numeric(trajectory: ScoredText, answer: str | float) -> float:
     r"""Compare the number in the completion's last \boxed{}, else its last number. `answer` is as in `gsm8k`."""
-    wanted = gold.number(answer)
-    given = extract_boxed(trajectory.completion) or last_number(trajectory.completion)
-    return float(given is not None and number(given) == wanted)
+    expected = gold.number(answer)
+    claim = extract_boxed(trajectory.completion) or last_number(trajectory.completion)
+    return float(claim is not None and number(claim) == expected)
 
 
 class Math:
-    r"""Compare with `answer` what stands in the completion's last \boxed{}, by math-verify.
+    r"""Compare the content of the completion's last \boxed{} with `answer`, by math-verify.
 
-    `answer` is LaTeX, or a solution with a \boxed{}. Without `boxed_only`, the answer of a completion that has no box
-    is looked for by math-verify's own rules. Raises `TaskError` for an answer that math-verify cannot read.
+    `answer` is LaTeX, or a solution with a \boxed{}. Without `boxed_only`, math-verify's rules extract the answer of a
+    completion without a box. Raises `TaskError` for an answer that math-verify cannot read.
     """
 
     def __init__(self, boxed_only: bool = True) -> None:
-        # Half a second: only for those that use it, and before the processes are forked.
+        # Its import takes 0.5 s: only if it is used, and once in the template, before processes are forked.
         import math_verify
 
-        # It warns that its timeouts are off. They use SIGALRM; ours ends the process.
+        # It warns that its timeouts are off. They would use SIGALRM; our timeout kills the process.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._boxed_only = boxed_only
@@ -69,17 +69,17 @@ class Math:
 
     def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
         """Return 1.0 for an equal answer, else 0.0."""
-        wanted_text, wanted = self.read_answer(answer)
+        expected_text, expected = self.read_answer(answer)
         inside = extract_boxed(trajectory.completion)
         if inside is None and self._boxed_only:
             return 0.0
-        if inside is not None and same_number(inside, wanted_text):
+        if inside is not None and same_number(inside, expected_text):
             return 1.0
-        given = self._parse(trajectory.completion) if inside is None else self._parse_bare(inside)
-        return float(self._library.verify(wanted, given, timeout_seconds=None))
+        claim = self._parse(trajectory.completion) if inside is None else self._parse_bare(inside)
+        return float(self._library.verify(expected, claim, timeout_seconds=None))
 
     def read_answer(self, answer: object) -> tuple[str, Expressions]:
-        """Read the answer of a row: its text, and that as formulas. Raises `TaskError` for one that cannot be read."""
+        """Read a row's answer: its text, and its formulas. Raises `TaskError` if math-verify cannot read it."""
         text = gold.text(answer)
         inner = extract_boxed(text) or text
         expressions = self._wanted(inner)
@@ -88,9 +88,9 @@ class Math:
         return inner, expressions
 
     def _parse_bare(self, latex: str) -> Expressions:
-        """Parse bare LaTeX, which math-verify reads only inside of dollars or boxes."""
+        """Parse bare LaTeX, which math-verify reads only inside dollars or boxes."""
         return self._parse(f"\\boxed{{{latex}}}")
 
     def _parse(self, text: str) -> Expressions:
-        # Its signature lacks the None that its documentation offers.
+        # Its signature lacks the None that its documentation allows.
         return self._library.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]

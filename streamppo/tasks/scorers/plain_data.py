@@ -1,4 +1,4 @@
-"""Values as JSON and back, by exact type, between processes that do not trust each other. Imports nothing of ours."""
+"""Converts values to JSON and back, by exact type, between processes without mutual trust. Imports nothing of ours."""
 
 import builtins
 import importlib
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
 Data: TypeAlias = "bool | int | str | list[Data] | dict[str, Data] | None"
-"""A value as JSON; lists, tuples, sets, floats and so on are objects of one key that names the type."""
+"""A value as JSON; lists, tuples, sets, floats and so on are objects with one key, the type's name."""
 SMALL = 2**53
 
 
@@ -24,7 +24,7 @@ LISTS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class NotData(Exception):
-    """A value that cannot cross."""
+    """A value cannot be sent as data."""
 
 
 def _of(module: str, name: str) -> Any:
@@ -32,7 +32,7 @@ def _of(module: str, name: str) -> Any:
 
 
 def _parts(array: Any) -> list[Any]:
-    """Return type, shape and bytes of an array of numbers."""
+    """Return [dtype, shape, bytes] of an array of numbers."""
     if array.dtype.kind not in "biufc":
         raise NotData
     return [array.dtype.str, list(array.shape), array.tobytes()]
@@ -79,11 +79,11 @@ LIBRARY: dict[str, tuple[str, Callable[[Any], list[Any]], Callable[..., object]]
     "ndarray": ("numpy", _parts, _ndarray),
     "generic": ("numpy", _parts, lambda *parts: _ndarray(*parts)[()]),
 }
-"""Classes of libraries: the module, how a value becomes data, and how data become a value of exactly this class."""
+"""Library classes by name: (module, value -> data, data -> a value of exactly this class)."""
 
 
 def encode(value: object, other: Callable[[object], Data]) -> Data:
-    """Write a value as data; subclasses become the type that they extend, and `other` writes all else."""
+    """Encode a value as data; a subclass becomes its base type, and `other` encodes any other value."""
     match value:
         case None | bool():
             return value
@@ -105,16 +105,16 @@ def encode(value: object, other: Callable[[object], Data]) -> Data:
         case dict():
             return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
         case list() | tuple() | set() | frozenset():
-            kind = next(one for one in (list, tuple, set, frozenset) if isinstance(value, one))
+            kind = next(candidate for candidate in (list, tuple, set, frozenset) if isinstance(value, candidate))
             return {kind.__name__: [encode(item, other) for item in value]}
         case _:
             return other(value)
 
 
 def decode(data: Data, answers: Callable[[int], object]) -> object:
-    """Read what `encode` has written: values of exactly Python's own types.
+    """Decode data of `encode` to values of exactly Python's types.
 
-    `answers` gives what {"answer": n} means, on the program's side; {"builtin": name} is a function of Python's, there.
+    On the program's side, `answers` returns the value of {"answer": n}, and {"builtin": name} is a Python builtin.
     """
     if not isinstance(data, dict):
         if isinstance(data, list):
@@ -128,7 +128,7 @@ def decode(data: Data, answers: Callable[[int], object]) -> object:
     if kind in LISTS and isinstance(inside, list):
         return LISTS[kind](decode(item, answers) for item in inside)
     if kind == "dict" and isinstance(inside, list):
-        pairs = [[decode(one, answers) for one in as_list(pair)] for pair in inside]
+        pairs = [[decode(element, answers) for element in as_list(pair)] for pair in inside]
         return {key: item for key, item in pairs}
     if kind in LIBRARY:
         return LIBRARY[kind][2](*(decode(item, answers) for item in as_list(inside)))
@@ -139,7 +139,7 @@ def decode(data: Data, answers: Callable[[int], object]) -> object:
 
 
 def _written_by_library(value: object, other: Callable[[object], Data]) -> Data:
-    """Write a value of a library's class; None for all others. No library is imported to look."""
+    """Encode a value of a library class; None for other values. Imports no library for the check."""
     fields = getattr(type(value), "_fields", None)
     if isinstance(value, tuple) and isinstance(fields, tuple):
         parts = [type(value).__name__, list(fields), list(value)]
@@ -152,10 +152,10 @@ def _written_by_library(value: object, other: Callable[[object], Data]) -> Data:
 
 
 def data_alone(_: object) -> NoReturn:
-    """Refuse what is no data: for `encode` and `decode`."""
+    """Raise `NotData`: the callback of `encode` and `decode` if only data is allowed."""
     raise NotData
 
 
 def as_list(data: Data) -> list[Data]:
-    """Return a list as it is; all else counts as empty."""
+    """Return a list unchanged, and an empty list for anything else."""
     return data if isinstance(data, list) else []

@@ -1,9 +1,9 @@
-r"""Readers of rows: each reads the columns of a row as one of our scorers does, and raises `TaskError` if it cannot.
+r"""Readers of rows: each reads a row's columns as one of our scorers does, and raises `TaskError` if it cannot.
 
-gsm8k, numeric     a number, alone, behind the last ####, or in the last \boxed{}
-Math               a formula that math-verify reads, alone or in the last \boxed{}
-CodeTests          a list of tests, or such a list as JSON
-arithmetic, gym    a text or a number; a problem in Python's notation
+gsm8k, numeric     a number: alone, after the last ####, or in the last \boxed{}
+Math               a formula that math-verify can read, alone or in the last \boxed{}
+CodeTests          a list of tests, also as JSON
+arithmetic, gym    a text or a number; a problem as a Python literal
 """
 
 import ast
@@ -20,7 +20,7 @@ Reader: TypeAlias = Callable[[Row], object]
 
 
 def reader_of(function: str) -> Reader | None:
-    """Return the reader of the scorer called `function`; None where the rows of the scorer are not known."""
+    """Return the reader of the scorer `function`; None if the form of its rows is unknown."""
     return READERS.get(function)
 
 

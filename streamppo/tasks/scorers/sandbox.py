@@ -1,6 +1,6 @@
-"""Places in which programs of the policy run: a protocol, and a plain process of this machine as the weakest of them.
+"""Sandboxes for programs of the policy: the protocol, and a plain local process, which isolates least.
 
-bubblewrap.py has the default; docs/security.md says what each of them stops.
+The default is in bubblewrap.py; docs/security.md compares them.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class Sandbox(Protocol):
-    """Runs Python programs that nobody trusts; a remote service is another class with this method."""
+    """Runs untrusted Python programs; a remote service is another class with this method."""
 
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
-        """Run to the end, or to a limit. Raises an exception only if the sandbox itself fails."""
+        """Run a program to its end or to a limit. Raises only if the sandbox itself fails."""
         ...
 
 
 class Local:
-    """A process of its own group, with limits on memory, CPU time, file size and processes, in an empty folder.
+    """A process in its own group and an empty folder, with limits on memory, CPU time, file size and processes.
 
-    It is no wall: it sees the machine's files, and acts as the trainer's user. It has no network where the kernel lets
-    us make a network namespace. On Linux the program ends when the process that runs it does, even by kill -9.
+    It is no isolation: the program sees the machine's files and runs as the trainer's user. It has no network if the
+    kernel allows a network namespace. On Linux the program ends with its parent process, even after kill -9.
     """
 
     def __init__(self, require_no_network: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""A run as people see it while it goes on: the live view on a terminal, plain lines anywhere else.
+"""Shows a run to the user: the live view on a terminal, plain log lines anywhere else.
 
 a terminal                              the view (view.py), drawn at most every `DRAW_S`
 NO_COLOR                                the view without colours
-TERM=dumb, no UTF-8, a pipe, a file     a line every `EVERY_S`, logged; in a notebook too
+TERM=dumb, no UTF-8, a pipe, a file     a log line every `EVERY_S`; in a notebook too
 """
 
 import logging
@@ -26,45 +26,45 @@ from streamppo.telemetry.live.view import last, view
 from streamppo.telemetry.metrics_file import Line
 
 EVERY_S = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 DRAW_S, CLOCK_S = 0.5, 1.0
-"""Seconds between two drawings at least; and at most, while nothing happens but that time passes."""
+"""Least seconds between two drawings after a change, and without a change."""
 REPORTS_S = 2.0
-"""Seconds between two looks at queue and engines for the view."""
+"""Seconds between two reports of queue and engines for the view."""
 STDOUT = 1
 
 log = logging.getLogger(__name__)
 
 
 class Display(Protocol):
-    """Shows people a run as `RunRecord` tells of it."""
+    """Shows a run to the user; `RunRecord` calls it."""
 
     reports_s: float
-    """Seconds between two reports of queue and engines that it asks for."""
+    """Seconds between two reports of queue and engines."""
 
     def line(self, line: Line) -> None:
-        """Take in an event of the run, as a line of metrics.jsonl tells it."""
+        """Show an event of the run, in the form of a line of metrics.jsonl."""
         ...
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Take in one more update, in one line for people."""
+        """Show one more update, as a readable line."""
         ...
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Look at the clock, `wall_s` after the run's beginning; `doing` is the driver's reason to wait."""
+        """Update the time, `wall_s` since the run's start; `doing` is the driver's reason to wait."""
         ...
 
     def say(self, text: str) -> None:
-        """Write that the run stops, at once, out of a signal handler."""
+        """Announce the stop of the run at once, from a signal handler."""
         ...
 
     def close(self) -> None:
-        """Write nothing more but log lines."""
+        """Stop drawing; later log lines still appear."""
         ...
 
 
 def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> Display:
-    """Choose by standard output and its environment. A sign that is over in the run's `diagnosis` is shown no more."""
+    """Choose the display for standard output. Findings that are over in the run's `diagnosis` are hidden."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     if sys.stdout.isatty() and utf8 and os.environ.get("TERM") != "dumb":
         return LiveView(state_of(config, folder, diagnosis))
@@ -72,14 +72,14 @@ def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) ->
 
 
 def state_of(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> RunState:
-    """Make the state of a run of which nothing is known yet; who feeds the `diagnosis` is its owner."""
+    """The empty state of a run; the owner of `diagnosis` adds the lines to it."""
     queue = config.queue
     lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
     return RunState(config.name, str(folder), config.updates, lag_bound, queue.batch_size, diagnosis=diagnosis)
 
 
 class PlainLines:
-    """A line now and then, and one for the last update."""
+    """A log line every `EVERY_S`, and one for the last update."""
 
     reports_s = EVERY_S
 
@@ -87,24 +87,24 @@ class PlainLines:
         self._logged_at = time.monotonic()
 
     def line(self, line: Line) -> None:
-        """Show nothing: every event that is for people has a log line."""
+        """Show nothing: important events have log lines of their own."""
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Log the line if it is the last or the one before is 10 s ago."""
+        """Log the line if it is the last, or if `EVERY_S` have passed since the previous one."""
         if is_last or time.monotonic() - self._logged_at > EVERY_S:
             self._logged_at = time.monotonic()
             log.info(text)
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Show nothing: time alone is no event."""
+        """Show nothing: the time alone needs no log line."""
 
     def say(self, text: str) -> None:
-        """Write to the descriptor: the handler may interrupt the very function that writes to `sys.stdout`."""
+        """Write to the file descriptor, because the handler may have interrupted a write to `sys.stdout`."""
         with suppress(OSError):
             os.write(STDOUT, text.encode())
 
     def close(self) -> None:
-        """Leave everything as it is."""
+        """Do nothing."""
 
 
 class LiveView:
@@ -123,18 +123,18 @@ class LiveView:
         logging.getLogger("streamppo").addHandler(self._warnings)
 
     def line(self, line: Line) -> None:
-        """Take the line in; a later tick shows it."""
+        """Add the line to the state; a later tick shows it."""
         self._state.add(line)
         self._changed = True
 
     def update(self, text: str, *, is_last: bool) -> None:
-        """Keep the line for a terminal that is too small; log it now and then if there is none any more."""
+        """Keep the line for a terminal that is too small; without a terminal, use the plain lines."""
         self._state.line = text
         if self._closed or self._screen.size() is None:
             self._plain.update(text, is_last=is_last)
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Draw the view if it is time to."""
+        """Draw the view if a drawing is due."""
         present = time.monotonic()
         wait_s = DRAW_S if self._changed or doing != self._state.doing else CLOCK_S
         if self._closed or present - self._drawn_at < wait_s:
@@ -147,12 +147,12 @@ class LiveView:
             self._draw(lambda: view(self._state, size.columns, size.lines))
 
     def say(self, text: str) -> None:
-        """Write above the view; the next drawing says how to stop at once."""
+        """Write above the view; the next drawing explains how to stop at once."""
         self._state.stopping = self._changed = True
         self._screen.say(text)
 
     def close(self) -> None:
-        """Leave the last state behind, in few rows."""
+        """Print the final state in a few rows."""
         if self._closed:
             return
         size = self._screen.size()
@@ -174,7 +174,7 @@ class LiveView:
             lines = capture.get().split("\n")
             self._screen.draw([ScreenRow(line, row.cell_len) for line, row in zip(lines, rows, strict=True)])
         except Exception:
-            # A fault in a picture ends no run.
+            # A bug in the view must not end the run.
             self._leave()
             log.exception("the live view has failed; the run goes on with plain lines")
 
@@ -187,5 +187,5 @@ class _Warnings(logging.Handler):
         self._state = state
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show its first line."""
+        """Keep the record's first line."""
         self._state.warn(record.getMessage().partition("\n")[0])

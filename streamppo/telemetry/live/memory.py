@@ -1,15 +1,15 @@
-"""Memory of this machine, or of the container that the driver is in."""
+"""Memory of this machine, or of the driver's container."""
 
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-"""In a container, its own cgroup is mounted here."""
+"""Mount point of a container's own cgroup."""
 GIB = 2**30
 
 
 def memory_in_use() -> tuple[float, float] | None:
-    """Return the memory in use, without files that can be dropped, and all there is, in GiB; None if nothing tells."""
+    """Return (used without droppable files, total) memory in GiB; None if it cannot be read."""
     try:
         return _machine(CGROUP, MEMINFO)
     except (OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""The part of the live view that shows the pipeline: lag, queue, waiting, speed and memory."""
+"""The pipeline in the live view: lag, queue, waiting, speed and memory."""
 
 from rich.text import Text
 
@@ -8,11 +8,11 @@ from streamppo.telemetry.live.state import RunState
 LABEL = 10
 """Cells of a row's label."""
 WAITS = 0.1
-"""Share of its time from which a stage is said to wait."""
+"""A stage is reported as waiting from this share of its time on."""
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-"""Lags that are shown together: those of the metrics, the greatest of which fit no line."""
+"""Buckets of lags: as in the metrics, but lags from 9 on are one bucket to fit a line."""
 TALL_BAR = 24
-"""Cells of the longest bar of the lag histogram, in rows of its own."""
+"""Cells of the longest bar of the lag histogram with a row for each bucket."""
 
 
 def labelled_row(label: str, *parts: str | tuple[str, str]) -> Text:
@@ -21,16 +21,16 @@ def labelled_row(label: str, *parts: str | tuple[str, str]) -> Text:
 
 
 def pipeline(state: RunState, width: int, *, tall: bool = False) -> list[list[Text]]:
-    """Lay out lag, queue, waiting, speed and memory; each has no row while nothing is known of it.
+    """Lay out lag, queue, waiting, speed and memory; a part without data has no row.
 
-    `tall` gives each bar of the lag histogram a row.
+    `tall` gives each bar of the lag histogram its own row.
     """
     lags = _tall_lags(state, width) if tall else _lags(state, width)
     return [lags, _queue(state, width), waits(state, width), _speed(state, width), _memory(state)]
 
 
 def waits(state: RunState, width: int) -> list[Text]:
-    """Say who waits for whom: shares of the newest updates, and of the time between two reports of the engines."""
+    """Show how much learner and engines wait: shares of the newest updates, and of the engines' last interval."""
     learner, engines = state.learner_waits, state.engines_idle
     if learner is None:
         return []
@@ -39,7 +39,7 @@ def waits(state: RunState, width: int) -> list[Text]:
 
 
 def verdict(learner: float, engines: float) -> str:
-    """Say who waits for whom, by the shares of their time that both wait."""
+    """Describe which of learner and engines waits, given their waiting shares."""
     if max(learner, engines) < WAITS:
         return "neither for long"
     return "learner for engines" if learner >= engines else "engines for learner"
@@ -56,15 +56,15 @@ def _share(share: float | None) -> tuple[str, str]:
 
 
 def _buckets(state: RunState) -> dict[str, float]:
-    """Share of the tokens of each bucket of lags, up to the oldest one that there is."""
+    """Share of the tokens in each bucket of lags, up to the largest present lag."""
     histogram = state.lag_histogram
     total, oldest = sum(histogram.values()), max(histogram, default=0)
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for low, high in BUCKETS:
         if total and low <= oldest:
             count = sum(n for lag, n in histogram.items() if low <= lag and (high is None or lag <= high))
-            found[f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"] = count / total
-    return found
+            shares[f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"] = count / total
+    return shares
 
 
 def _lags(state: RunState, width: int) -> list[Text]:
@@ -92,7 +92,7 @@ def _tall_lags(state: RunState, width: int) -> list[Text]:
 
 
 def _queue(state: RunState, width: int) -> list[Text]:
-    """Show the trajectories that are ready, against the batch that waits for them, and those that are being sampled."""
+    """Show the ready trajectories as a share of a batch, and the number being sampled."""
     if not state.ready + state.in_flight:
         return []
     row = labelled_row("queue", (f"{state.ready}", "bold"), f" of {state.batch_size} ready ")
@@ -103,7 +103,7 @@ def _queue(state: RunState, width: int) -> list[Text]:
 
 
 def _speed(state: RunState, width: int) -> list[Text]:
-    """Show the tokens that engines sample in a second, and those that the learner trains on."""
+    """Show the tokens sampled and trained on per second."""
     row = labelled_row("speed")
     sampled, trained, update_s = state.sampled_per_s, state.trained_per_s, state.update_s
     if sampled is None and trained is None:
@@ -116,7 +116,7 @@ def _speed(state: RunState, width: int) -> list[Text]:
 
 
 def _memory(state: RunState) -> list[Text]:
-    """Show the memory of the driver's machine, the most that the first rank took of its GPU, and restarts."""
+    """Show the memory of the driver's machine, the peak GPU memory of rank 0, and restarts."""
     row = labelled_row("memory")
     if state.memory is not None:
         used, total = state.memory

@@ -1,10 +1,11 @@
-"""Rows at the bottom of a terminal that are drawn again in their place, while all other output appears above them.
+"""Rows at the bottom of a terminal that are redrawn in place, while all other output scrolls above them.
 
-    log lines, ours and Ray's       whole lines, moved up by the rows; from here on the terminal's own
-    row 1 .. row n                  drawn in one write; the cursor stays behind the last one
+    log lines, ours and Ray's       whole lines, inserted above the rows; then left to the terminal's scrollback
+    row 1 .. row n                  drawn in one write; the cursor stays after the last one
 
-While rows are shown, `sys.stdout` and `sys.stderr` are replaced: Ray prints its actors' lines from a thread of its own.
-A line costs what it is long: rows are written again as they were, and the line alone is broken between words.
+While rows are shown, `sys.stdout` and `sys.stderr` are replaced, because Ray prints its actors' lines from another
+thread. Printing a line costs time in proportion to its length: the rows are rewritten unchanged, and only the line is
+wrapped.
 """
 
 import io
@@ -22,7 +23,7 @@ ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
 
 class ScreenRow(NamedTuple):
-    """One row as the terminal gets it, and the cells that it takes there."""
+    """One row as written to the terminal, and its width in cells."""
 
     text: str
     cells: int
@@ -44,11 +45,11 @@ class Screen:
 
     @property
     def terminal(self) -> TextIO:
-        """Standard output, as it was before there were rows."""
+        """The original standard output."""
         return self._replaced["stdout"][0] if "stdout" in self._replaced else sys.stdout
 
     def size(self) -> os.terminal_size | None:
-        """Columns and rows, 0 where the terminal does not say; None if there is no terminal, or none any more."""
+        """Columns and rows, 0 if the terminal does not report them; None without a terminal."""
         try:
             return os.get_terminal_size(self.terminal.fileno()) if self.terminal.isatty() else None
         except (OSError, ValueError):
@@ -62,15 +63,15 @@ class Screen:
             self._write(erase + self._drawn())
 
     def above(self, text: str) -> None:
-        """Write whole lines above the rows, broken between words."""
+        """Write whole lines above the rows, wrapped between words."""
         size = self.size()
         with self._locked():
             self._write(self._with(wrap(text, size.columns if size else 0)))
 
     def say(self, text: str) -> None:
-        """Write whole lines above the rows, out of a signal handler: it waits for nothing.
+        """Write whole lines above the rows from a signal handler, without waiting for the lock.
 
-        The handler may have interrupted a writer, which then writes them.
+        If the handler interrupted a writer, that writer writes them afterwards.
         """
         if not self._lock.acquire(blocking=False):
             self._late.append(text)
@@ -82,7 +83,7 @@ class Screen:
             self._lock.release()
 
     def leave(self) -> None:
-        """Leave the rows as they are: everything else is written below them."""
+        """Leave the rows on the screen; later output goes below them."""
         for _, ours in self._replaced.values():
             ours.finish()
         with self._locked():
@@ -97,7 +98,7 @@ class Screen:
     def _replace_streams(self) -> None:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            # Errors that go to a file go there.
+            # A stream that is redirected to a file stays as it is.
             if name not in self._replaced and stream.isatty():
                 ours = Above(stream, self)
                 self._replaced[name] = stream, ours
@@ -111,17 +112,17 @@ class Screen:
                 self._write(self._with(self._late.popleft()))
 
     def _write(self, text: str) -> None:
-        # A terminal that went away stops no run.
+        # A lost terminal must not stop the run.
         with suppress(OSError, ValueError):
             self.terminal.write(text)
             self.terminal.flush()
 
     def _with(self, text: str) -> str:
-        """Everything that makes `text` appear above the rows."""
+        """The output that inserts `text` above the rows."""
         return f"{self._to_first_row()}{ERASE_BELOW if self._rows else ''}{text}{self._drawn()}"
 
     def _to_first_row(self) -> str:
-        """Move to the first row's beginning; rows wider than the terminal has become are wrapped by it."""
+        """Move to the beginning of the first row, counting rows that a narrowed terminal has wrapped."""
         if not self._rows:
             return ""
         size = self.size()
@@ -139,7 +140,7 @@ class Screen:
 class Above(io.TextIOBase):
     """A stream in place of standard output or standard error: its whole lines appear above the rows.
 
-    A line that is written in pieces, as `print` does, waits for its end; those of two threads do not mix.
+    A line written in pieces, as `print` does, is buffered per thread until its newline, so threads do not mix.
     """
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:
@@ -148,11 +149,11 @@ class Above(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The encoding of the stream below."""
+        """The encoding of the original stream."""
         return self._stream.encoding
 
     def write(self, text: str, /) -> int:
-        """Write what ends in a newline, and keep the rest for the next call."""
+        """Write whole lines, and buffer the rest for the next call."""
         whole, newline, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
         self._begun.text = rest
         if newline:
@@ -160,18 +161,18 @@ class Above(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Write a line that was begun in this thread, and never ended."""
+        """Write this thread's buffered line, if there is one."""
         if getattr(self._begun, "text", ""):
             self.write("\n")
 
     def writable(self) -> bool:
-        """It is written to."""
+        """Return True."""
         return True
 
     def isatty(self) -> bool:
-        """Ask the stream below."""
+        """Return the original stream's answer."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """Return the descriptor of the stream below."""
+        """Return the descriptor of the original stream."""
         return self._stream.fileno()

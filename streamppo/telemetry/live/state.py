@@ -1,6 +1,6 @@
-"""Everything that the live view shows, gathered of the lines of metrics.jsonl as they are written.
+"""The state shown by the live view, collected from the lines of metrics.jsonl as they are written.
 
-A view of a run that has ended can so be made of its file; a resumed run begins with the curves of the parts before.
+The view of a finished run can be built from its file, and a resumed run starts with the curves of its earlier parts.
 """
 
 from collections import Counter, deque
@@ -12,13 +12,13 @@ from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, SampleLine, UpdateLine, numbers
 
 WINDOW = 20
-"""Updates that speeds and shares are averaged over."""
+"""Updates averaged in speeds and shares."""
 CURVES = ("reward", "entropy", "ess", "length", "lag_mean")
-"""Metrics that have a curve."""
+"""Metrics with a curve."""
 
 
 class Pace(NamedTuple):
-    """When an update was recorded, and how its seconds were spent."""
+    """The time at which an update was recorded, its duration and its waiting."""
 
     wall_s: float
     update_s: float
@@ -27,7 +27,7 @@ class Pace(NamedTuple):
 
 
 class EngineLines(NamedTuple):
-    """The newest line of a rollout actor, and the one before it."""
+    """The newest line of a rollout actor, and the previous one."""
 
     newest: EngineLine
     before: EngineLine | None
@@ -37,9 +37,9 @@ class EngineLines(NamedTuple):
 class RunState:
     """The state of one run.
 
-    `lag_bound` says what a lag is at most, `line` is the newest update in one line, `doing` the driver's reason to
-    wait, `stopping` true after a signal. `memory` is in use and there, in GiB. `ended` says how the run has ended.
-    `diagnosis`, which others feed, knows which signs hold.
+    `lag_bound`: the bound on lag in words. `line`: the newest update in one line. `doing`: the driver's reason to wait.
+    `stopping`: true after a signal. `memory`: (used, total) in GiB. `ended`: the outcome. `diagnosis`: its findings;
+    its owner adds the lines.
     """
 
     name: str
@@ -69,7 +69,7 @@ class RunState:
     diagnosis: Diagnosis | None = None
 
     def add(self, line: Line) -> None:
-        """Take in one more line."""
+        """Add one line."""
         self.wall_s = max(self.wall_s, line["wall_s"])
         if "update" in line:
             self._add_update(line)
@@ -83,7 +83,7 @@ class RunState:
             self._add_engine(line)
         elif "restart" in line:
             self.restarts += 1
-            # The one that is gone has no more lines.
+            # The dead actor writes no more lines.
             self.engines = {} if line["restart"] == "rollout" else self.engines
         elif "part" in line:
             self._begin_part()
@@ -98,62 +98,63 @@ class RunState:
 
     @property
     def present_warning(self) -> str:
-        """The newest warning, unless it is a sign that the newest updates do not show any more."""
+        """The newest warning, unless it is a finding that no longer holds."""
         sign = self.diagnosis and self.diagnosis.findings.get(self.warning.partition(":")[0])
         return "" if sign and not sign.holds else self.warning
 
     @property
     def seconds_left(self) -> float | None:
-        """The seconds that the updates take that are missing, at the pace of the newest ones; None before there are."""
+        """The remaining seconds at the speed of the newest updates; None while there are fewer than two."""
         update_s = self.update_s
         return None if update_s is None else update_s * max(0, self.updates - self.version)
 
     @property
     def update_s(self) -> float | None:
-        """Seconds from one update to the next, of the newest ones."""
+        """Mean seconds between two updates, over the newest ones."""
         return None if self._lasted_s is None else self._lasted_s / (len(self.paces) - 1)
 
     @property
     def learner_waits(self) -> float | None:
-        """The share of its time that the learner has waited for batches."""
+        """The share of the learner's time spent waiting for batches."""
         update_s = sum(pace.update_s for pace in self.paces)
         return sum(pace.wait_s for pace in self.paces) / update_s if update_s else None
 
     @property
     def engines_idle(self) -> float | None:
-        """The share of their time that engines had nothing to decode, between their two newest lines."""
+        """The share of the engines' time with nothing to decode, between their two newest lines."""
         idle_s = sum(_since(engine, "idle_s") for engine in self.engines.values())
         lived_s = idle_s + sum(_since(engine, "busy_s") for engine in self.engines.values())
         return idle_s / lived_s if lived_s > 0 else None
 
     @property
     def sampled_per_s(self) -> float | None:
-        """Tokens that all engines together sample in a second."""
-        found = [
-            (_since(one, "tokens"), _since(one, "idle_s") + _since(one, "busy_s")) for one in self.engines.values()
+        """Tokens sampled per second by all engines together."""
+        totals = [
+            (_since(engine, "tokens"), _since(engine, "idle_s") + _since(engine, "busy_s"))
+            for engine in self.engines.values()
         ]
-        rates = [tokens / lived_s for tokens, lived_s in found if lived_s > 0]
+        rates = [tokens / lived_s for tokens, lived_s in totals if lived_s > 0]
         return sum(rates) if rates else None
 
     @property
     def trained_per_s(self) -> float | None:
-        """Tokens that the learner trains on in a second."""
+        """Tokens trained on per second."""
         if self._lasted_s is None:
             return None
         return sum(pace.tokens_trained for pace in list(self.paces)[1:]) / max(self._lasted_s, 1e-9)
 
     @property
     def _lasted_s(self) -> float | None:
-        """Seconds from the oldest to the newest of the paces; None before there are two."""
+        """Seconds from the oldest to the newest entry of `paces`; None with fewer than two."""
         return self.paces[-1].wall_s - self.paces[0].wall_s if len(self.paces) > 1 else None
 
     @property
     def lag_histogram(self) -> dict[int, int]:
-        """Tokens of the newest batches by their lag."""
-        found: Counter[int] = Counter()
+        """Tokens of the newest batches by lag."""
+        totals: Counter[int] = Counter()
         for histogram in self.lags:
-            found.update({int(lag): count for lag, count in histogram.items()})
-        return dict(sorted(found.items()))
+            totals.update({int(lag): count for lag, count in histogram.items()})
+        return dict(sorted(totals.items()))
 
     # --- lines -----------------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class RunState:
 
     def _add_evaluation(self, line: EvaluationLine) -> None:
         if line["accuracy"] is not None:
-            # They end in any order, and a resumed run repeats some.
+            # Evaluations end in any order, and a resumed run repeats some.
             known = dict(self.held_out) | {line["evaluation"]: line["accuracy"]}
             self.held_out = sorted(known.items())
 
@@ -179,7 +180,7 @@ class RunState:
         self.sampled = line["sampled"] or self.sampled
 
     def _begin_part(self) -> None:
-        """Engines of the part before are gone, and the time between two parts is nobody's."""
+        """Reset engines and speeds: earlier engines are gone, and the time between two parts does not count."""
         self.engines = {}
         self.paces.clear()
         self.ready = self.in_flight = 0
@@ -187,5 +188,5 @@ class RunState:
 
 
 def _since(engine: EngineLines, name: Literal["tokens", "busy_s", "idle_s"]) -> float:
-    """Count from the line before to the newest, or from the start if it is the first."""
+    """The increase from the previous line to the newest, or from 0 if it is the first."""
     return engine.newest[name] - (engine.before[name] if engine.before else 0)

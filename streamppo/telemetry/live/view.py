@@ -1,10 +1,10 @@
 """The live view: the state of a run as rows of text, for a terminal of any size.
 
-below 60 columns, or 8 rows    one line: how far the run is
-from 60 columns                one column of rows; of few rows, the most important ones
+below 60 columns, or 8 rows    one line: the progress of the run
+from 60 columns                one column of rows; the most important ones if they do not fit
 from 120 columns               curves on the left, the pipeline on the right
 
-Curves grow with the terminal's rows.
+Curves are taller on a terminal with more rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,53 +21,53 @@ from streamppo.terminal import harmless
 LEAST_COLUMNS, LEAST_ROWS = 60, 8
 """A smaller terminal gets one line."""
 WIDE = 120
-"""Columns from which there are two columns of rows."""
+"""Terminal columns from which the layout has two columns."""
 GAP = 4
-"""Cells between the two."""
+"""Cells between them."""
 STYLES = {"reward": "green", "entropy": "blue", "ess": "magenta", "length": "yellow", "lag_mean": "cyan"}
 SHOWN = {"reward": "reward", "entropy": "entropy", "ess": "ess", "length": "length", "lag_mean": "lag"}
-"""Curves and their labels, the most important one first."""
+"""Curves and their labels, the most important first."""
 CTRL_C = "Ctrl-C: a last checkpoint, and end; twice: end at once"
 STOPPING = "stopping: a last checkpoint, and end; Ctrl-C: end at once"
 VALUE, RANGE = 8, 14
-"""Cells of the newest value before a curve, and of the smallest and the largest behind it."""
+"""Cells of the newest value before a curve, and of the range after it."""
 TREND = 3
-"""Evaluations from which accuracy is a curve over the versions."""
+"""Least evaluations for a curve of accuracy over versions."""
 TALLEST = 8
-"""Rows of a curve at most."""
+"""Most rows of a curve."""
 VERSION = 7
 """Cells of the version of the newest accuracy."""
 
 
 def view(state: RunState, columns: int, rows: int) -> list[Text]:
-    """Lay the state out for a terminal: no row is wider than `columns` - 1, and some rows are left for log lines."""
+    """Lay out the state for a terminal: rows of at most `columns` - 1 cells, with some rows left for log lines."""
     width, room = columns - 1, _room(rows)
     if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
-        found = [_line(state, width)]
+        texts = [_line(state, width)]
     elif columns < WIDE:
-        found = _narrow(state, width, room)
+        texts = _narrow(state, width, room)
     else:
-        found = _wide(state, width, room)
-    for row in found:
+        texts = _wide(state, width, room)
+    for row in texts:
         row.truncate(max(width, row.cell_len) if width < 0 else width)
-    return found[: max(1, rows - 1)]
+    return texts[: max(1, rows - 1)]
 
 
 def last(state: RunState, columns: int) -> list[Text]:
-    """Lay out the rows that stay in the scrollback when the run has ended."""
+    """Lay out the rows that remain in the scrollback after the run."""
     width = columns - 1
     if columns < LEAST_COLUMNS:
         return [_line(state, width)]
-    found = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
-    found += [_warning(state, width)] if state.present_warning else []
-    found += [_end(state, width)] if state.ended not in ("", FINISHED) else []
-    for row in found:
+    texts = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
+    texts += [_warning(state, width)] if state.present_warning else []
+    texts += [_end(state, width)] if state.ended not in ("", FINISHED) else []
+    for row in texts:
         row.truncate(width)
-    return found
+    return texts
 
 
 def _room(rows: int) -> int:
-    """Count the rows of the view: three quarters of the terminal's, so that log lines are seen too; of few, most."""
+    """The rows of the view: three quarters of the terminal's, so that log lines stay visible, but at least 12."""
     return min(rows - 1, max(rows * 3 // 4, 12))
 
 
@@ -75,9 +75,9 @@ def _room(rows: int) -> int:
 
 
 def _narrow(state: RunState, width: int, room: int) -> list[Text]:
-    """Take rows in the order of their importance until there is no more room; show them in their own order.
+    """Choose rows by importance until the room is used up; show them in layout order.
 
-    Curves take the rest if all of them fit.
+    If all rows fit, the curves use the remaining room.
     """
 
     def ranked(height: int) -> list[tuple[int, list[Text]]]:
@@ -93,13 +93,13 @@ def _narrow(state: RunState, width: int, room: int) -> list[Text]:
             (8, [_footer(state)]),
         ]
 
-    found = ranked(_height(lambda height: sum(len(rows) for _, rows in ranked(height)), room))
+    sections = ranked(_height(lambda height: sum(len(rows) for _, rows in ranked(height)), room))
     taken, left = set[int](), room
-    for place, (_, rows) in sorted(enumerate(found), key=lambda one: one[1][0]):
+    for place, (_, rows) in sorted(enumerate(sections), key=lambda item: item[1][0]):
         if len(rows) <= left:
             taken.add(place)
             left -= len(rows)
-    return [row for place, (_, rows) in enumerate(found) if place in taken for row in rows]
+    return [row for place, (_, rows) in enumerate(sections) if place in taken for row in rows]
 
 
 def _wide(state: RunState, width: int, room: int) -> list[Text]:
@@ -121,7 +121,7 @@ def _wide(state: RunState, width: int, room: int) -> list[Text]:
 
 
 def _height(rows: Callable[[int], int], room: int) -> int:
-    """The greatest height of curves at which all rows fit; 1 if none does."""
+    """The largest height of curves at which all rows fit; 1 if none does."""
     return next((height for height in range(TALLEST, 1, -1) if rows(height) <= room), 1)
 
 
@@ -143,17 +143,17 @@ def _title(state: RunState, width: int) -> Text:
 
 
 def _line(state: RunState, width: int) -> Text:
-    """Show the newest update, or the driver's reason to wait; a terminal of unknown width gets all of it."""
+    """Show the newest update, or the driver's reason to wait; in full if the terminal's width is unknown."""
     text = harmless(state.line or state.doing)
     return Text(text if width < 0 else text[:width])
 
 
 def _progress(state: RunState, width: int) -> Text:
-    """Show how far the run is; before its first update and after its last one, the driver's reason to wait.
+    """Show the progress of the run with the time left, or with the driver's reason to wait outside of updates.
 
-    Of a run that has ended, the time that it took.
+    For a finished run it shows the total time.
     """
-    made = f"{state.version}/{state.updates}"
+    count = f"{state.version}/{state.updates}"
     left = seconds(state.wall_s)
     if state.seconds_left and state.doing:
         left = f"{seconds(state.seconds_left)} left"
@@ -163,11 +163,11 @@ def _progress(state: RunState, width: int) -> Text:
         left = harmless(state.doing)
     left = truncate(left, width // 2)
     share = state.version / state.updates
-    room = width - LABEL - len(made) - Text(left).cell_len - 10
+    room = width - LABEL - len(count) - Text(left).cell_len - 10
     done, colour = bar(share, room), "red" if state.ended not in ("", FINISHED) else "green"
     rest = "─" * (room - len(done))
     return labelled_row(
-        "update", (f"{made}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold")
+        "update", (f"{count}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold")
     )
 
 
@@ -176,12 +176,12 @@ def _reward(state: RunState, width: int, height: int) -> list[Text]:
 
 
 def _curve(state: RunState, name: str, width: int, height: int) -> list[Text]:
-    """Show the newest value of a metric and its curve; the label stands beside the highest row of it."""
+    """Show the newest value of a metric and its curve; the label is in the curve's top row."""
     return _drawn(SHOWN[name], state.curves[name], width, height, STYLES[name])
 
 
 def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
-    """Show the accuracy on held-out prompts; `v20` is the version of the newest one."""
+    """Show the held-out accuracy; `v20` is the version of the newest evaluation."""
     cells = width - VERSION - LABEL - VALUE - RANGE
     rows = _drawn("held-out", _over_versions(state.held_out, cells), width - VERSION, height, "bright_cyan")
     if state.held_out:
@@ -190,18 +190,18 @@ def _held_out(state: RunState, width: int, height: int = 1) -> list[Text]:
 
 
 def _over_versions(held_out: Sequence[tuple[int, float]], cells: int) -> list[float]:
-    """Give each cell of the curve its accuracy, between two evaluations one on the line between both.
+    """Interpolate accuracies linearly over versions, one value for each cell of the curve.
 
-    Two evaluations are no curve.
+    With fewer than `TREND` evaluations, or fewer cells than evaluations, return the accuracies themselves.
     """
     if len(held_out) < TREND or cells < len(held_out):
         return [accuracy for _, accuracy in held_out]
     (first, _), *_, (last, newest) = held_out
-    found = list[float]()
+    values = list[float]()
     for (begin, low), (end, high) in pairwise(held_out):
-        while (version := first + len(found) * (last - first) / (cells - 1)) < end:
-            found.append(low + (high - low) * (version - begin) / (end - begin))
-    return [*found[: cells - 1], newest]
+        while (version := first + len(values) * (last - first) / (cells - 1)) < end:
+            values.append(low + (high - low) * (version - begin) / (end - begin))
+    return [*values[: cells - 1], newest]
 
 
 def _drawn(label: str, values: Sequence[float], width: int, height: int, style: str) -> list[Text]:
@@ -226,21 +226,21 @@ def _end(state: RunState, width: int) -> Text:
 
 
 def _sample(state: RunState, width: int) -> list[Text]:
-    """Show one completion behind its prompt, in one row, with every character made harmless."""
+    """Show a prompt's end and its completion in one row, with control characters made harmless."""
     if state.sampled is None:
         return []
-    one = state.sampled
-    tail = f"  reward {one['reward']:.3g}  v{one['version']}"
+    sample = state.sampled
+    tail = f"  reward {sample['reward']:.3g}  v{sample['version']}"
     room = width - LABEL - len(tail) - 3
-    prompt, completion = harmless(one["prompt"]), harmless(one["completion"])
-    # The end of a prompt is the question; a completion gets at least the half of the row.
+    prompt, completion = harmless(sample["prompt"]), harmless(sample["completion"])
+    # A prompt ends with its question; the completion gets at least half of the row.
     prompt = _tail(prompt, max(room // 2, room - len(completion)))
     shown = truncate(completion, room - Text(prompt).cell_len)
     return [labelled_row("sample", (prompt, "dim"), (" → ", "dim"), shown, (tail, "dim"))]
 
 
 def _tail(text: str, width: int) -> str:
-    """Cut `text` to its last `width` cells."""
+    """The last `width` cells of `text`."""
     short = text
     while Text(short).cell_len > width:
         short = short[max(1, len(short) - width) :]

@@ -1,4 +1,4 @@
-"""report.html: one file that opens offline. Text of a run is escaped, and the page may load nothing at all."""
+"""report.html: one file that opens offline. Text of a run is escaped, and the page loads nothing else."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,14 +10,14 @@ from markupsafe import Markup
 from streamppo.telemetry import catalogue, summary
 from streamppo.telemetry.report import plot, view
 from streamppo.telemetry.report.plot import Bar, Curve, Point
-from streamppo.telemetry.report.view import View
+from streamppo.telemetry.report.view import RunsTable, View
 
 COLOURS = 6
-"""Colours of curves in the page's style; more runs begin again with the first."""
+"""Number of curve colours in the page's style; further runs reuse them from the first."""
 
 
 class Panel(NamedTuple):
-    """A chart of some metrics of the catalogue, of one unit; `says` is what a reader concludes from it."""
+    """A chart of metrics of the catalogue with one unit; `says` explains how to read it."""
 
     title: str
     metrics: tuple[str, ...]
@@ -107,19 +107,19 @@ PANELS = (
     Panel("Push", ("push_ms",), "ms"),
     Panel("Memory of rank 0", ("peak_memory_mib",), "MiB"),
 )
-"""The charts, in their order; one whose metrics no run has is left out."""
+"""The charts in their order; a chart is omitted if no run has its metrics."""
 OWN = {
     "accuracy": "share of held-out prompts answered right, greedily, by the version after which it was asked for",
     "wait_share": "wait_s / update_s: share of the learner's time without a batch",
 }
-"""Curves that are made here."""
+"""Texts of the curves that are computed here."""
 
 
 class Chart(NamedTuple):
-    """A panel with its drawing, the sentences of its metrics, and its curves for the legend.
+    """A panel with its drawing, the texts of its metrics, and its curves for the legend.
 
-    `is_flat` is true if nothing in it moves, such as a clip fraction where nothing can be clipped. `says` is what a
-    reader concludes.
+    `is_flat` is true if every curve is constant, such as a clip fraction if nothing can be clipped. `says` explains how
+    to read it.
     """
 
     title: str
@@ -130,8 +130,8 @@ class Chart(NamedTuple):
     says: str = ""
 
 
-def render(views: Sequence[View]) -> str:
-    """Write the page of one run, or of several to be compared."""
+def render(views: Sequence[View], differences: Sequence[tuple[str, RunsTable]] = ()) -> str:
+    """Write the page of one run, or of several to be compared; each of `differences` is a sentence and a table."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {
         "headline": view.headline,
@@ -139,14 +139,16 @@ def render(views: Sequence[View]) -> str:
         "ledger": view.ledger,
         "lengths": view.lengths,
     }
-    environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": lags}
+    environment.globals |= {"timeline": lambda run_view: plot.timeline(view.events(run_view)), "lags": lags}
     environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}
     template = environment.get_template("page.html")
-    return template.render(views=views, runs=[one for one in views if not one.is_replay])
+    return template.render(
+        views=views, runs=[run_view for run_view in views if not run_view.is_replay], differences=differences
+    )
 
 
 def curves(one: View) -> str:
-    """Write a page with the curves of a run alone, for a notebook; those that people ask for first come first."""
+    """The HTML of only a run's curves, for a notebook, in the order of the panels."""
     drawn = [f"<figure><h3>{chart.title}</h3>{chart.drawing}</figure>" for chart in charts([one])]
     style = (Path(__file__).parent / "page.css").read_text()
     body = "".join(drawn) or '<p class="none">No update was made yet.</p>'
@@ -154,21 +156,21 @@ def curves(one: View) -> str:
 
 
 def charts(views: Sequence[View]) -> list[Chart]:
-    """The panels that have data, and one for each component of the rewards; those in which nothing moves come last."""
-    lines = [_by_version(one) for one in views]
+    """The panels with data, and one for the components of the reward; flat charts come last."""
+    lines = [_by_version(run_view) for run_view in views]
     components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
     panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]
-    found = [_chart(panel, views, lines) for panel in panels]
-    return sorted((chart for chart in found if chart.drawing), key=lambda chart: chart.is_flat)
+    panel_charts = [_chart(panel, views, lines) for panel in panels]
+    return sorted((chart for chart in panel_charts if chart.drawing), key=lambda chart: chart.is_flat)
 
 
 def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping[str, object]]]) -> Chart:
     curves: list[Curve] = []
     drawn: set[str] = set()
-    for number, (one, run) in enumerate(zip(views, lines, strict=True)):
+    for number, (run_view, run) in enumerate(zip(views, lines, strict=True)):
         for place, metric in enumerate(panel.metrics):
-            points = _points(metric, one, run)
-            name = " ".join([one.name] * (len(views) > 1) + [metric] * (len(panel.metrics) > 1)) or metric
+            points = _points(metric, run_view, run)
+            name = " ".join([run_view.name] * (len(views) > 1) + [metric] * (len(panel.metrics) > 1)) or metric
             colour = (number if len(views) > 1 else place) % COLOURS
             if points:
                 drawn.add(metric)
@@ -180,7 +182,7 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
 
 
 def _by_version(one: View) -> list[Mapping[str, object]]:
-    """The lines of updates, as they were or remade; each has its version under the name `update`."""
+    """The lines of updates, original or remade; each has its version under the name `update`."""
     return [
         {"update": line["remade"], **line} if "remade" in line else line for line in summary.updates_in_order(one.lines)
     ]
@@ -210,9 +212,9 @@ def _sentence(metric: str) -> str:
 
 
 def lags(one: View) -> Markup:
-    """Tokens by lag: those that were masked for it in another colour."""
-    told = summary.summarise(one.lines)
-    sampled, trained = told["lag"]["histogram"], told["trained_lag"]["histogram"]
+    """Tokens by lag; masked ones in another colour."""
+    totals = summary.summarise(one.lines)
+    sampled, trained = totals["lag"]["histogram"], totals["trained_lag"]["histogram"]
     every = sampled if max(sampled, default=0) > plot.MOST_COLUMNS else range(max(sampled, default=-1) + 1)
     bars = [Bar(f"{lag}", sampled.get(lag, 0), 0 if trained.get(lag) else 3) for lag in every]
     return plot.bars(bars, "tokens by lag in versions")

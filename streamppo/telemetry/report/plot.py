@@ -1,7 +1,7 @@
-"""Charts as SVG: curves, bars, amounts over time, and a timeline. Colours come from the style, for light and dark.
+"""Charts as SVG: curves, bars, heat maps over time, and a timeline. Colours come from the style, for light and dark.
 
-A script of the page reads values back from the points of a curve: `data-box` of its SVG has the corners of the axes.
-bokeh takes 2 s of CPU and 1.3 MB for as many charts.
+The page's script computes values from the points of a curve: `data-box` of its SVG has the ranges of the axes. Written
+here because bokeh takes 2 s of CPU and 1.3 MB for as many charts.
 """
 
 import math
@@ -15,28 +15,28 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 480.0, 200.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 18.0, 20.0
 MOST_POINTS = 400
-"""Points of one curve; of more, each point is the mean of several."""
+"""Most points of a curve; with more data each point is the mean of several."""
 MOST_COLUMNS = 120
-"""Columns of amounts over time; of more, each is the sum of several."""
+"""Most columns of a heat map; with more data each is the sum of several."""
 PARTS = 16
-"""Equal parts of a histogram."""
+"""Equal bins of a histogram."""
 NAME = 64.0
-"""Width of the name of the x axis."""
+"""Width reserved for the name of the x axis."""
 MOST_ROWS = 16
-"""The row that has this number and all above it."""
+"""The top row of a heat map, which includes all larger numbers."""
 TICKS, X_TICKS = 4, 6
 FEW = 12
-"""Points of a curve from which it has a line alone; of fewer, each has a dot."""
+"""A curve with fewer points has a dot at each; with more it has only a line."""
 TREND = 3
-"""Points from which a line joins them."""
+"""Least points that are joined by a line."""
 LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
-"""Points from which a curve has a smooth one before it, if their mean distance from their neighbours is such a share of
-the whole height."""
+"""A smoothed curve is added if there are at least so many points and their mean distance from their neighbours exceeds
+such a share of the height."""
 Point = tuple[float, float]
 
 
 class Curve(NamedTuple):
-    """A named line through points; `colour` is a number of the page's style."""
+    """A named line through points; `colour` is an index of the page's style."""
 
     label: str
     points: Sequence[Point]
@@ -58,7 +58,7 @@ class Bar(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A stretch of time in a lane of a timeline, with a sentence about it; `strength` is that of its colour, to 1."""
+    """A time interval in a lane of a timeline, with a text; `strength` is the opacity of its colour, 0 to 1."""
 
     lane: str
     begin_s: float
@@ -69,25 +69,24 @@ class Event(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Amounts of whole numbers, such as tokens of each lag, at one place of the x axis."""
+    """Amounts by whole number, such as tokens by lag, at one x."""
 
     x: float
     amounts: Mapping[int, int]
 
 
 def curves(found: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
-    """Draw curves over one axis; empty if there is no point. `unit` is that of their values.
+    """Draw curves over one x axis; empty without points. `unit` is the unit of their values.
 
-    A curve that ends before the others has a dot where it ends; one with teeth is pale, with its running mean before
-    it.
+    A curve that ends before the others has a dot at its end. A jagged curve is pale, with its running mean in front.
     """
-    found = [one._replace(points=_thin_out(_finite(one.points))) for one in found]
-    if not any(one.points for one in found):
+    found = [curve._replace(points=_thin_out(_finite(curve.points))) for curve in found]
+    if not any(curve.points for curve in found):
         return Markup("")
-    xs = [x for one in found for x, _ in one.points]
-    ys = [y for one in found for _, y in one.points]
+    xs = [x for curve in found for x, _ in curve.points]
+    ys = [y for curve in found for _, y in curve.points]
     x_axis, y_axis = _Axis(*_wide(min(xs), max(xs)), LEFT, WIDTH - RIGHT), _y_axis(ys)
-    drawn = [part for one in found if one.points for part in _curve(one, x_axis, y_axis)]
+    drawn = [part for curve in found if curve.points for part in _curve(curve, x_axis, y_axis)]
     box = " ".join(f"{value:.10g}" for value in (*x_axis[:2], *y_axis[:2]))
     return _svg(
         [*_rules(y_axis), *_marks(x_axis), *_names(x_name, unit), *drawn],
@@ -97,7 +96,7 @@ def curves(found: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
 
 
 def bars(found: Sequence[Bar], unit: str) -> Markup:
-    """Draw one bar for each amount, side by side; `unit` says what is counted, and by what."""
+    """Draw one bar for each amount, side by side; `unit` names the amounts and the labels."""
     total = sum(bar.amount for bar in found)
     if not total:
         return Markup("")
@@ -116,7 +115,7 @@ def bars(found: Sequence[Bar], unit: str) -> Markup:
 
 
 def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
-    """Draw how often values are, over an axis to scale: each by itself where they are few, else in equal parts."""
+    """Draw a histogram over a linear axis: a bar for each value if they are few, else equal bins."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return Markup("")
@@ -142,11 +141,11 @@ def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
 
 
 def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
-    """Draw how amounts are shared out among whole numbers, over an axis; more of a column is a deeper colour."""
-    columns = _merge_bins([one for one in columns if sum(one.amounts.values()) > 0])
+    """Draw a heat map of histograms over an x axis; the colour is deeper for a larger share of a column."""
+    columns = _merge_bins([distribution for distribution in columns if sum(distribution.amounts.values()) > 0])
     if not columns:
         return Markup("")
-    highest = min(MOST_ROWS, max(max(one.amounts) for one in columns))
+    highest = min(MOST_ROWS, max(max(distribution.amounts) for distribution in columns))
     x_axis = _Axis(*_wide(columns[0].x, columns[-1].x), LEFT, WIDTH - RIGHT)
     wide, high = (WIDTH - RIGHT - LEFT) / len(columns), (HEIGHT - BOTTOM - TOP) / (highest + 1)
     drawn: list[str] = []
@@ -169,7 +168,7 @@ def heat(columns: Sequence[Histogram], x_name: str, y_name: str) -> Markup:
 
 
 def timeline(events: Sequence[Event], begin_s: float = 0.0) -> Markup:
-    """Draw a lane for each kind of event over the seconds of a run, from second `begin_s` on."""
+    """Draw a lane for each kind of event over the run's seconds from `begin_s` on."""
     events = [event._replace(begin_s=max(begin_s, event.begin_s)) for event in events if event.end_s >= begin_s]
     if not events:
         return Markup("")
@@ -209,7 +208,7 @@ class _Axis(NamedTuple):
 
 def _y_axis(values: Sequence[float]) -> _Axis:
     low, high = min(values), max(values)
-    # A curve that hardly moves, far from zero, is not blown up to the whole height.
+    # A nearly constant curve far from zero is not stretched to the whole height.
     room = max(0.05 * (high - low), 0.01 * max(abs(low), abs(high)))
     return _Axis(*_wide(0.0 if 0 <= low < high / 2 else low - room, high + room), HEIGHT - BOTTOM, TOP)
 
@@ -230,20 +229,20 @@ def _thin_out(points: Sequence[Point]) -> list[Point]:
 
 def _merge_bins(columns: Sequence[Histogram]) -> list[Histogram]:
     size = max(1, math.ceil(len(columns) / MOST_COLUMNS))
-    found: list[Histogram] = []
+    merged: list[Histogram] = []
     for begin in range(0, len(columns), size):
         sums: Counter[int] = Counter()
-        for one in columns[begin : begin + size]:
-            sums.update(one.amounts)
-        found.append(Histogram(columns[min(begin + size, len(columns)) - 1].x, sums))
-    return found
+        for column in columns[begin : begin + size]:
+            sums.update(column.amounts)
+        merged.append(Histogram(columns[min(begin + size, len(columns)) - 1].x, sums))
+    return merged
 
 
 def _rows(column: Histogram, highest: int) -> dict[int, int]:
-    found: Counter[int] = Counter()
+    rows: Counter[int] = Counter()
     for row, amount in column.amounts.items():
-        found[min(row, highest)] += amount
-    return {row: amount for row, amount in sorted(found.items()) if amount}
+        rows[min(row, highest)] += amount
+    return {row: amount for row, amount in sorted(rows.items()) if amount}
 
 
 def _row_name(row: int, highest: int) -> str:
@@ -255,18 +254,18 @@ def _ticks(axis: _Axis, count: int = TICKS) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     first, last = math.ceil(axis.low / step), math.floor(axis.high / step)
-    # 3 * 0.1 is not 0.3.
+    # In floats 3 * 0.1 is not 0.3.
     return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
 
 
 def _marks(x_axis: _Axis) -> list[str]:
-    """Write the numbers below the axis, but for its right end, where its name stands."""
+    """The numbers below the x axis, except at its right end, which has the name."""
     places = [(x_axis.place(tick), abbreviate(tick)) for tick in _ticks(x_axis, X_TICKS)]
     return [_text(x, HEIGHT - 5, text, "middle") for x, text in places if x < WIDTH - NAME]
 
 
 def _names(x_name: str, unit: str) -> list[str]:
-    """Write what the axes count."""
+    """The names of both axes."""
     return [_text(WIDTH - RIGHT, HEIGHT - 5, x_name, "end"), _text(2, 11, unit, "start")]
 
 
@@ -279,7 +278,7 @@ def _rules(y_axis: _Axis) -> list[str]:
 
 
 def abbreviate(number: float) -> str:
-    """1234567 -> 1.23M; small numbers as they are, in four digits."""
+    """1234567 -> 1.23M; numbers below 10,000 with four digits."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(number) >= size:
             return f"{number / (1e3 if letter == 'k' else size):.3g}{letter}"
@@ -287,7 +286,7 @@ def abbreviate(number: float) -> str:
 
 
 def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    """Draw the points of a curve, which have its label, and what makes it easier to read."""
+    """Draw a curve with its label, and its running mean and dots if needed."""
     points, kind = curve.points, f"c{curve.colour}{' dashed' if curve.dashed else ''}"
     smooth = _smooth(points)
     form = " raw" if smooth else " loose" if len(points) < TREND else " few" if len(points) < FEW else ""
@@ -308,7 +307,7 @@ def _polyline(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis, attributes:
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """The running mean of points that go up and down like the teeth of a saw; empty for others."""
+    """The running mean of a jagged curve; empty for a smooth one."""
     ys = [y for _, y in points]
     if len(ys) < LEAST_SMOOTHED:
         return []

@@ -1,4 +1,4 @@
-"""All that a report shows of one run, and the pieces of it that metrics.jsonl tells."""
+"""All data that a report shows of one run, and the tables that follow from metrics.jsonl."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,32 +23,32 @@ T = TypeVar("T")
 
 
 def attempt(part: Callable[[], T]) -> tuple[T | None, str]:
-    """Make a part of a page. Returns it, or the sentence that says why it cannot be made."""
+    """Make a part of a page. Returns (part, ""), or (None, the reason) if it failed."""
     try:
         return part(), ""
     except StreamppoError as error:
         return None, str(error)
-    # A fault in a part is that part's sentence, and the others are there.
+    # A bug in one part is shown in its place, and the other parts are still made.
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return None, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def section(caller: Callable[[], Markup]) -> Markup:
-    """Make a section of a page, or write in its place why it cannot be made."""
-    made, why = attempt(caller)
-    return Markup(f'<p class="none">{escape(why)}</p>') if made is None else made
+    """Make a section of a page; on failure, a paragraph with the reason."""
+    content, why = attempt(caller)
+    return Markup(f'<p class="none">{escape(why)}</p>') if content is None else content
 
 
 class TextPiece(NamedTuple):
-    """Consecutive tokens of one version, as text; None where the policy did not sample them."""
+    """Consecutive tokens of one version, as text; `lag` is None if the policy did not sample them."""
 
     text: str
     lag: int | None
 
 
 class TrainedSample(NamedTuple):
-    """A trajectory that was trained on by the update that made `version`."""
+    """A trajectory of the batch of the update that made `version`."""
 
     version: int
     title: str
@@ -67,10 +67,10 @@ class NamedNumber(NamedTuple):
 
 @dataclass(slots=True)
 class View:
-    """One run, or a replay of one under another configuration, of which there are only `lines`.
+    """One run, or a replay under another configuration, which has only `lines`.
 
-    `queue` are the counters in its journal, None without one. `failures` counts reasons, the most frequent first.
-    `notes` say what a report lacks.
+    `queue`: the counters in its journal, None without one. `failures`: reasons with counts, the most frequent first.
+    `notes`: what the report lacks.
     """
 
     name: str
@@ -97,12 +97,12 @@ class View:
 
 
 def evaluations(view: View) -> list[EvaluationLine]:
-    """The lines of its evaluations."""
+    """The evaluation lines of a run."""
     return [line for line in view.lines if "evaluation" in line]
 
 
 def kind(condition: str) -> str:
-    """Name the colour of a run's condition or outcome: anything but a good end, a signal or a kill is a failure."""
+    """The colour class of a run's condition or outcome; unknown outcomes are failures."""
     known = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
     if condition.startswith("Interrupted"):
         return "stopped"
@@ -110,52 +110,56 @@ def kind(condition: str) -> str:
 
 
 def condition_word(condition: str) -> str:
-    """Write a condition in one word, and an error by its first line."""
+    """The condition in one word; for an error its first line."""
     return condition.strip().partition("\n")[0] if kind(condition) == "failed" else condition
 
 
 def signs(view: View) -> tuple[list[Sign], list[Sign]]:
-    """The findings that hold, and those that are over."""
-    return [one for one in view.findings if one.holds], [one for one in view.findings if not one.holds]
+    """(findings that hold, findings that are over)."""
+    return [sign for sign in view.findings if sign.holds], [sign for sign in view.findings if not sign.holds]
 
 
 def headline(view: View) -> list[NamedNumber]:
-    """The numbers that people ask for first."""
-    told = summaries.summarise(view.lines)
-    rows = [NamedNumber("verdict", told["verdict"])] if told["verdict"] else []
-    rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{told['updates']}")]
-    rows += [NamedNumber("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
-    rows += _ends(told)
-    lag = told["trained_lag"]
+    """The most important numbers of a run."""
+    totals = summaries.summarise(view.lines)
+    rows = [NamedNumber("verdict", totals["verdict"])] if totals["verdict"] else []
+    rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{totals['updates']}")]
+    rows += [
+        NamedNumber("time", duration(totals["wall_s"]), f"in {totals['parts']} parts" if totals["parts"] > 1 else "")
+    ]
+    rows += _ends(totals)
+    lag = totals["trained_lag"]
     if lag["mean"] is not None:
         rows.append(NamedNumber("lag of trained tokens", f"{lag['mean']:.2f}", f"versions; at most {lag['max']}"))
-    rows.append(NamedNumber("tokens trained on", abbreviate(told["tokens_trained"])))
-    rows.append(NamedNumber("learner waits", f"{told['learner_idle_share']:.0%}", "of its time"))
+    rows.append(NamedNumber("tokens trained on", abbreviate(totals["tokens_trained"])))
+    rows.append(NamedNumber("learner waits", f"{totals['learner_idle_share']:.0%}", "of its time"))
     if view.summary and (engines := view.summary["engines"]):
         rows.append(NamedNumber("engines idle", f"{engines['idle_share']:.0%}", "of their time"))
         rows.append(NamedNumber("sampled", f"{abbreviate(engines['tokens_per_s'])}/s", "tokens, all engines together"))
-    restarts = sum(told["restarts"].values())
+    restarts = sum(totals["restarts"].values())
     return [
         *rows,
-        NamedNumber("push", f"{told['push_ms']:.0f} ms", "in the mean"),
+        NamedNumber("push", f"{totals['push_ms']:.0f} ms", "in the mean"),
         NamedNumber("restarts", f"{restarts}"),
     ]
 
 
 class RunsTable(NamedTuple):
-    """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
+    """The headlines of several runs as a table: the runs' names, and rows of a name and one value per run."""
 
     runs: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
 
 
 def compare_headlines(views: Sequence[View]) -> RunsTable | None:
-    """The headlines of several runs; None of a single one."""
+    """The headlines of several runs; None for a single run."""
     if len(views) < 2:
         return None
-    found = [{row.name: row.value for row in headline(one)} for one in views]
-    names = list(dict.fromkeys(name for rows in found for name in rows))
-    return RunsTable([one.name for one in views], [(name, [rows.get(name, "") for rows in found]) for name in names])
+    headlines = [{row.name: row.value for row in headline(view)} for view in views]
+    names = list(dict.fromkeys(name for rows in headlines for name in rows))
+    return RunsTable(
+        [view.name for view in views], [(name, [rows.get(name, "") for rows in headlines]) for name in names]
+    )
 
 
 def _ends(told: OfLines) -> list[NamedNumber]:
@@ -167,46 +171,46 @@ def _ends(told: OfLines) -> list[NamedNumber]:
 
 
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
-    """Each sampled token that reached the queue, under its end; and a sentence about the sum.
+    """The delivered tokens by their fate, and a sentence that compares the sum with the deliveries.
 
-    All of it is as of the journal's version: lines of later updates are left out. The learner counts the tokens of its
-    batches, the queue counts what is delivered and what it gives up, and adds up what waits in it.
+    All counts are as of the journal's version; lines of later updates are excluded. The learner counts the tokens of
+    its batches; the queue counts delivered, abandoned and waiting tokens.
 
-    Example: 100 delivered, 20 waiting and lines of 70 trained tokens make a sum that has 10 less.
+    Example: 100 delivered, 20 waiting and lines of 70 trained tokens: the sum has 10 less.
     """
     if view.queue is None:
         return [], ""
-    found, version = view.queue.tokens, view.queue.version
+    tokens, version = view.queue.tokens, view.queue.version
     known = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
-    missing, told = version - len(known), _in_batches(known)
-    trained, masked, rest = told["tokens_trained"], told["tokens_too_old"], told["tokens"]
-    unknown = found["consumed"] - rest if missing else 0
+    missing, in_batches = version - len(known), _in_batches(known)
+    trained, masked, rest = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
+    unknown = tokens["consumed"] - rest if missing else 0
     parts = [
         ("trained on", trained, ""),
         ("masked", masked, "beyond queue.max_lag, in a batch and out of its loss"),
         ("left out", rest - trained - masked, "in a batch and out of its loss: filters, equal groups"),
         ("trained on or not", unknown, "in batches of updates that have no line in metrics.jsonl"),
-        ("dropped: too old", found["too_old"], "sampled again"),
-        ("dropped: abandoned", found["abandoned"], "another sample of the group failed too often"),
-        ("dropped: resampled", found["resampled"], "the group taught nothing"),
-        ("failed", found["failed"], "sampled, and without a score"),
-        ("dead letters", found["dead_letters"], "could not be trained on"),
-        ("duplicates", found["duplicates"], "nobody waited for them: delivered twice, or by one given up for dead"),
-        ("waiting", found["waiting"], "ready, in the queue"),
-        ("leased", found["leased"], "in the batch of an update that has not published its version"),
+        ("dropped: too old", tokens["too_old"], "sampled again"),
+        ("dropped: abandoned", tokens["abandoned"], "another sample of the group failed too often"),
+        ("dropped: resampled", tokens["resampled"], "the group taught nothing"),
+        ("failed", tokens["failed"], "sampled, and without a score"),
+        ("dead letters", tokens["dead_letters"], "could not be trained on"),
+        ("duplicates", tokens["duplicates"], "nobody waited for them: delivered twice, or by one given up for dead"),
+        ("waiting", tokens["waiting"], "ready, in the queue"),
+        ("leased", tokens["leased"], "in the batch of an update that has not published its version"),
     ]
     rows = [NamedNumber(name, f"{count:,}", remark) for name, count, remark in parts if count or name == "trained on"]
-    return rows, _sum(found["delivered"], sum(count for _, count, _ in parts), version, missing)
+    return rows, _sum(tokens["delivered"], sum(count for _, count, _ in parts), version, missing)
 
 
 def _sum(delivered: int, total: int, version: int, missing: int) -> str:
-    told = f"{delivered:,} tokens were delivered up to version {version:,}: "
+    text = f"{delivered:,} tokens were delivered up to version {version:,}: "
     if total != delivered:
-        return f"{told}the sum has {abs(delivered - total):,} {'less' if total < delivered else 'more'}."
+        return f"{text}the sum has {abs(delivered - total):,} {'less' if total < delivered else 'more'}."
     if missing:
         lines = "line of 1 update is" if missing == 1 else f"lines of {missing:,} updates are"
-        return f"{told}exactly the sum. The {lines} missing, so the queue's count stands for their tokens."
-    return f"{told}exactly the sum of what learner and queue have counted."
+        return f"{text}exactly the sum. The {lines} missing, so the queue's count stands for their tokens."
+    return f"{text}exactly the sum of what learner and queue have counted."
 
 
 def _version(line: UpdateLine | RemadeLine) -> int:
@@ -214,14 +218,17 @@ def _version(line: UpdateLine | RemadeLine) -> int:
 
 
 def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
-    """The sums over updates, each of which has one line."""
+    """Sums of token counts over updates, one line for each."""
     names = ("tokens", "tokens_trained", "tokens_too_old")
     values = {name: [line.get(name, 0) for line in known] for name in names}
-    return {name: round(sum(one for one in found if isinstance(one, int | float))) for name, found in values.items()}
+    return {
+        name: round(sum(number for number in numbers if isinstance(number, int | float)))
+        for name, numbers in values.items()
+    }
 
 
 def lengths(view: View) -> list[NamedNumber]:
-    """Mean lengths of what was trained on and of what was sampled, and the bias between them."""
+    """Mean lengths of trained and of sampled completions, and the bias between them."""
     if view.queue is None or not view.queue.consumed:
         return []
     queue, dropped = view.queue, view.queue.dropped["too_old"]
@@ -235,31 +242,33 @@ def lengths(view: View) -> list[NamedNumber]:
 
 def events(view: View) -> list[Event]:
     """The timeline: parts, updates and the waits before them, pushes, rollout actors, evaluations, restarts."""
-    found: list[Event] = []
+    listed: list[Event] = []
     updates = [line for line in view.lines if "update" in line]
     for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
         begin, end, push_s = timeline.asked_s(line), line["wall_s"], line["push_ms"] / 1e3
         ready, name = begin + line["wait_s"], f"update {line['update']}"
-        found.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
+        listed.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
         reward = f", reward {line['reward']:.3f}" if "reward" in line else ""
-        found.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s{reward}", 0))
-        found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
+        listed.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s{reward}", 0))
+        listed.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
     stretches = list(timeline.stretches(view.lines))
-    found += [_engine(one) for one in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
-    found += _untold(view.lines, stretches)
+    listed += [_engine(stretch) for stretch in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
+    listed += _untold(view.lines, stretches)
     for line in view.lines:
-        if (told := timeline.describe_event(line)) is not None:
-            lane, before, colour = INSTANTS[told[0]]
+        if (described := timeline.describe_event(line)) is not None:
+            lane, before, colour = INSTANTS[described[0]]
             colour = FINISHED_COLOUR if line.get("end") == FINISHED else colour
-            found.append(Event(lane, line["wall_s"], line["wall_s"], before + told[1], colour))
-    return found
+            listed.append(Event(lane, line["wall_s"], line["wall_s"], before + described[1], colour))
+    return listed
 
 
 def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
-    """The time since the last line of each rollout actor of the newest part: it has told nothing of it yet."""
+    """The time since the last line of each rollout actor of the newest part, for which nothing is known yet."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
-    newest = {one.line["engine"]: one.line["wall_s"] for one in stretches if one.line["wall_s"] >= begun_s}
+    newest = {
+        stretch.line["engine"]: stretch.line["wall_s"] for stretch in stretches if stretch.line["wall_s"] >= begun_s
+    }
     text = "{}: has told nothing since second {:.0f}"
     return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
 
@@ -274,14 +283,14 @@ def _engine(stretch: Stretch) -> Event:
 
 
 UNTOLD, FINISHED_COLOUR = 8, 2
-"""Colours of time of which nothing is known yet, and of a good end."""
+"""Colours of time without data yet, and of a successful end."""
 INSTANTS = {
     "evaluation": ("evaluation", "after update ", 1),
     "restart": ("restart", "", 3),
     "part": ("driver", "", 4),
     "end": ("driver", "", 3),
 }
-"""Lane, words before those of the event, and colour, by the kind of an event that takes no time."""
+"""Lane, text prefix and colour, by the kind of instant event."""
 
 
 def duration(seconds: float) -> str:

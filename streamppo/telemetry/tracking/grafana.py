@@ -1,6 +1,6 @@
-"""A dashboard of Grafana for the gauges, made of the catalogue: `python -m streamppo.telemetry.tracking.grafana FILE`.
+"""A Grafana dashboard for the gauges, from the catalogue: `python -m streamppo.telemetry.tracking.grafana FILE`.
 
-Each query finds the gauges of the endpoint and those that Ray gives out, whose names begin with ray_.
+Each query matches the endpoint's gauges and Ray's, whose names begin with ray_.
 """
 
 import json
@@ -23,15 +23,15 @@ ROWS = {
     ),
     "Pipeline": ("queue_ready", "queue_in_flight", "engine_tokens_", "engine_idle_s_", "wait_s", "update_s", "push_ms"),
 }
-"""Panels that are open; every other metric has one in a last row, which is closed."""
+"""Open panels; every other metric has a panel in the last row, which is closed."""
 REST = "Everything else"
 COUNTERS = ("engine_tokens_", "engine_busy_s_", "engine_idle_s_")
-"""Gauges that grow: a panel shows their rate."""
+"""Growing gauges: their panels show the rate."""
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 
 
 def dashboard() -> dict[str, object]:
-    """Make the whole dashboard; its data source and its runs are chosen in Grafana."""
+    """The whole dashboard; data source and runs are chosen in Grafana."""
     shown = {entry for row in ROWS.values() for entry in row}
     rest = tuple(entry for entry in names.TEXTS if entry not in shown)
     panels: list[dict[str, object]] = []
@@ -52,14 +52,14 @@ def dashboard() -> dict[str, object]:
 
 
 def text() -> str:
-    """Write the dashboard as the file that Grafana imports."""
+    """The dashboard as JSON for Grafana's import."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
 def _row(
     title: str, entries: tuple[str, ...], top: int, number: int
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Make a row, and the panels that stand below it; those of a closed row are inside of it."""
+    """A row and the panels below it; a closed row contains its panels instead."""
     panels = [_panel(entry, at, top + 1, number + 1 + at) for at, entry in enumerate(entries)]
     closed = title == REST
     place = {"h": 1, "w": COLUMNS * WIDTH, "x": 0, "y": top}

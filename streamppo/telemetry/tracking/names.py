@@ -1,4 +1,4 @@
-"""The names of Prometheus' gauges, made of the catalogue's.
+"""The names of Prometheus gauges, derived from the catalogue's.
 
 reward          streamppo_reward{run="math"}
 ess_lag_3-4     streamppo_ess_lag_of{run="math", of="3-4"}
@@ -12,7 +12,7 @@ PREFIX = "streamppo_"
 VERSION = "version"
 """The version of the newest point, as a metric."""
 RUN, OF = "run", "of"
-"""Labels: the run's name; the bucket, component or actor of a name that ends in _ in the catalogue."""
+"""Labels: the run's name; the bucket, component or actor of a catalogue name that ends in _."""
 TEXTS = {**catalogue.ENTRIES, VERSION: "updates that were made"}
 """Every metric, by its name in the catalogue."""
 
@@ -34,10 +34,10 @@ def gauge(metric: str) -> Gauge | None:
     """Find the gauge of a metric; None for one that is not in the catalogue."""
     if metric == VERSION:
         return Gauge(name(VERSION), TEXTS[VERSION], "")
-    found = catalogue.find(metric)
-    return Gauge(name(found.name), found.text, found.of) if found else None
+    entry = catalogue.find(metric)
+    return Gauge(name(entry.name), entry.text, entry.of) if entry else None
 
 
 def name(entry: str) -> str:
-    """Make the gauge's name of a name in the catalogue."""
+    """The gauge's name for a name of the catalogue."""
     return f"{PREFIX}{entry}{OF if entry.endswith('_') else ''}"

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl as points: numbers by their names in the catalogue, at a version."""
+"""Converts lines of metrics.jsonl to points: numbers by catalogue name, at a version."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EngineLine, Line, numbers
 
 BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused")
-"""Numbers that the line of a rollout actor can have."""
+"""The possible numbers of a rollout actor's line."""
 
 
 class Point(NamedTuple):
-    """The numbers of one line. `at_s` is when it was written, in seconds since 1970."""
+    """The numbers of one line. `at_s` is its time of writing, in seconds since 1970."""
 
     version: int
     at_s: float
@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 class Points:
-    """Makes points of lines, in their order; `version` is the newest version of the lines before."""
+    """Makes points from lines in their order; `version` is the newest version so far."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -26,7 +26,7 @@ class Points:
         self._restarts: dict[str, int] = {}
 
     def make(self, lines: Sequence[Line], written_s: float) -> Iterator[Point]:
-        """Make a point of every line that has numbers for others; the last line was written at `written_s`."""
+        """Yield a point for every line with numbers for trackers; the last line was written at `written_s`."""
         for line in lines:
             version, values = self._values(line)
             if values:
@@ -63,5 +63,5 @@ def _of_pipeline(line: Line) -> dict[str, float]:
 
 def _of_engine(line: EngineLine) -> dict[str, float]:
     counters: Mapping[str, object] = {**line}
-    told = {name: counters.get(name) for name in BY_ENGINE}
-    return {f"engine_{name}_{line['engine']}": float(n) for name, n in told.items() if isinstance(n, int | float)}
+    values = {name: counters.get(name) for name in BY_ENGINE}
+    return {f"engine_{name}_{line['engine']}": float(n) for name, n in values.items() if isinstance(n, int | float)}

@@ -1,11 +1,11 @@
-"""The process of one tracker: it sends what metrics.jsonl says, until its standard input ends.
+"""The process of one tracker: it sends the lines of metrics.jsonl until its standard input ends.
 
     opening -> following <-> sending -> closing -> ended (0)
-    any of them -> an error of the library: ended (1), its traceback in the log
-    all but following -> longer than its limit: ended (1), the place where it hangs in the log
+    any state -> an error of the library: ended (1), its traceback in the log
+    any state but following -> over its time limit: ended (1), with the hanging stack in the log
 
-Standard input begins with the `TrackedRun` in a line, and ends when the driver ends, however that happens. The driver's
-own limit at its end is `CLOSE_S`; the limit here is for a driver that is not there any more.
+The first line of standard input is the `TrackedRun`; standard input ends when the driver ends, for whatever reason. The
+driver itself waits `CLOSE_S` at its end; the limit here is needed when the driver is gone.
 """
 
 import faulthandler
@@ -26,15 +26,15 @@ from streamppo.telemetry.tracking.trackers.build import build
 from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
 POLL_S = 1.0
-"""Seconds between two looks at the file."""
+"""Seconds between two reads of the file."""
 OPEN_S, SEND_S, CLOSE_S = 120.0, 60.0, 20.0
-"""Limits: the library's import and its begin, one hand-over of points, and all that is left to do at the end."""
+"""Time limits: the library's import and start, one call of `send`, and all remaining work at the end."""
 NICENESS = 10
 STDIN = 0
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """The content of trackers/KIND.json: bytes of metrics.jsonl that are sent, the newest version, the tracker's id."""
+    """The content of trackers/KIND.json: the tracker's id, the sent bytes of metrics.jsonl, and the newest version."""
 
     id: str = ""
     sent: int = 0
@@ -42,17 +42,17 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Follow the run of the first line of standard input."""
+    """Follow the run given in the first line of standard input."""
     os.nice(NICENESS)
     run = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrackedRun)
     follow(run)
     sys.stderr.flush()
-    # Libraries may wait for a server when Python ends.
+    # At a normal exit a library may wait for its server.
     os._exit(0)
 
 
 def follow(run: TrackedRun) -> None:
-    """Send everything that comes, and close the tracker when standard input has ended."""
+    """Send all lines, and close the tracker once standard input has ended."""
     path = progress_path(Path(run.folder), run.kind)
     progress = msgspec.json.decode(path.read_bytes(), type=Progress) if path.is_file() else Progress()
     with _limit(OPEN_S):
@@ -70,32 +70,32 @@ def follow(run: TrackedRun) -> None:
 
 
 def progress_path(folder: Path, kind: Kind) -> Path:
-    """The file that says how far a tracker of the run in `folder` has come."""
+    """The progress file of a tracker of the run in `folder`."""
     return folder / "trackers" / f"{kind}.json"
 
 
 def _send(tracker: Tracker, follower: ResumedReader, points: Points) -> bool:
     """Send the next lines; False if there are none."""
     before, look = follower.sent, follower.look()
-    if found := list(points.make(look.lines, look.written_s)):
-        tracker.send(found)
+    if new_points := list(points.make(look.lines, look.written_s)):
+        tracker.send(new_points)
     return follower.sent != before
 
 
 def _save(path: Path, progress: Progress) -> None:
-    # It is not flushed: that would cost the queue's journal its time. After a power cut some lines are sent again.
+    # Not flushed, which would slow the queue's journal down; after a power cut some lines are sent again.
     durable.aside(path).write_bytes(msgspec.json.encode(progress))
     os.replace(durable.aside(path), path)
 
 
 def _has_ended(wait_s: float) -> bool:
-    """Wait so long, or until standard input has ended; the driver writes nothing more to it."""
+    """Wait for `wait_s` or the end of standard input; the driver writes only its first line."""
     return bool(select.select([STDIN], [], [], wait_s)[0])
 
 
 @contextmanager
 def _limit(seconds: float) -> Generator[None]:
-    """End the process if the block takes longer: by a thread that no library can keep from running."""
+    """End the process if the block takes longer, from a C thread that a hanging library cannot block."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The same gauges as Ray's own metrics: the nodes of a cluster give them to its Prometheus, as ray_streamppo_...
+"""The gauges as Ray's metrics: a cluster's nodes export them to its Prometheus, as ray_streamppo_...
 
-Ray sends them beside the run; nothing here waits. It forgets a gauge that was not set for some time, such as the
-accuracy between two evaluations: with every line all of them are set again.
+Ray sends them asynchronously; nothing here waits. Ray drops a gauge that was not set for some time, such as the
+accuracy between two evaluations, so every line sets all gauges again.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class RayGauges:
-    """The gauges of the run with the name `run`. Ray must run once there are numbers."""
+    """The gauges of the run named `run`. Ray must be running before the first line with numbers."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -28,7 +28,7 @@ class RayGauges:
         self._lost = False
 
     def line(self, line: Line) -> None:
-        """Set the gauges of a line; the first error that Ray has with them ends that."""
+        """Set the gauges of a line; after Ray's first error do nothing more."""
         if self._lost:
             return
         try:

@@ -1,10 +1,10 @@
-"""The driver's side of trackers: it starts their processes, looks at them, and waits for them at its end, so long.
+"""The driver's side of trackers: it starts their processes, checks them, and waits for them for `END_S` at its end.
 
-    running -> lost      its process has ended: one warning, with the reason that its log has
+    running -> lost      its process has ended: one warning, with the reason from its log
             -> late      at the end it has not ended within `END_S`: killed, one warning
             -> ended
 
-A resumed run sends the lines that a tracker has not got: metrics.jsonl has them.
+A resumed run sends the lines that a tracker lacks; they are in metrics.jsonl.
 """
 
 import logging
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from streamppo.telemetry.tracking.ray_metrics import RayGauges
 
 END_S = process.CLOSE_S
-"""Seconds that a run waits for all of its trackers at its end."""
+"""Seconds that a run waits for all its trackers at its end."""
 HANGS = "Timeout ("
-"""The begin of the lines that faulthandler writes."""
+"""The beginning of faulthandler's lines about a timeout."""
 
 log = logging.getLogger(__name__)
 
 
 class Sinks:
-    """The trackers of the run in `folder`, as `config` wants them."""
+    """The trackers of the run in `folder` according to `config`."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -48,24 +48,24 @@ class Sinks:
         self._gauges = _gauges(config, self._folder.name)
 
     def line(self, line: Line) -> None:
-        """Take in an event of the run; processes read it from the file."""
+        """Set Ray's gauges from an event of the run; the processes read it from the file."""
         if self._gauges is not None:
             self._gauges.line(line)
 
     def check(self) -> None:
-        """Warn of trackers whose process has ended."""
-        for kind, one in list(self._processes.items()):
-            if one.poll() is not None:
+        """Warn about trackers whose process has ended."""
+        for kind, child in list(self._processes.items()):
+            if child.poll() is not None:
                 self._give_up(kind, self._reason(kind))
 
     def close(self) -> None:
-        """Let all trackers send what is left, and end those that take too long. Later calls change nothing."""
-        for one in self._processes.values():
-            _hang_up(one)
+        """Let all trackers send the remaining lines, and kill the late ones. Later calls do nothing."""
+        for child in self._processes.values():
+            _hang_up(child)
         deadline = time.monotonic() + END_S
-        for kind, one in list(self._processes.items()):
+        for kind, child in list(self._processes.items()):
             try:
-                code = one.wait(max(0.0, deadline - time.monotonic()))
+                code = child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._give_up(kind, f"it has not taken the last lines within {END_S:g} s")
                 continue
@@ -74,34 +74,36 @@ class Sinks:
         self._processes = {}
 
     def _start(self, run: TrackedRun) -> "subprocess.Popen[bytes]":
-        """Start a process in a session of its own: Ctrl-C is for the driver, which then lets it end."""
+        """Start a process in its own session, so that Ctrl-C reaches only the driver, which then lets it finish."""
         path = self._log(run.kind)
         for folder in (path.parent, process.progress_path(self._folder, run.kind).parent):
             folder.mkdir(exist_ok=True)
         with path.open("wb") as output:
             command = [sys.executable, "-m", process.__name__]
-            one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+            child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            )
         with suppress(BrokenPipeError):
-            assert one.stdin is not None
-            one.stdin.write(msgspec.json.encode(run) + b"\n")
-            one.stdin.flush()
-        return one
+            assert child.stdin is not None
+            child.stdin.write(msgspec.json.encode(run) + b"\n")
+            child.stdin.flush()
+        return child
 
     def _give_up(self, kind: Kind, reason: str) -> None:
-        one = self._processes.pop(kind)
-        # A library's own processes too.
+        child = self._processes.pop(kind)
+        # The group includes the library's own processes.
         with suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)
-        one.wait()
-        _hang_up(one)
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        _hang_up(child)
         log.warning("%s is given up, the run goes on without it: %s; %s has more", kind, reason, self._log(kind))
 
     def _reason(self, kind: Kind) -> str:
-        """Find the reason in the log of a process that has ended: its error, or that it hung."""
+        """The reason from the log of an ended process: its error, or that it hung."""
         with suppress(OSError):
-            said = self._log(kind).read_text(errors="replace").strip().splitlines()
-            hung = any(text.startswith(HANGS) for text in said)
-            return "it gave no answer in time" if hung else " ".join(said[-1:]) or "its process has ended"
+            lines = self._log(kind).read_text(errors="replace").strip().splitlines()
+            hung = any(text.startswith(HANGS) for text in lines)
+            return "it gave no answer in time" if hung else " ".join(lines[-1:]) or "its process has ended"
         return "its process has ended"
 
     def _log(self, kind: Kind) -> Path:
@@ -115,12 +117,12 @@ def _hang_up(one: "subprocess.Popen[bytes]") -> None:
 
 
 def runs(config: Config, folder: Path) -> list[TrackedRun]:
-    """Tell every tracker that has a process of its own of the run in `folder`."""
+    """A `TrackedRun` of the run in `folder` for every tracker with a process of its own."""
     telemetry, values = config.telemetry, diff.fields(config)
-    found = [TrackedRun(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
+    tracked = [TrackedRun(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
     if isinstance(telemetry.prometheus, Endpoint):
-        found.append(TrackedRun("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
-    return found
+        tracked.append(TrackedRun("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
+    return tracked
 
 
 def _gauges(config: Config, name: str) -> "RayGauges | None":

@@ -1,4 +1,4 @@
-"""The pipeline of a run over time: who waits for whom, the queue, the lag, and the newest updates one by one."""
+"""The pipeline of a run over time: waiting of learner and engines, the queue, the lag, and the newest updates."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from streamppo.telemetry.report.plot import Curve, Histogram, Point
 from streamppo.telemetry.report.view import View
 
 NEWEST = 20
-"""Updates of the timeline that shows each of them."""
+"""Updates in the timeline of the newest updates."""
 
 
 class StageView(NamedTuple):
@@ -36,7 +36,7 @@ class Actor(NamedTuple):
 
 
 def stages(state: RunState) -> list[StageView]:
-    """The four stages in the order in which tokens, and then weights, go through them."""
+    """The four stages in the order of the data: rollout, queue, learner, weights."""
     versions = sorted({engine.newest["version"] for engine in state.engines.values()})
     count = len(state.engines)
     spread = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
@@ -59,33 +59,33 @@ def stages(state: RunState) -> list[StageView]:
 
 
 def waits(state: RunState) -> str:
-    """Say who waits for whom; empty before the first update."""
+    """Describe which of learner and engines waits; empty before the first update."""
     learner = state.learner_waits
     return "" if learner is None else verdict(learner, state.engines_idle or 0.0)
 
 
 def actors(lines: Sequence[Line]) -> list[Actor]:
-    """The rollout actors that have told of themselves in the newest part of the run."""
+    """The rollout actors with a line in the newest part of the run."""
     newest = {stretch.line["engine"]: stretch for stretch in timeline.stretches(_newest_part(lines))}
     return [
-        Actor(name, f"{one.line['version']:,}", _whole(one.tokens_per_s), f"{one.idle:.0%}")
-        for name, one in sorted(newest.items())
+        Actor(name, f"{last.line['version']:,}", _whole(last.tokens_per_s), f"{last.idle:.0%}")
+        for name, last in sorted(newest.items())
     ]
 
 
 def charts(lines: Sequence[Line]) -> list[Chart]:
     """The charts that have data."""
-    found = [_waiting(lines), _queue(lines), _lag(lines)]
-    return [chart for chart in found if chart.drawing]
+    all_charts = [_waiting(lines), _queue(lines), _lag(lines)]
+    return [chart for chart in all_charts if chart.drawing]
 
 
 def newest_updates(one: View) -> Markup:
-    """Draw the timeline of the newest updates alone."""
+    """Draw the timeline of the newest updates."""
     updates = [line for line in one.lines if "update" in line][-NEWEST:]
     if not updates:
         return Markup("")
     begin_s = timeline.asked_s(updates[0])
-    # A rollout actor's time goes on from its line before.
+    # A rollout actor's interval starts at its previous line, so all its lines are needed.
     part = [line for line in one.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
     return plot.timeline(view.events(View(one.name, part)), begin_s)
 
@@ -99,7 +99,7 @@ def _waiting(lines: Sequence[Line]) -> Chart:
         for line in lines
         if "update" in line and line["update_s"] > 0
     ]
-    engines = [(one.line["wall_s"], one.idle) for one in timeline.stretches(lines)]
+    engines = [(stretch.line["wall_s"], stretch.idle) for stretch in timeline.stretches(lines)]
     text = "share of its time: the learner without a batch, a rollout actor without anything to decode"
     curves = [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)]
     return _chart("Who waits", curves, "share of time", text)

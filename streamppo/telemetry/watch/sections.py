@@ -1,4 +1,4 @@
-"""The parts of the live page that are made anew as a run goes on, each as HTML. Text of a run is escaped."""
+"""The sections of the live page that are rendered again during a run, as HTML. Text of a run is escaped."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -25,13 +25,13 @@ FIRST = (
     "Clip fraction",
     "Length",
 )
-"""The charts that are shown at once; the others unfold."""
+"""The charts that are always shown; the others unfold."""
 RESTARTS = 50
-"""Restarts that are shown; the newest."""
+"""Newest restarts shown."""
 
 
 class RunView(NamedTuple):
-    """A run as the page shows it. `condition` is one word about it, such as running or killed."""
+    """A run for the page. `condition` is one word, such as running or killed."""
 
     view: View
     state: RunState
@@ -50,15 +50,15 @@ class _Macros(Protocol):
 
 
 def environment() -> Environment:
-    """The templates of the page, and those that it shares with the report."""
-    found = Environment(loader=FileSystemLoader([HERE, Path(page.__file__).parent]), autoescape=True)
-    found.globals |= {
+    """The templates of the page, and the ones shared with the report."""
+    jinja = Environment(loader=FileSystemLoader([HERE, Path(page.__file__).parent]), autoescape=True)
+    jinja.globals |= {
         "actors": pipeline.actors,
         "stages": pipeline.stages,
         "waits": pipeline.waits,
         "pipeline_charts": pipeline.charts,
         "newest_updates": pipeline.newest_updates,
-        "timeline": lambda one: plot.timeline(view.events(one)),
+        "timeline": lambda run_view: plot.timeline(view.events(run_view)),
         "lags": page.lags,
         "ledger": view.ledger,
         "lengths": view.lengths,
@@ -66,15 +66,15 @@ def environment() -> Environment:
         "in_short": view.condition_word,
         "signs": view.signs,
     }
-    return found
+    return jinja
 
 
 MACROS = cast(_Macros, environment().get_template("sections.html").module)
 
 
 def sections(runs: Sequence[RunView]) -> dict[str, str]:
-    """The HTML of every section by its name: about the first of the runs, with the curves of all of them."""
-    first, views = runs[0], [one.view for one in runs]
+    """The HTML of every section by name: about the first run, with the curves of all runs."""
+    first, views = runs[0], [run.view for run in runs]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
         "head": lambda: MACROS.head(first, _left(first)),
@@ -93,12 +93,12 @@ def _is_first(chart: page.Chart) -> bool:
 
 
 def _restarts(one: View) -> list[RestartLine]:
-    """The newest restarts, the last one first."""
+    """The newest restarts, the newest first."""
     return [line for line in one.lines if "restart" in line][-RESTARTS:][::-1]
 
 
 def _rows(one: RunView) -> list[NamedNumber]:
-    """The headline, with speeds of this moment while the run goes on."""
+    """The headline numbers, with present speeds while the run goes on."""
     rows = [row for row in view.headline(one.view) if row.name != "outcome"]
     if one.condition != "running":
         return rows
@@ -112,6 +112,6 @@ def _rows(one: RunView) -> list[NamedNumber]:
 
 
 def _left(one: RunView) -> str:
-    """The time that a running run still takes, at its present pace."""
+    """The remaining time of a running run at its present speed."""
     seconds = one.state.seconds_left
     return f"about {view.duration(seconds)} left" if seconds and one.condition == "running" else ""

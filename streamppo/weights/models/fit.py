@@ -1,7 +1,7 @@
-"""Compares the files of a model with the model that its configuration describes, before a weight is read.
+"""Compares a model's files with the model that its configuration describes, before a weight is read.
 
-transformers itself loads tensors without memory, of the names, types and shapes in the files, into a model without
-memory: whatever it renames, joins or ignores, its report is that of the real load.
+transformers loads tensors on the meta device, with the names, dtypes and shapes of the files, into a model on the meta
+device. So its report is that of the real load, whatever it renames, joins or ignores.
 """
 
 import difflib
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
-"""The class of transformers that makes a model."""
+"""The transformers class of a model."""
 Shape: TypeAlias = tuple[int, ...]
 SHOWN = 3
-"""Tensors that a message names."""
+"""Most tensors named in a message."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of weights by safetensors' names; all others are those of buffers, and count alike here."""
+"""Dtypes of weights by their names in safetensors; other dtypes are of buffers, and all count as float32 here."""
 NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 """The number of a layer in a tensor's name."""
 
 
 class Report(NamedTuple):
-    """Tensors that do not fit: by their names in the model, or in the files where these are known."""
+    """Tensors that do not fit, by their names in the files if known, else by those in the model."""
 
     missing: Collection[str] = ()
     unexpected: Collection[str] = ()
@@ -43,7 +43,7 @@ class Report(NamedTuple):
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def of_body(self, prefix: str, kind: Kind, *, body: bool) -> "Report":
-        """Leave out what is not asked for: with `body` everything but the transformer, and a classifier's old head."""
+        """Drop entries that are not needed: with `body` all outside the transformer, else a classifier's old head."""
 
         def is_inside(name: str) -> bool:
             return not prefix or name.startswith(f"{prefix}.")
@@ -57,35 +57,35 @@ class Report(NamedTuple):
 
 
 def check(here: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCausalLM", *, body: bool = False) -> int:
-    """Compare the files at `here` with the model of `config`; returns how many tensors there are.
+    """Compare the files at `here` with the model of `config`; returns the number of tensors in the files.
 
-    With `body` its transformer alone has to be there: a critic brings a head of its own. Raises `ModelError` with the
-    names of tensors that are missing, unexpected or of other shapes, and as `folder.check` does.
+    With `body` only the transformer must be there: a critic has its own head. Raises `ModelError` with the names of
+    tensors that are missing, unexpected or misshaped, and the errors of `folder.check`.
     """
-    found = _shapes(here)
-    tensors = dict(found)
+    shapes = _shapes(here)
+    tensors = dict(shapes)
     for head, embedding in pairs(config) if is_tied(config) else ():
         if head in tensors and embedding in tensors:
-            # Of equal values: transformers compares them, which takes memory.
+            # The values are equal, and transformers would compare them, which takes memory.
             tensors.pop(head)
     with naming(here), quiet():
-        made = _class(config, kind)
-        reported = _report(made, config, tensors)
-    reported = reported.of_body(made.base_model_prefix, kind, body=body)
+        model_class = _class(config, kind)
+        reported = _report(model_class, config, tensors)
+    reported = reported.of_body(model_class.base_model_prefix, kind, body=body)
     if reported:
-        refuse(here, config, _as_file_names(made, config, found, reported), found)
-    return len(found)
+        refuse(here, config, _as_file_names(model_class, config, shapes, reported), shapes)
+    return len(shapes)
 
 
 def report(info: Mapping[str, object]) -> Report:
-    """Read the report of a load by transformers."""
+    """Convert transformers' report of a load."""
     missing, unexpected = (cast("set[str]", info[name]) for name in ("missing_keys", "unexpected_keys"))
     shapes = cast("set[tuple[str, Shape, Shape]]", info["mismatched_keys"])
     return Report(missing, unexpected, {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in shapes})
 
 
 def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Collection[str]) -> None:
-    """Raise `ModelError` for what is `reported` of the files at `here`, which have the names `found`."""
+    """Raise `ModelError` with the `reported` tensors of the files at `here`, whose tensors have the names `found`."""
     folder.refuse_names(here, found)
     sentences = list(_sentences(config, reported, found))
     more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
@@ -97,7 +97,7 @@ def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Coll
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep transformers from writing its reports to the log: whoever raises one says it in a sentence."""
+    """Keep transformers from logging its load reports in the block: our errors say the same in a sentence."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -110,14 +110,14 @@ def quiet() -> Generator[None]:
 
 
 def not_finite(here: Path) -> str:
-    """Name the first tensor of the files at `here` that has a NaN or an infinity; empty if there is none."""
+    """The name of the first tensor in the files at `here` with a NaN or an infinity; empty if there is none."""
     from safetensors import safe_open
 
-    if (found := folder.check(here)) is None:
+    if (stored := folder.check(here)) is None:
         return first_not_finite(headers.pickle_tensors(here))
-    for file in sorted({one.file for one in found.values()}):
+    for file in sorted({header.file for header in stored.values()}):
         with safe_open(file, framework="pt") as opened:
-            names = [name for name, one in found.items() if one.file == file]
+            names = [name for name, header in stored.items() if header.file == file]
             first = next((name for name in names if first_not_finite({name: opened.get_tensor(name)})), "")
         if first:
             return first
@@ -126,10 +126,10 @@ def not_finite(here: Path) -> str:
 
 @torch.no_grad()
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Name the first of `tensors` that has a NaN or an infinity; empty if there is none."""
-    for name, one in tensors.items():
-        # One pass and no memory: both are NaN if any entry is.
-        if one.is_floating_point() and one.numel() and not torch.stack(torch.aminmax(one)).isfinite().all():
+    """The name of the first of `tensors` with a NaN or an infinity; empty if there is none."""
+    for name, tensor in tensors.items():
+        # aminmax takes one pass and no memory, and returns NaN if any entry is NaN.
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             return name
     return ""
 
@@ -138,15 +138,15 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _shapes(here: Path) -> dict[str, Tensor]:
-    """Tensors without memory, as the files have them."""
-    found = folder.check(here)
-    if found is None:
+    """The tensors of the files, on the meta device."""
+    stored = folder.check(here)
+    if stored is None:
         pickled = headers.pickle_tensors(here, "meta")
         folder.refuse_names(here, pickled)
         return pickled
     return {
-        name: torch.empty(one.shape, dtype=DTYPES.get(one.dtype, torch.float32), device="meta")
-        for name, one in found.items()
+        name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta")
+        for name, header in stored.items()
     }
 
 
@@ -166,7 +166,7 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
-        # Experts that are not of one shape or number: the files' names tell which.
+        # The experts differ in shape or number: `_as_file_names` finds which from the names in the files.
         return Report(missing=["experts"])
     return report(loaded[1])
 
@@ -174,21 +174,23 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
 def _as_file_names(
     made: "type[PreTrainedModel]", config: "PretrainedConfig", found: Mapping[str, Tensor], reported: Report
 ) -> Report:
-    """Name what is `reported` as files do, if most of these have the names of transformers' own files."""
+    """Replace the names in `reported` by those in the files, if the files have most names that transformers saves."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         empty = made(config)
     heads = {head for head, _ in pairs(config)} if is_tied(config) else set[str]()
-    own = {name: one for name, one in empty.state_dict().items() if name not in heads}
-    wanted = revert_weight_conversion(empty, own)
-    if 2 * len(wanted.keys() & found.keys()) < len(wanted):
+    state = {name: tensor for name, tensor in empty.state_dict().items() if name not in heads}
+    expected = revert_weight_conversion(empty, state)
+    if 2 * len(expected.keys() & found.keys()) < len(expected):
         return reported
-    shapes = {name: (tuple(found[name].shape), tuple(one.shape)) for name, one in wanted.items() if name in found}
+    shapes = {
+        name: (tuple(found[name].shape), tuple(tensor.shape)) for name, tensor in expected.items() if name in found
+    }
     misshaped = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-    missing = sorted(wanted.keys() - found.keys())
+    missing = sorted(expected.keys() - found.keys())
     if reported.missing == ["experts"]:
-        return Report(missing, sorted(found.keys() - wanted.keys() - heads), misshaped)
+        return Report(missing, sorted(found.keys() - expected.keys() - heads), misshaped)
     if missing or misshaped or reported.unexpected:
         return Report(missing if reported.missing or reported.misshaped else (), reported.unexpected, misshaped)
     return reported
@@ -207,9 +209,9 @@ def _sentences(config: "PretrainedConfig", reported: Report, found: Collection[s
 
 def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> str:
     text = config.get_text_config()
-    layers, there = getattr(text, "num_hidden_layers", 0), _layers(found)
-    if there and (_layers(reported.unexpected) > layers or _layers(reported.missing) > there):
-        return f". num_hidden_layers is {layers} in config.json, and they have {there} layers"
+    layers, stored_layers = getattr(text, "num_hidden_layers", 0), _layers(found)
+    if stored_layers and (_layers(reported.unexpected) > layers or _layers(reported.missing) > stored_layers):
+        return f". num_hidden_layers is {layers} in config.json, and they have {stored_layers} layers"
     heads = {head for head, _ in pairs(config)}
     if heads & set(reported.missing):
         return ". Set tie_word_embeddings = true in config.json if the model's head is its embedding"
@@ -219,5 +221,5 @@ def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) 
 
 
 def _layers(names: Collection[str]) -> int:
-    """One more than the highest number of a layer in `names`."""
+    """The number of layers in `names`: the highest layer number plus one."""
     return max((1 + int(number[1]) for name in names if (number := NUMBERED.search(name))), default=0)

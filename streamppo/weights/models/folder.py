@@ -1,6 +1,6 @@
-"""Refuses a folder that is no model to train, by what lies in it: other formats, quantised weights, wrapped names.
+"""Refuses folders that have no trainable model: other formats, quantised weights, wrapped names.
 
-Neither torch nor transformers is needed.
+Needs neither torch nor transformers.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
+from streamppo import durable
 from streamppo.errors import ModelError
 from streamppo.weights.models import headers
 from streamppo.weights.models.headers import Headers
@@ -20,37 +21,40 @@ WRAPPERS = {
     "_forward_module": "Lightning",
     "pretrained_model": "TRL's AutoModelForCausalLMWithValueHead",
 }
-"""Parts of names that a wrapper of a module adds, and the wrapper."""
+"""Parts of tensor names that a module's wrapper adds, and the wrapper."""
 FIRST = {"module": "DistributedDataParallel or DeepSpeed", "base_model": "peft"}
-"""The same of wrappers whose word is a wrapper's only in front."""
+"""As `WRAPPERS`, for parts that indicate a wrapper only at the start of a name."""
 QUANTISED = ("qweight", "qzeros", "weight_scale", "weight_scale_inv", "weight_packed", "absmax", "quant_map", "g_idx")
 """Last parts of the names of tensors that belong to quantised weights."""
 NARROW = ("F8", "F4", "F6")
-"""The first letters of safetensors' names of types with less than 16 bits."""
+"""Prefixes of safetensors' names of dtypes with less than 16 bits."""
 INSIDE = ("*/config.json", "*/*/config.json", "snapshots/*/config.json")
-"""Places of a model's folder in the one that was named."""
+"""Patterns that find a model's folder inside the given one."""
 NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files that say how weights are quantised, beside config.json."""
+"""Files next to config.json that describe how weights are quantised."""
 
 
 def check(folder: Path) -> Headers | None:
-    """Look at a model's folder without reading a weight; returns the headers of its tensors, None of pickles.
+    """Check a model's folder without reading weights; returns the headers of its tensors, None for pickles.
 
-    Raises `ModelError` for another format, quantised weights, names in a wrapper, and as `headers.folder_headers` does.
+    Raises `ModelError` for another format, quantised weights or wrapped names, and the errors of
+    `headers.folder_headers`.
     """
     kind(folder)
-    found = headers.folder_headers(folder)
-    if found is not None:
-        refuse_names(folder, found)
-        quantised = [name for name, one in found.items() if one.dtype.startswith(NARROW) or name.endswith(QUANTISED)]
+    stored = headers.folder_headers(folder)
+    if stored is not None:
+        refuse_names(folder, stored)
+        quantised = [
+            name for name, header in stored.items() if header.dtype.startswith(NARROW) or name.endswith(QUANTISED)
+        ]
         if quantised:
-            dtype = found[quantised[0]].dtype
+            dtype = stored[quantised[0]].dtype
             raise ModelError(_quantisation(folder, f"{quantised[0]!r} of type {dtype} is of quantised weights"))
-    return found
+    return stored
 
 
 def kind(folder: Path) -> Mapping[str, object]:
-    """Read config.json. Raises `ModelError` unless it is the configuration of a model with whole weights."""
+    """Read config.json. Raises `ModelError` if it is missing or invalid, or of an adapter or of quantised weights."""
     adapter, path = folder / "adapter_config.json", folder / "config.json"
     if adapter.is_file():
         base = _base_of(adapter)
@@ -63,7 +67,7 @@ def kind(folder: Path) -> Mapping[str, object]:
         raise ModelError(_other_format(folder))
     headers.refuse_pointer(path)
     try:
-        content: object = json.loads(path.read_bytes())
+        content: object = json.loads(durable.read(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not the configuration of a model: {error}") from error
     if not isinstance(content, dict):
@@ -74,10 +78,10 @@ def kind(folder: Path) -> Mapping[str, object]:
 
 
 def refuse_quantised(folder: Path | str, settings: Mapping[str, object]) -> None:
-    """Raise `ModelError` if the configuration, or a file beside it, says that weights are quantised."""
+    """Raise `ModelError` if the configuration, or a file next to it, describes quantised weights."""
     for name in ("quantization_config", "compression_config"):
-        if found := settings.get(name):
-            method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
+        if value := settings.get(name):
+            method = cast("dict[str, object]", value).get("quant_method") if isinstance(value, dict) else None
             raise ModelError(_quantisation(folder, f"{name} of config.json says {method or 'so'}"))
     for name in NOTES_OF_QUANTISERS:
         if Path(folder, name).is_file():
@@ -85,19 +89,19 @@ def refuse_quantised(folder: Path | str, settings: Mapping[str, object]) -> None
 
 
 def refuse_names(folder: Path, names: Iterable[str]) -> None:
-    """Raise `ModelError` if most `names` are those of a wrapped module or of a model with adapters."""
+    """Raise `ModelError` if most `names` belong to a wrapped module, or any to an unmerged adapter."""
     parts = [name.split(".") for name in names]
-    inside = Counter(part for one in parts for part in set(one) & WRAPPERS.keys())
-    inside.update(one[0] for one in parts if one[0] in FIRST)
+    inside = Counter(part for path in parts for part in set(path) & WRAPPERS.keys())
+    inside.update(path[0] for path in parts if path[0] in FIRST)
     for part, count in inside.most_common(1):
         if 2 * count > len(parts):
-            example = next(".".join(one) for one in parts if part in one)
+            example = next(".".join(path) for path in parts if part in path)
             shown = "base_model.model." if part == "base_model" else f"{part}."
             raise ModelError(
                 f"{folder}: its tensors have {shown!r} in their names ({example!r}), which {(WRAPPERS | FIRST)[part]} "
                 "adds: save the model inside of the wrapper (its own `save_pretrained`), or take that out of the names"
             )
-    adapted = [".".join(one) for one in parts if "lora_A" in one or "base_layer" in one]
+    adapted = [".".join(path) for path in parts if "lora_A" in path or "base_layer" in path]
     if adapted:
         raise ModelError(
             f"{folder}: {adapted[0]!r} is of adapters that are not merged: `merge_and_unload()`, then save"
@@ -106,7 +110,7 @@ def refuse_names(folder: Path, names: Iterable[str]) -> None:
 
 def _base_of(adapter: Path) -> str:
     try:
-        content: object = json.loads(adapter.read_bytes())
+        content: object = json.loads(durable.read(adapter))
     except (OSError, ValueError, RecursionError):
         return ""
     base = cast("dict[str, object]", content).get("base_model_name_or_path") if isinstance(content, dict) else None
@@ -124,7 +128,7 @@ def _other_format(folder: Path) -> str:
     ):
         if next(folder.glob(pattern), None) is not None:
             return f"{folder} {text}"
-    inner = next((path.parent for one in INSIDE for path in sorted(folder.glob(one))), None)
+    inner = next((path.parent for subfolder in INSIDE for path in sorted(folder.glob(subfolder))), None)
     return f"{folder}: no config.json: it is no model's folder" + (f"; {inner} may be meant" if inner else "")
 
 

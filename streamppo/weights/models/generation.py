@@ -1,7 +1,7 @@
-"""The generation settings of a model, without what transformers refuses to read or to write.
+"""The generation settings of a model, without those that transformers refuses to read or to write.
 
-transformers writes none that has a temperature and does not sample, as many published ones do; so it would be known
-only when training is over.
+For example, transformers refuses to save settings that have a temperature but do not sample, which many published
+models have. Without this check the error would only appear when training is over.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from streamppo import durable
 from streamppo.weights.models.settings import REFUSALS, local_folder
 
 if TYPE_CHECKING:
@@ -16,26 +17,26 @@ if TYPE_CHECKING:
 
 FILE = "generation_config.json"
 SWITCHES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
-"""Settings that say which others mean something: they are taken first."""
+"""Settings that decide whether others apply; they are validated first."""
 
 
 class Generation(NamedTuple):
-    """Settings that transformers writes and reads, and a sentence about each that is left out."""
+    """Settings that transformers reads and writes, and a sentence about each setting that is left out."""
 
     config: "GenerationConfig"
     notes: tuple[str, ...]
 
 
 def read_settings(path: str | Path) -> Generation:
-    """Read the generation settings of the model at `path`, as far as transformers takes them; never an error."""
+    """Read the generation settings of the model at `path` that transformers accepts; never raises for bad ones."""
     from transformers import GenerationConfig
 
-    here = local_folder(path)
-    file = None if here is None else here / FILE
+    folder = local_folder(path)
+    file = None if folder is None else folder / FILE
     if file is None or not file.is_file():
         return Generation(GenerationConfig(), ())
     try:
-        content: object = json.loads(file.read_bytes())
+        content: object = json.loads(durable.read(file))
     except (OSError, ValueError, RecursionError) as error:
         return Generation(GenerationConfig(), (f"{FILE} is left out: {error}",))
     if not isinstance(content, dict):
@@ -44,34 +45,34 @@ def read_settings(path: str | Path) -> Generation:
 
 
 def _drop_refused(wanted: Mapping[str, object]) -> Generation:
-    """Take one setting after the other; leave out each that transformers refuses beside those before it.
+    """Add one setting after another; leave out each one that transformers refuses in addition to the kept ones.
 
     Example: `do_sample = false`, `temperature = 0.6`, `eos_token_id = 2` keeps the first and the third.
     """
     whole = _validate(wanted)
     if not isinstance(whole, str):
         return Generation(whole, ())
-    kept: dict[str, object] = {}
+    accepted: dict[str, object] = {}
     notes: list[str] = []
     for name in sorted(wanted, key=lambda name: name not in SWITCHES):
-        made = _validate({**kept, name: wanted[name]})
-        if isinstance(made, str):
+        validated = _validate({**accepted, name: wanted[name]})
+        if isinstance(validated, str):
             notes.append(f"{name} = {json.dumps(wanted[name])} of {FILE} is left out: transformers does not save it")
         else:
-            kept[name] = wanted[name]
-    made = _validate(kept)
-    assert not isinstance(made, str), "each setting was taken beside those before"
-    return Generation(made, tuple(notes))
+            accepted[name] = wanted[name]
+    validated = _validate(accepted)
+    assert not isinstance(validated, str), "each setting was taken beside those before"
+    return Generation(validated, tuple(notes))
 
 
 def _validate(settings: Mapping[str, object]) -> "GenerationConfig | str":
-    """Make settings of a table as transformers does, or say why it refuses to save them."""
+    """The settings as transformers' object, or its reason to refuse them."""
     from transformers import GenerationConfig
 
     try:
-        made = GenerationConfig.from_dict(dict(settings))
-        made.validate(strict=True)
-        json.loads(made.to_json_string())
+        config = GenerationConfig.from_dict(dict(settings))
+        config.validate(strict=True)
+        json.loads(config.to_json_string())
     except REFUSALS as error:
         return str(error) or type(error).__name__
-    return made
+    return config

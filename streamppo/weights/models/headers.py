@@ -1,12 +1,12 @@
-"""The tensors of a model folder by the first bytes of its files: names, types, shapes and places.
+"""The tensors of a model folder from the headers of its files: names, dtypes, shapes and offsets.
 
-Only pickles need torch.
+Needs torch only for pickles.
 
     model.safetensors                   one file
-    model.safetensors.index.json        parts, and the part of each tensor
-    pytorch_model.bin, .bin.index.json  pickles, whose names torch alone can read
+    model.safetensors.index.json        several parts; the index has the part of each tensor
+    pytorch_model.bin, .bin.index.json  pickles, which only torch can read
 
-transformers takes the first of these that is there, and so does this file.
+Like transformers, this module uses the first of these that exists.
 """
 
 import json
@@ -17,6 +17,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, NamedTuple, cast
 from zipfile import is_zipfile
 
+from streamppo import durable
 from streamppo.errors import ModelError
 
 if TYPE_CHECKING:
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LFS = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of a pointer of git-LFS, which stands where a file should be."""
+"""The first bytes of a git-LFS pointer in place of a file."""
 LARGEST_HEADER = 100_000_000
-"""Bytes of a header of safetensors at most, as its own library has it."""
+"""Most bytes of a safetensors header, the limit of its own library."""
 
 
 class Header(NamedTuple):
-    """A tensor in a file: its type by safetensors' name, its shape, and its bytes from `begin` to `end`."""
+    """A tensor in a file: its dtype by safetensors' name, its shape, and its byte range `begin` to `end`."""
 
     file: Path
     dtype: str
@@ -44,33 +45,33 @@ Headers = Mapping[str, Header]
 
 
 def folder_headers(folder: Path) -> dict[str, Header] | None:
-    """Read the headers of a folder's safetensors files; None for a folder that has pickles alone.
+    """Read the headers of a folder's safetensors files; None for a folder with pickles only.
 
-    Raises `ModelError` for a file that is missing, damaged, or a pointer of git-LFS, and for an index that lies.
+    Raises `ModelError` for a file that is missing, damaged or a git-LFS pointer, and for a wrong index.
     """
     files = weight_files(folder)
     if files[0].suffix == ".bin":
         for file in files:
             refuse_pointer(file)
         return None
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     for file in files:
         for name, header in file_header(file).items():
-            if name in found:
-                raise ModelError(f"{folder}: {name!r} is in {found[name].file.name} and in {file.name}")
-            found[name] = header
+            if name in headers:
+                raise ModelError(f"{folder}: {name!r} is in {headers[name].file.name} and in {file.name}")
+            headers[name] = header
     if not (folder / SINGLE).is_file():
-        _compare(folder / INDEX, found)
-    return found
+        _compare(folder / INDEX, headers)
+    return headers
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell if a folder has a file of weights or an index of several, whatever is in it."""
+    """True if a folder has a file of weights or an index, whatever its content."""
     return any((folder / name).exists() for name in (SINGLE, INDEX, PICKLE, PICKLE_INDEX))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Name the files that transformers reads weights from. Raises `ModelError` if there are none, or if one is missing.
+    """The files from which transformers reads weights. Raises `ModelError` if there are none, or if one is missing.
 
     They may be links, as in the hub's cache.
     """
@@ -83,10 +84,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the part of each tensor. Raises `ModelError` for a file that is no index."""
+    """Read the file name of each tensor's part. Raises `ModelError` for a file that is no index."""
     refuse_pointer(index)
     try:
-        content: object = json.loads(index.read_bytes())
+        content: object = json.loads(durable.read(index))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{index}: not an index of weights: {error}") from error
     named = cast("Mapping[str, object]", content).get("weight_map") if isinstance(content, dict) else None
@@ -107,7 +108,7 @@ def _parts(index: Path) -> list[Path]:
 
 
 def _compare(index: Path, found: Headers) -> None:
-    """Raise `ModelError` if the index names a tensor that its part has not."""
+    """Raise `ModelError` if the index names a tensor that is not in its part."""
     for name, part in weight_map(index).items():
         if name not in found or found[name].file.name != part:
             elsewhere = f" ({found[name].file.name} has it)" if name in found else ""
@@ -118,61 +119,61 @@ def _compare(index: Path, found: Headers) -> None:
 
 
 def file_header(file: Path) -> dict[str, Header]:
-    """Read the header of a safetensors file. Raises `ModelError` if it is damaged or cut off."""
+    """Read the header of a safetensors file. Raises `ModelError` if it is damaged or truncated."""
     refuse_pointer(file)
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
+        with durable.reading(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
                 raise ValueError(f"its first bytes are no header ({size:,} bytes in all)")
             content: object = json.loads(opened.read(length))
-        found = dict(_tensors(file, content, 8 + length))
+        headers = dict(_tensors(file, content, 8 + length))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         text = f"{file}: not a file of safetensors: {error}; copy or download it again"
         raise ModelError(text) from error
-    if (end := max((one.end for one in found.values()), default=8 + length)) != size:
+    if (end := max((header.end for header in headers.values()), default=8 + length)) != size:
         raise ModelError(f"{file}: {size:,} bytes, and its header says {end:,}: copy or download it again")
-    return found
+    return headers
 
 
 def _tensors(file: Path, content: object, first: int) -> Iterator[tuple[str, Header]]:
     if not isinstance(content, dict):
         raise TypeError("its header is no table")
-    for name, one in cast("dict[str, dict[str, object]]", content).items():
+    for name, entry in cast("dict[str, dict[str, object]]", content).items():
         if name != "__metadata__":
-            begin, end = cast("list[int]", one["data_offsets"])
-            shape = tuple(cast("list[int]", one["shape"]))
-            yield name, Header(file, str(one["dtype"]), shape, first + begin, first + end)
+            begin, end = cast("list[int]", entry["data_offsets"])
+            shape = tuple(cast("list[int]", entry["shape"]))
+            yield name, Header(file, str(entry["dtype"]), shape, first + begin, first + end)
 
 
 def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
-    """The tensors of a folder's pickles, mapped and not read; on "meta" names, types and shapes alone.
+    """The tensors of a folder's pickles, memory-mapped and not read; on "meta" only names, dtypes and shapes.
 
     Raises `ModelError` for a pickle of anything but tensors.
     """
     import torch
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         refuse_pointer(file)
         try:
-            # A file of before torch 1.6 cannot be mapped.
+            # A file from before torch 1.6 is no zip file and cannot be mapped.
             with warnings.catch_warnings(action="ignore"):
                 content: object = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             text = " ".join(str(error).split())[:200]
             raise ModelError(f"{file}: not a pickle of tensors: {text}; save the model as safetensors") from error
-        if not isinstance(content, dict) or not all(isinstance(one, torch.Tensor) for one in content.values()):
+        if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
             raise ModelError(f"{file}: a pickle of more than tensors by their names: save the model as safetensors")
-        found |= cast("dict[str, Tensor]", content)
-    return found
+        tensors |= cast("dict[str, Tensor]", content)
+    return tensors
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise `ModelError` if a pointer of git-LFS stands where `file` should be, or if it cannot be read."""
+    """Raise `ModelError` if `file` is only a git-LFS pointer, or cannot be read."""
     try:
-        with file.open("rb") as opened:
+        with durable.reading(file) as opened:
             first = opened.read(len(LFS))
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error

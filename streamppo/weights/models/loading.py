@@ -1,4 +1,4 @@
-"""Loads a model of transformers with all of its weights, or says which of them are not in its files."""
+"""Loads a transformers model with all of its weights; the error names the weights that are not in its files."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LoadedModel(NamedTuple):
-    """A model in evaluation mode, and the parameters that are not in its files: of a critic's head alone."""
+    """A model in evaluation mode, and the names of parameters not in its files: only those of a critic's head."""
 
     model: Any
     new: Collection[str] = ()
@@ -30,15 +30,15 @@ def load(
     attention: str | None = None,
     body: bool = False,
 ) -> LoadedModel:
-    """Load the model at `path`, a folder or a name on the hub, in `dtype`, with transformers' `attention`.
+    """Load the model at `path`, a folder or a hub name, in `dtype`, with transformers' `attention` implementation.
 
-    With `body` its transformer alone has to be in the files. Raises `ModelError` for a
-    tensor that is missing, unexpected, of another shape or not finite, and for everything that transformers refuses.
+    With `body` only the transformer must be in the files. Raises `ModelError` for a tensor that is missing, unexpected,
+    misshaped or not finite, and for everything that transformers refuses.
     """
     import transformers
 
-    here, config = fetch(path), settings(path)
-    fit.check(here, config, kind, body=body)
+    folder, config = fetch(path), settings(path)
+    fit.check(folder, config, kind, body=body)
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
     with naming(path), fit.quiet():
         model, info = getattr(transformers, kind).from_pretrained(
@@ -52,7 +52,7 @@ def load(
         )
     reported = fit.report(info)
     if inside := reported.of_body(model.base_model_prefix, kind, body=body):
-        fit.refuse(here, config, inside, ())
+        fit.refuse(folder, config, inside, ())
     if kind == "AutoModelForCausalLM":
         _compare_ties(path, config, model)
     if name := fit.first_not_finite(dict(model.named_parameters())):
@@ -61,9 +61,9 @@ def load(
 
 
 def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False) -> Any:
-    """Make the modules of the model at `path`, whose weights are random: config.json is enough.
+    """Make the modules of the model at `path` with random weights, from its config.json only.
 
-    `untied` is that of `settings`. Raises `ModelError`.
+    `untied` is passed to `settings`. Raises `ModelError`.
     """
     import transformers
 
@@ -74,12 +74,12 @@ def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False)
 
 
 def not_finite(path: str | Path, name: str) -> str:
-    """Return the sentence about a tensor of a model that is not finite."""
+    """The error message for a tensor of a model that is not finite."""
     return f"the model {str(path)!r} has NaN or infinity in {name!r}: its weights are those of a run that diverged"
 
 
 def fetch(path: str | Path) -> Path:
-    """Find the folder of a model, which comes from the hub if it is a name there. Raises `ModelError`."""
+    """The folder of a model; a model with a hub name is downloaded first. Raises `ModelError`."""
     if Path(path).is_dir():
         return Path(path)
     from transformers.utils import cached_file
@@ -92,14 +92,14 @@ def fetch(path: str | Path) -> Path:
         for single, index in ((headers.SINGLE, headers.INDEX), (headers.PICKLE, headers.PICKLE_INDEX)):
             if cached_file(str(path), single, **lenient):
                 break
-            if found := cached_file(str(path), index, **lenient):
-                get_checkpoint_shard_files(str(path), found)
+            if cached := cached_file(str(path), index, **lenient):
+                get_checkpoint_shard_files(str(path), cached)
                 break
     return Path(config).parent
 
 
 def _compare_ties(path: str | Path, config: "PretrainedConfig", model: Any) -> None:
-    """Raise `ModelError` if transformers has decided in another way than `settings`."""
+    """Raise `ModelError` if transformers has tied a head, or not, in disagreement with `settings`."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     for head, embedding in pairs(config):
         if head in by_name and embedding in by_name and (by_name[head] is by_name[embedding]) != is_tied(config):

@@ -1,14 +1,14 @@
-"""A model's configuration as transformers reads it, and whether its head is its embedding.
+"""A model's configuration as transformers reads it, and whether its head is tied to its embedding.
 
     config.json ties   in the files               the head is
     yes                one of both                the embedding
     yes                both, of equal values      the embedding
-    yes                both, of other values      a weight of its own, as transformers decides when it loads them
-    no                 both                       a weight of its own
-    no                 the embedding alone        missing: an error (`checkpoint.py`)
+    yes                both, of other values      a separate weight, as transformers decides when it loads them
+    no                 both                       a separate weight
+    no                 the embedding alone        missing: an error (fit.py)
 
-In the fourth case the configuration that everything here gets, and that an export has, says `tie_word_embeddings =
-false`: SGLang, which goes by the configuration alone, then has the same model.
+For tied weights of other values (third row), `settings` returns a configuration with `tie_word_embeddings = false`, and
+an export has it too: SGLang reads only the configuration and then has the same model.
 """
 
 import re
@@ -21,6 +21,7 @@ import numpy as np
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from streamppo import durable
 from streamppo.errors import ModelError
 from streamppo.weights.models import folder, headers
 from streamppo.weights.models.headers import Header
@@ -32,18 +33,18 @@ REFUSALS = (
     *(OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError),
     *(RuntimeError, ImportError, AssertionError, SafetensorError, StrictDataclassError),
 )
-"""Exceptions by which transformers and torch refuse a model: of its author's mistakes every kind."""
+"""Exceptions that transformers and torch raise for a wrong model; each kind of mistake raises another one."""
 UNKNOWN_TYPE = re.compile(r"model type `([^`]+)`")
-"""transformers' words of a type that it does not have."""
+"""Finds the model type in transformers' message about an unknown one."""
 CHUNK = 1 << 26
-"""Bytes of two tensors that are compared at a time."""
+"""Bytes of two tensors compared at a time."""
 
 
 def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
-    """Read the configuration of the model at `path`, a folder or a name on the hub.
+    """Read the configuration of the model at `path`, a folder or a hub name.
 
-    Its head is no embedding if its files say so, as far as they are on this machine, or if it is `untied`.
-    Raises `ModelError` if there is none, or if it is of quantised weights or of code that comes with the model.
+    The head is set as untied if the local files have a head that differs from the embedding, or with `untied`. Raises
+    `ModelError` if there is no configuration, or if it has quantised weights or needs code that comes with the model.
     """
     config = read_settings(path)
     if is_tied(config) and (untied or heads_differ(path, config)):
@@ -52,7 +53,7 @@ def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
 
 
 def read_settings(path: str | Path) -> "PretrainedConfig":
-    """Read the configuration of the model at `path` as it is written, whatever its files hold. Raises as `settings`."""
+    """Read the configuration of the model at `path` unchanged, whatever its files hold. Raises as `settings` does."""
     from transformers import AutoConfig
 
     if Path(path).is_dir():
@@ -65,7 +66,7 @@ def read_settings(path: str | Path) -> "PretrainedConfig":
 
 @contextmanager
 def naming(path: str | Path) -> Generator[None]:
-    """Raise what transformers and torch say of the model at `path` as a `ModelError`."""
+    """Raise errors of transformers and torch in the block as a `ModelError` about the model at `path`."""
     try:
         yield
     except REFUSALS as error:
@@ -97,17 +98,17 @@ def _sentence(path: str | Path, error: BaseException) -> str:
 
 
 def is_tied(config: "PretrainedConfig") -> bool:
-    """Tell if a configuration says that the head is the embedding."""
-    return any(getattr(one, "tie_word_embeddings", False) for one in (config, config.get_text_config()))
+    """True if a configuration ties the head to the embedding."""
+    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 
 def untie(config: "PretrainedConfig") -> None:
-    """Let the head be a weight of its own."""
+    """Make the head a separate weight in `config`."""
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def as_pushed(config: "PretrainedConfig", names: Iterable[str]) -> "PretrainedConfig":
-    """Let the head be a weight of its own if a version with tensors of these `names` has it; changes `config`."""
+    """Make the head a separate weight in `config` if `names`, the tensors of a version, include it."""
     tied, have = dict(pairs(config)), set(names)
     if is_tied(config) and tied.keys() & have:
         untie(config)
@@ -115,37 +116,41 @@ def as_pushed(config: "PretrainedConfig", names: Iterable[str]) -> "PretrainedCo
 
 
 def pairs(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
-    """Name each head of a causal LM that may be an embedding, and the embedding."""
+    """(head, embedding) names of each pair that a causal LM can tie."""
     tied: object = getattr(_causal(config), "_tied_weights_keys", None)
     if isinstance(tied, Mapping):
         yield from ((str(head), str(embedding)) for head, embedding in tied.items())
 
 
 def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
-    """Tell if the files at `path`, as far as they are here, have a head and an embedding of other values.
+    """True if the local files of the model at `path` have a head whose values differ from the embedding.
 
-    Raises `ModelError` for a model that has several heads, of which some differ.
+    Raises `ModelError` if only some of several heads differ.
     """
-    here = local_folder(path)
-    if here is None:
+    local = local_folder(path)
+    if local is None:
         return False
     prefix: str = getattr(_causal(config), "base_model_prefix", "")
     try:
-        found = headers.folder_headers(here)
+        stored = headers.folder_headers(local)
     except ModelError:
-        # Of files that are missing or damaged, whoever loads them says more.
+        # Missing or damaged files: loading them raises a more precise error.
         return False
-    if found is None:
-        return _pickles_differ(here, config, prefix)
-    both = [(_named(head, found, prefix), _named(embedding, found, prefix)) for head, embedding in pairs(config)]
-    differ = {not same(one, other) for one, other in both if one is not None and other is not None}
+    if stored is None:
+        return _pickles_differ(local, config, prefix)
+    both = [(_named(head, stored, prefix), _named(embedding, stored, prefix)) for head, embedding in pairs(config)]
+    differ = {
+        not same(of_head, of_embedding)
+        for of_head, of_embedding in both
+        if of_head is not None and of_embedding is not None
+    }
     if len(differ) > 1:
         raise ModelError(f"the model {str(path)!r} has several heads, and only some of them are its embedding")
     return True in differ
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """Find the folder of a model whose files are on this machine, in the hub's cache too."""
+    """The local folder of a model, in the hub's cache for a hub name; None if its files are not on this machine."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -160,27 +165,27 @@ def _causal(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
     from transformers import AutoModelForCausalLM
 
     known: Mapping[type, type[PreTrainedModel]] = AutoModelForCausalLM._model_mapping  # pyright: ignore
-    # It makes the class at the look.
+    # The mapping is lazy: it imports the class on access.
     return known[type(config)] if type(config) in known else None  # noqa: SIM401
 
 
 def _named(name: str, found: Mapping[str, Header], prefix: str) -> Header | None:
-    """A parameter in the files of a causal LM, which may name it without the prefix of its body."""
+    """A parameter's header in the files of a causal LM, which may omit the prefix of its body."""
     return found.get(name) or found.get(name.removeprefix(f"{prefix}."))
 
 
 def same(one: Header, other: Header) -> bool:
-    """Tell if two tensors of files have equal values, without torch; the first difference ends the look."""
+    """True if two tensors in files have equal values; needs no torch, and stops at the first difference."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     width = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}.get(one.dtype, np.uint8)
-    with one.file.open("rb") as left, other.file.open("rb") as right:
+    with durable.reading(one.file) as left, durable.reading(other.file) as right:
         left.seek(one.begin)
         right.seek(other.begin)
         for at in range(one.begin, one.end, CHUNK):
             size = min(CHUNK, one.end - at)
             first, second = (np.frombuffer(file.read(size), width) for file in (left, right))
-            # A zero equals a zero of the other sign.
+            # 0.0 equals -0.0.
             zeros = np.left_shift(np.bitwise_or(first, second), 1) == 0
             if not np.array_equal(first, second) and not ((first == second) | zeros).all():
                 return False
@@ -188,9 +193,11 @@ def same(one: Header, other: Header) -> bool:
 
 
 def _pickles_differ(here: Path, config: "PretrainedConfig", prefix: str) -> bool:
-    found = headers.pickle_tensors(here)
+    tensors = headers.pickle_tensors(here)
     for head, embedding in pairs(config):
-        one, other = (found.get(name, found.get(name.removeprefix(f"{prefix}."))) for name in (head, embedding))
-        if one is not None and other is not None and not one.equal(other):
+        of_head, of_embedding = (
+            tensors.get(name, tensors.get(name.removeprefix(f"{prefix}."))) for name in (head, embedding)
+        )
+        if of_head is not None and of_embedding is not None and not of_head.equal(of_embedding):
             return True
     return False

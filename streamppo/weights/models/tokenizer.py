@@ -1,4 +1,4 @@
-"""Writes a model's tokenizer so that what is read back is the same; else the files that the model came with."""
+"""Saves a model's tokenizer; if reading it back gives another tokenizer, copies the model's original files instead."""
 
 import shutil
 from pathlib import Path
@@ -13,9 +13,9 @@ FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates"),
 )
-"""Patterns of the names of a tokenizer's files."""
+"""Name patterns of a tokenizer's files."""
 PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
-"""A text that tokenizers of different rules take apart in different ways."""
+"""A text that tokenizers with different rules split differently."""
 
 
 def load(path: str | Path) -> "PreTrainedTokenizerBase":
@@ -29,7 +29,7 @@ def load(path: str | Path) -> "PreTrainedTokenizerBase":
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
     """Write the `tokenizer` of the model at `start` into `folder`; returns a sentence if its files are copied instead.
 
-    A tokenizer without a `start` is new, and written as it is. Raises `OSError` if the disk refuses.
+    A tokenizer without a `start` is new and has no files to copy. Raises `OSError` if the disk refuses.
     """
     if start is None:
         tokenizer.save_pretrained(folder)
@@ -46,7 +46,7 @@ def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder
 
 
 def copy(start: str | Path, folder: Path, why: str) -> str:
-    """Copy the files of the tokenizer at `start` into `folder` in place of others; returns a sentence that says `why`.
+    """Replace the tokenizer's files in `folder` by those of the model at `start`; returns a sentence with `why`.
 
     Raises `OSError` if the disk refuses.
     """

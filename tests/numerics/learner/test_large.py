@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from streamppo.commands.checks import memory_estimate as memory
+from streamppo.commands.checks import memory_estimate
 from streamppo.config import file as configfile
-from streamppo.learner import device
+from streamppo.learner import device, memory
 from streamppo.learner.model import load_policy, policy
 from streamppo.learner.parallel import context_parallel, tensor_parallel
 from streamppo.weights.buckets import Buckets
@@ -122,7 +122,9 @@ def test_bytes_of_a_rank_its_push_and_its_checkpoint_are_those_of_check(tmp_path
 
     buckets = Buckets(policy.shards(made, "bfloat16"), config.learner.bucket_bytes)
     pushed = sum(array.nbytes for array in buckets.arrays)
-    assert pushed * RANKS / copies == pytest.approx(memory.object_store(said) / memory.VERSIONS, rel=1e-3)
+    assert pushed * RANKS / copies == pytest.approx(
+        memory_estimate.object_store(said) / memory_estimate.VERSIONS, rel=1e-3
+    )
 
     plan = create_default_local_save_plan(made.state_dict(), is_coordinator=True)
     chunks = [item.tensor_data.chunk.sizes.numel() for item in plan.items if item.tensor_data is not None]

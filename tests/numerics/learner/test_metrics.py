@@ -214,8 +214,17 @@ def test_these_are_all_numbers_of_the_catalogue(
     assert UPDATE.keys() - TIMES - SPEEDS <= EXPECTED.keys()
     known = OWN_CRITIC.keys() | EXPLORING.keys() | CUT.keys() | TAUGHT.keys()
     others = [name for name in SOMETIMES if not any(one.startswith(name) for one in known)]
-    elsewhere = ["segments_cut", "admitted_lag", "lr_share", "mfu", "peak_memory_mib", "filtered_", "rejected_"]
-    elsewhere[3:3] = ["expert_load", "experts_idle", "routes_own"]
+    elsewhere = [
+        "segments_cut",
+        "outcomes_explained",
+        "admitted_lag",
+        "lr_share",
+        "mfu",
+        "peak_memory_mib",
+        "filtered_",
+        "rejected_",
+    ]
+    elsewhere[4:4] = ["expert_load", "experts_idle", "routes_own"]
     assert others == elsewhere, "test_segments.py, test_steering.py, test_routing.py and test_left_out.py have them"
 
 

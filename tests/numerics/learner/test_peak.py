@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.commands.checks import memory_estimate
+from streamppo.learner import memory
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import optimizer
 from streamppo.learner.update import Updater
@@ -108,5 +108,5 @@ def test_the_peak_of_a_rank_is_what_check_says(overrides: tuple[str, ...], tmp_p
     rows = pad(batch())
     with Alive(held(updater)) as seen:
         updater.update(rows)
-    said = memory_estimate.rank(config, memory_estimate.sizes(MODEL, config.model), LENGTH)
+    said = memory.rank(config, memory.sizes(MODEL, config.model), LENGTH)
     assert seen.peak == pytest.approx(said.total, rel=0.05), said

@@ -8,10 +8,12 @@ import torch
 from conftest import trajectory
 from msgspec import structs
 
+from streamppo.algorithms.advantages import EXPLAINED, outcomes_explained
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model.policy import empty_output
 from streamppo.learner.objective import objective
 from streamppo.learner.objective.metrics import describe
+from streamppo.learner.update import Updater
 from streamppo.types import Batch, Trajectory
 
 GAMMA, LAM = 0.9, 0.8
@@ -94,3 +96,88 @@ def test_metrics_of_completions_are_of_those_that_ended() -> None:
     assert "reward" not in describe(going_on, going_on.fresh_BT)
     whole = packed(trajectory([5, 6]))
     assert "segments_cut" not in describe(whole, whole.fresh_BT)
+
+
+def explained(values: list[list[float]], ended: list[bool], gamma: float = 1.0) -> float:
+    """What a critic with these values explains, of completions of two tokens with the outcomes 0 and 1."""
+    rewards_BT, mask_BT = torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
+    return outcomes_explained(rewards_BT, torch.tensor(values), mask_BT, torch.tensor(ended), gamma=gamma)
+
+
+@pytest.mark.parametrize(
+    ("values", "ended", "share"),
+    [
+        pytest.param([[0.0, 0.0], [1.0, 1.0]], [True, True], 1.0, id="it knows every outcome"),
+        pytest.param([[0.5, 0.5], [0.5, 0.5]], [True, True], 0.0, id="a constant"),
+        pytest.param([[1.0, 1.0], [0.0, 0.0]], [True, True], -3.0, id="worse than a constant"),
+        pytest.param([[0.0, 0.0], [1.0, 1.0]], [False, False], 0.0, id="no outcome is known"),
+        pytest.param([[0.0, 0.0], [1.0, 1.0]], [True, False], 0.0, id="known outcomes do not vary"),
+    ],
+)
+def test_a_critic_explains_outcomes_that_are_known(values: list[list[float]], ended: list[bool], share: float) -> None:
+    assert explained(values, ended) == pytest.approx(share)
+
+
+def test_the_outcome_of_a_token_is_discounted() -> None:
+    assert explained([[0.0, 0.0], [0.5, 1.0]], [True, True], gamma=0.5) == 1.0
+
+
+CUT_BY_LENGTH = "queue.segments={max_tokens=2}"
+
+
+def cut_batch(updater: Updater, *, known: bool) -> PaddedBatch:
+    """Two segments that are cut, and two completions of a token whose rewards the updater's critic knows, or not."""
+    first, second, _ = segments(2, 5)
+    ended = [trajectory([5], number=1), trajectory([7], prompt=[9, 8], number=2)]
+    batch = packed(first, second, *ended)
+    with torch.no_grad():
+        updater.policy.value_head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+        last_BT = torch.zeros_like(batch.rewards_BT)
+        last_BT[2:, 0] = 1.0
+        rewards_BT = updater.policy(batch, "both").values_BT * last_BT * (1.0 if known else -1.0)
+    return batch._replace(rewards_BT=rewards_BT, reward_B=rewards_BT.sum(-1))
+
+
+def update(folder: Path, *overrides: str, known: bool) -> tuple[dict[str, float], list[bool]]:
+    """The metrics of an update on `cut_batch`, and if it moved the policy and its critic."""
+    updater = case.updater(case.config_of("algorithm.entropy=0.1", *overrides), folder)
+    batch, critic = cut_batch(updater, known=known), {id(one) for one in updater.policy.critic_parameters()}
+    before = {id(one): one.detach().clone() for one in updater.policy.parameters()}
+    metrics = updater.metrics(updater.update(batch))
+    moved = {key: not torch.equal(before[key], one) for one in updater.policy.parameters() for key in [id(one)]}
+    return metrics, [any(value for key, value in moved.items() if (key in critic) == own) for own in (False, True)]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("steps", ["learner.minibatches=1", "learner.minibatches=2"])
+@pytest.mark.parametrize("advantage", ["gae", "vtrace"])
+@pytest.mark.parametrize("critic", ["head", "policy"])
+def test_the_policy_waits_for_a_critic_that_knows_no_outcomes_where_a_length_cuts(
+    folder: Path, critic: str, advantage: str, steps: str
+) -> None:
+    """No advantage of a segment that was cut, no entropy bonus and no weight decay moves it meanwhile."""
+    shared = CUT_BY_LENGTH, f"algorithm.advantage.kind={advantage}", f"algorithm.critic.model={critic}", steps
+    told, moved = update(folder, *shared, known=False)
+    assert told["outcomes_explained"] < EXPLAINED
+    assert moved == [False, True]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_policy_goes_on_once_the_critic_knows(folder: Path) -> None:
+    told, moved = update(folder, CUT_BY_LENGTH, known=True)
+    assert told["outcomes_explained"] > EXPLAINED
+    assert moved == [True, True]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("choice", ["queue.segments={}", "queue.max_lag=2"])
+def test_cuts_by_age_wait_for_nobody(folder: Path, choice: str) -> None:
+    told, moved = update(folder, choice, known=False)
+    assert "outcomes_explained" not in told
+    assert moved == [True, True]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_batch_of_whole_completions_waits_for_nobody(folder: Path) -> None:
+    updater = case.updater(case.config_of(CUT_BY_LENGTH), folder)
+    assert "outcomes_explained" not in updater.metrics(updater.update(pad(case.batch())))

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import CodeGenConfig, Gemma2Config, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.cli import main
-from streamppo.commands.checks import machine
-from streamppo.commands.checks import memory_estimate as memory
+from streamppo.commands.checks import machine, memory_estimate
 from streamppo.config import file as configfile
+from streamppo.learner import memory
 from streamppo.learner.model import policy as learner_model
 from streamppo.queue.rules.records import ArchivedBatch, Changes, PublishedVersion
 from streamppo.queue.store.journal import Journal
@@ -461,16 +461,20 @@ def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> No
     options = ["rollout.engine={kind='sglang', mem_fraction_static=0.5}", "rollout.gpus=2"]
     config = configfile.load(MATH, options)
     model = memory.sizes(small(), config.model)
-    engine = memory.engine(config, model, 64, free=2e6)
+    engine = memory_estimate.engine(config, model, 64, free=2e6)
     assert engine is not None
     assert engine.weights == model.parameters * 4 // 2
     assert engine.total == pytest.approx(1e6, abs=model.cache_per_token)
     assert engine.tokens == pytest.approx((1e6 - engine.weights) * 2 / model.cache_per_token, abs=1)
     bounded = configfile.change(config, ["rollout.engine.max_total_tokens=100"])
-    assert memory.engine(bounded, model, 64, free=2e6) == (engine.weights, 100 * model.cache_per_token // 2, 100)
-    starved = memory.engine(config, model, 64, free=1.0)
+    assert memory_estimate.engine(bounded, model, 64, free=2e6) == (
+        engine.weights,
+        100 * model.cache_per_token // 2,
+        100,
+    )
+    starved = memory_estimate.engine(config, model, 64, free=1.0)
     assert starved is not None and starved.tokens == 0
     elsewhere = ["rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"]
-    assert memory.engine(configfile.load(MATH, elsewhere), model, 64, 1.0) is None
-    slots = memory.engine(configfile.load(MATH), model, 64, free=1.0)
+    assert memory_estimate.engine(configfile.load(MATH, elsewhere), model, 64, 1.0) is None
+    slots = memory_estimate.engine(configfile.load(MATH), model, 64, free=1.0)
     assert slots is not None and slots.tokens == config.rollout.slots * 64

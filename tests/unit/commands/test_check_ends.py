@@ -16,6 +16,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config, longest_row
 from streamppo.driver.watch import memory as cgroups
 from streamppo.errors import ConfigError
+from streamppo.learner import memory as ranks
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -203,8 +204,8 @@ def test_a_containers_limit_is_the_memory_of_the_machine(tmp_path: Path, monkeyp
 
 
 def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_the_machine() -> None:
-    model = memory_estimate.sizes(Qwen2Config(vocab_size=97, **SMALL), config_of().model)
-    rank = memory_estimate.rank(config_of(), model, 10)
+    model = ranks.sizes(Qwen2Config(vocab_size=97, **SMALL), config_of().model)
+    rank = ranks.rank(config_of(), model, 10)
 
     def parts(*overrides: str) -> memory_estimate.MachineMemory:
         config = config_of(*overrides)
@@ -215,7 +216,7 @@ def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_
     assert parts("rollout.engine.kind=sglang").engines == weights + cache
     away = parts("learner.gpus=1", "rollout.gpus=1")
     assert (away.ranks, away.engines) == (0, 0)
-    assert parts("learner.gpus=1", "learner.offload=true").ranks == memory_estimate.state(
+    assert parts("learner.gpus=1", "learner.offload=true").ranks == ranks.state(
         config_of("learner.offload=true"), model
     )
 

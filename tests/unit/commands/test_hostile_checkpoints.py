@@ -39,6 +39,7 @@ COMMANDS = {
     "export of a version": ["export", "RUN", "--version", "5", "--to", "TO"],
     "export of another version": ["export", "RUN", "--version", "3", "--to", "TO"],
     "replay": ["replay", "RUN"],
+    "fork": ["fork", "RUN", "--at", "5", "--runs", "TO", "--set", "updates=9"],
     "resume": ["resume", "RUN"],
     "resume with changes": ["resume", "RUN", "updates=9"],
     "summary": ["summary", "RUN"],

@@ -4,9 +4,12 @@ No exception leaves them, nothing is executed, and whatever is in a file, it is 
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import random
 import shutil
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -44,6 +47,9 @@ LOOKS = {
     "export": ["export", "RUN", "--version", "3", "--to", "TO"],
     "replay": ["replay", "RUN"],
     "resume": ["resume", "RUN"],
+    "fork": ["fork", "RUN", "--at", "3", "--name", "forked", "--runs", "FORKS"],
+    "bisect": ["bisect", "RUN", "--metric", "entropy", "--below", "9"],
+    "bisect what was changed": ["bisect", "RUN", "--metric", "entropy", "--below", "0", "--set", "learner.lr=1e-3"],
 }
 PAGE = ["/", "/watch.js", "/sections", "/batch", "/batch/3", "/batch/3/0", "/batch/9/9"]
 """What a page of `watch` asks for."""
@@ -52,6 +58,8 @@ BEGUN = "processes would start here"
 ENDS = {
     "replay": BEGUN,
     "resume": BEGUN,
+    "fork": BEGUN,
+    "bisect what was changed": BEGUN,
     "export": "no checkpoint of version 3",
     "inspect the time": "no process has told",
 }
@@ -68,6 +76,7 @@ PLANTED: dict[str, bytes] = {
     "orders to a terminal": b'{"end": "\\u001b]0;x\\u0007\\u202e", "update": "\\u001b[2J"}\n',
     "half a surrogate": b'{"end": "\\ud800", "part": "\\udfff"}\n',
     "zeros": bytes(4096),
+    "text that is not UTF-8": b'{"end": "\xb4", "path": "\xf0", "x\xff": 1}\n',
 }
 
 
@@ -101,6 +110,7 @@ def begun(*_: object, **__: object) -> NoReturn:
 
 def look(run: Path, arguments: list[str]) -> int:
     places = {"RUN": str(run), "RUNS": str(run.parent), "TO": str(run.parent.parent / "to")}
+    places["FORKS"] = str(run.parent.parent / "forks")
     return cli.main([places.get(one, one) for one in arguments])
 
 
@@ -194,6 +204,57 @@ def test_data_that_are_nested_for_ever_are_told_in_a_sentence(
     assert cli.main(["check", str(run / "config.toml"), f"task={{ data = {json.dumps(str(data))} }}"]) == 1
     told = capsys.readouterr()
     assert "Traceback" not in told.err and file.name in told.out + told.err
+
+
+OTHERS = ["journal.sqlite-wal", "journal.sqlite-shm", "remote.address", "scale.json", "consent", "report.html"]
+OTHERS += ["replays/1.json", "checkpoints", "model/generation_config.json", "model/tokenizer_config.json"]
+OTHERS += ["model/model.safetensors.index.json", "model/adapter_config.json", "model/chat_template.jinja"]
+INSIDE = ["model/config.json", "model/tokenizer.json", "model/model.safetensors", "archive/*.zip"]
+"""Files that a run has, or may have, beside those of `FILES`."""
+STRANGE = ("a pipe", "a device without end", "a socket", "a link to itself", "a folder")
+
+
+def put(kind: str, place: Path) -> None:
+    """Put something at `place` that is no file."""
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
+    match kind:
+        case "a pipe":
+            os.mkfifo(place)
+        case "a device without end":
+            place.symlink_to("/dev/zero")
+        case "a socket":
+            with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(place.parent):
+                bound.bind(place.name)
+        case "a link to itself":
+            place.symlink_to(place)
+        case _:
+            place.mkdir()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        pytest.param(name, kind, marks=() if kind == STRANGE[number % 2] else pytest.mark.slow)
+        for number, name in enumerate([*FILES[:-2], *INSIDE, *OTHERS])
+        for kind in STRANGE
+    ],
+)
+def test_nobody_waits_at_what_is_no_file(run: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = sorted(run.glob(name)) if "*" in name else [run / name]
+    for place in found[-1:]:
+        put(kind, place)
+    _look_at_all(run, capsys)
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_with_a_pipe_is_not_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put("a pipe", run / "journal.sqlite-wal")
+    assert look(run, ["eval", "RUN"]) == 1
+    assert "journal.sqlite-wal: neither a file nor a folder" in capsys.readouterr().err
 
 
 # Each draw changes one file of each name: 7 mutations, 105 by default and 525 in all.

@@ -5,7 +5,9 @@ They are in the folder's name, file names, configuration, model, rows, rewards, 
 
 import json
 import os
+import re
 import shutil
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -47,8 +49,17 @@ LETTERS = "\x1b\u202e\n\x9b\r\u2028"
 MOST = 2_000_000
 """Characters that a command prints at most: a word of a stranger fills no disk."""
 REWARDS = """
+import logging, sys
 from streamppo.types import Reward
 WORDS = {words!r}
+# Lines that are printed where the module is imported, in each of the ways.
+print(f"printed at the import {{WORDS}}\\n{{WORDS}}")
+sys.stdout.buffer.write(f"bytes at the import {{WORDS}}\\n".encode(errors="replace"))
+sys.stderr.write(f"errors at the import {{WORDS}}\\n")
+log = logging.Logger("theirs")
+log.addHandler(logging.StreamHandler())
+log.warning("a log at the import %s", WORDS)
+print(f"no end at the import {{WORDS}}", end="")
 class Said:
     def __repr__(self):
         return WORDS
@@ -71,10 +82,13 @@ REACHED = {
     **{"inspect": "completion", "inspect a prompt": "failed: reward", "report": "report.html", "eval": "accuracy"},
     **dict.fromkeys(("resume with trust", "resume with changes", "run"), "processes would start here"),
     **dict.fromkeys(("reward-test", "reward-test of given words"), "mean reward"),
-    **dict.fromkeys(("resume", "replay"), "--trust"),
+    **dict.fromkeys(("resume", "replay", "fork", "bisect"), "--trust"),
     **{"check": "settings", "init": "begin with", "data": "1 rows", "eval as JSON": '"reasons"'},
 }
 """Words without which a command has not come as far as it is to."""
+IMPORTS = ("run", "check", "resume with changes", "init", "reward-test", "eval", "eval as JSON")
+"""Commands that import the reward's module themselves."""
+PRINTED = ("printed", "bytes", "errors", "a log", "no end")
 COMMANDS = {
     "summary": ["summary", "RUN"],
     "summary as JSON": ["summary", "RUN", "--json"],
@@ -90,6 +104,8 @@ COMMANDS = {
     "scale": ["scale", "RUN", "--rollouts", "2"],
     "watch": ["watch", "RUN", "--port", "0"],
     "replay": ["replay", "RUN"],
+    "fork": ["fork", "RUN", "--at", "1", "--runs", "RUNS"],
+    "bisect": ["bisect", "RUN", "--metric", "reward", "--above", "0"],
     "resume": ["resume", "RUN"],
     "resume with trust": ["resume", "RUN", "--trust"],
     "resume with changes": ["resume", "RUN", "--trust", "OVERRIDE"],
@@ -229,6 +245,8 @@ def test_no_word_of_a_stranger_is_obeyed(made: Path, name: str, capfd: pytest.Ca
             "learner.lr=WORDS": f"learner.lr={WORDS}",
         },
     }
+    for module in [one for one in sys.modules if one.startswith("streamppo_plugin")]:
+        del sys.modules[module]
     code = cli.main([given.get(one, one) for one in COMMANDS[name]])
     told = capfd.readouterr()
     assert "Traceback" not in told.err
@@ -237,6 +255,10 @@ def test_no_word_of_a_stranger_is_obeyed(made: Path, name: str, capfd: pytest.Ca
     assert len(told.out) + len(told.err) < MOST
     assert code == 0 or told.err.strip() or told.out.strip()
     assert REACHED.get(name, "") in told.out + told.err
+    for line in (told.out + told.err).splitlines():
+        assert " at the import" not in line or re.match(r"prints: |reward .*?: ", line), ascii(line[:300])
+    if name in IMPORTS:
+        assert all(f"prints: {one} at the import" in told.out + told.err for one in PRINTED)
     if name.startswith("inspect"):
         assert LONG[:5_000] not in told.out, "a word of a stranger is shown whole"
     if "JSON" in name:

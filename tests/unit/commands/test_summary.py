@@ -6,11 +6,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from report_case import run_folder
 from rich.console import Console
 
 from streamppo import cli
 from streamppo.commands.look import summary
+from streamppo.config import file as configfile
+from streamppo.config.origin import Origin
 from streamppo.config.sections import Config
 from streamppo.driver.folder import lock
 from streamppo.telemetry import metrics_file
@@ -28,6 +31,15 @@ def test_a_run_is_told_on_one_screen(run: Path, capsys: pytest.CaptureFixture[st
     assert len(out.splitlines()) <= 24
     rows = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()}
     assert (rows["outcome"], rows["updates"]) == ("finished", "24")
+
+
+def test_a_fork_tells_of_which_run_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configfile.load(run / configfile.CONFIG)
+    origin = Origin(run="/somewhere/first", version=12, digest="ab" * 32)
+    configfile.save(structs.replace(config, origin=origin), run)
+    assert cli.main(["summary", str(run)]) == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["forked", "of", "first", "at", "version", "12", "(abababababab)"] in told
 
 
 def test_a_finding_is_told_with_its_advice(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,11 +47,12 @@ def foreign(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["resume", "eval", "replay"])
+@pytest.mark.parametrize("command", ["resume", "eval", "replay", "fork --at 1", "bisect --metric reward --above 0"])
 def test_a_strangers_code_is_named_and_not_run(
     foreign: Path, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([command, str(foreign)]) == 2
+    name, *options = command.split()
+    assert cli.main([name, str(foreign), *options]) == 2
     told = capsys.readouterr().err
     assert "reward.py:score" in told and "--trust" in told
     assert not (tmp_path / "ran").exists()

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +56,32 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
         monkeypatch.setattr(cluster.ray, "init", partial(fail, said))
         with pytest.raises(kind, match=told):
             cluster.init_ray(math_config(), "")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_folder_of_a_good_session_is_removed_and_that_of_a_failed_one_is_said_with_its_size(
+    failed: bool,
+    tmp_path: Path,
+    math_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    ours, others = tmp_path / "session_1", tmp_path / "session_2"
+    for folder in (ours, others):
+        (folder / "logs").mkdir(parents=True)
+        (folder / "logs" / "raylet.out").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "session_latest").symlink_to(ours)
+    node = SimpleNamespace(get_session_dir_path=lambda: str(ours))
+    monkeypatch.setattr(cluster.worker, "_global_node", node)
+    monkeypatch.setattr(cluster, "init_ray", lambda config, mark: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    interrupts: Any = SimpleNamespace(catch=lambda: None)
+    with pytest.raises(KeyError) if failed else nullcontext(), ray_session(math_config(), interrupts):
+        if failed:
+            raise KeyError
+    assert ours.exists() == failed and others.exists()
+    assert (tmp_path / "session_latest").is_symlink() == failed
+    assert logged.messages == ([f"Ray's logs, 3.0 MiB: {ours}"] if failed else [])
 
 
 def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hide_the_error(

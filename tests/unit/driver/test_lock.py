@@ -155,6 +155,14 @@ def test_a_request_that_is_none_is_refused_once(tmp_path: Path, text: str) -> No
     assert lock.accept(tmp_path) is None
 
 
+@pytest.mark.timeout(20)
+def test_a_request_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / lock.SCALE)
+    with pytest.raises(RunError, match=r"scale\.json.*not a file"):
+        lock.accept(tmp_path)
+    assert lock.accept(tmp_path) is None
+
+
 def test_the_command_says_why_it_does_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], math_config: Callable[..., Config]
 ) -> None:

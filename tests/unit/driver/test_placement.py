@@ -10,7 +10,7 @@ import ray.util
 
 from streamppo.config.diff import learning
 from streamppo.config.sections import Config
-from streamppo.driver.ray.placement import Placement, plan, shortage
+from streamppo.driver.ray.placement import Placement, plan, ranks_together, shortage
 from streamppo.errors import ConfigError, RunError
 
 Make = Callable[..., Config]
@@ -29,6 +29,38 @@ def test_sharers_have_a_whole_gpu_between_them_so_that_no_two_ranks_meet_on_one(
     made = plan(config)
     assert made.bundles == [{"CPU": 3, "GPU": 1}, {"CPU": 2, "GPU": 1}]
     assert made.actors == [0, 1, 0]
+
+
+NODES = [{"CPU": 64.0, "GPU": 8.0}] * 4
+TOGETHER = {
+    "nothing is exchanged": ([], NODES, 1),
+    "slices": (["learner.mesh={context=2, tensor=2}"], NODES, 4),
+    "slices and experts": (["learner.mesh={context=2, expert=8}"], NODES, 8),
+    "copies": (["learner.mesh={replicate=4}"], NODES, 8),
+    "copies of which a node has no whole one": (["learner.mesh={replicate=2, tensor=4}"], NODES, 4),
+    "more than a node has": (["learner.mesh={expert=16}"], NODES, 1),
+    "a node with a GPU too few": (["learner.mesh={tensor=8}"], [*NODES[1:], {"CPU": 64.0, "GPU": 7.0}], 1),
+    "a cluster that is to grow": (["learner.mesh={tensor=8}"], NODES[:2], 1),
+    "too few cores": (["learner.mesh={tensor=4}", "learner.threads=17"], NODES, 1),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_ranks_that_exchange_tokens_or_are_a_copy_share_a_node_where_it_has_room(math_config: Make, case: str) -> None:
+    changes, nodes, expected = TOGETHER[case]
+    config = math_config("learner.ranks=32", "learner.gpus=1", "rollout.actors=2", *changes)
+    assert ranks_together(config, nodes) == expected
+    made = plan(config, together=expected)
+    assert [made.ranks.count(bundle) for bundle in range(32 // expected)] == [expected] * (32 // expected)
+    assert made.ranks == sorted(made.ranks)
+    assert {made.bundles[bundle]["GPU"] for bundle in made.ranks} == {expected}
+    assert [made.bundles[bundle] for bundle in made.actors] == [{"CPU": 1}] * 2
+    assert made.total("GPU") == 32
+
+
+def test_ranks_that_share_gpus_with_engines_have_a_bundle_each(math_config: Make) -> None:
+    options = ("learner.gpus=0.5", "rollout.gpus=0.5", "rollout.actors=4", "learner.ranks=4", "learner.mesh.tensor=2")
+    assert ranks_together(math_config(*options), NODES) == 1
 
 
 def test_a_replay_asks_for_the_ranks_alone(math_config: Make) -> None:
@@ -62,6 +94,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return SimpleNamespace(id="group")
 
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 64.0}}])
     monkeypatch.setattr(ray.util, "placement_group", group)
     monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"state": "PENDING"})
     return asked

@@ -73,6 +73,17 @@ def test_curves_have_a_point_for_each_update_and_the_catalogues_sentences(run: P
     assert "teacher_kl" not in html
 
 
+def test_the_axes_of_every_chart_say_what_they_count(run: Path) -> None:
+    curves, _, rest = text(run).partition("Timeline")
+    units = {panel.title: panel.unit for panel in page.PANELS}
+    figures = re.findall(r"<figure>\s*<h3>([^<]*)</h3>(.*?)</figure>", curves, re.S)
+    assert len(figures) > 5
+    for title, figure in figures:
+        names = re.findall(r"<text[^>]*>([^<]*)</text>", figure)
+        assert "update" in names and (not units[title] or units[title] in names), title
+    assert re.search(r"<text[^>]*>[0-9.]+ s</text>", rest)
+
+
 def test_curves_in_which_nothing_moves_come_last(run: Path) -> None:
     titles = re.findall(r"<figure>\s*<h3>([^<]*)</h3>", text(run).partition("Timeline")[0])
     assert titles[0] == "Reward" and titles.index("Clip fraction") > titles.index("Seconds of an update")

@@ -93,6 +93,8 @@ def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_how_it_is_given_out
     math_config: Callable[..., Config],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Tested in test_caches.py.
+    monkeypatch.setattr(module.process, "compile_caches", dict)
     for name in module.ALLOCATOR:
         # Set first, so that it is taken back.
         monkeypatch.setenv(name, "")

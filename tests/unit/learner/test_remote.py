@@ -1,6 +1,7 @@
 """Copies of checkpoints at an address: which are whole, what is kept, what a store that refuses means."""
 
 import io
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,18 @@ def test_a_store_that_refuses_is_tried_again_and_then_named(tmp_path: Path, monk
     refusals[:] = [True] * 9
     with pytest.raises(CheckpointError, match=r"store: ConnectionResetError: the network is away"):
         there.put("00000002", {"a": io.BytesIO(b"whole")})
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["a pipe", "a device without end"])
+def test_nobody_waits_at_an_address_for_what_is_no_file(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "store" / "00000001" / "manifest.json"
+    place.parent.mkdir(parents=True)
+    os.mkfifo(place) if kind == "a pipe" else place.symlink_to("/dev/zero")
+    there = Store(f"file://{tmp_path}/store")
+    for look in (lambda: there.read("00000001", place.name), lambda: there.fetch_folder("00000001", tmp_path / "to")):
+        with pytest.raises(CheckpointError, match=r"store: .*not a file"):
+            look()
 
 
 def test_a_store_whose_package_is_not_here_says_which() -> None:

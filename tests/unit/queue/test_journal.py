@@ -372,3 +372,15 @@ def test_a_journal_with_other_tables_views_or_triggers_is_refused(tmp_path: Path
         db.executescript(change)
     with pytest.raises(JournalError, match="not a journal of streamppo"):
         Journal.open_run(tmp_path)
+
+
+@pytest.mark.parametrize("row", [b"\xa1\xb4", b"\x81\xa1\xb4\xc0", b"\x91" * 100_000, b"\xc1"])
+def test_a_row_of_a_stranger_with_its_checksum_is_told_in_a_sentence(tmp_path: Path, row: bytes) -> None:
+    path = tmp_path / "journal.sqlite"
+    filled(path).close()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("update slots set row = ?, checksum = ?", sqlite.checked_row(row))
+        database.execute("update configs set row = ?, checksum = ?", sqlite.checked_row(row))
+        database.commit()
+    with closing(Journal(path, read_only=True)) as journal, pytest.raises(JournalError, match="cannot be read"):
+        journal.read()

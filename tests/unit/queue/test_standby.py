@@ -521,7 +521,7 @@ def test_files_of_somebody_else_at_the_address_harm_nobody(
     assert rows(tmp_path / "new") == rows(tmp_path / "run")
 
 
-@pytest.mark.parametrize("row", [b"\x93", b"\xc1", b"\x91" * 100_000, b"\x80"])
+@pytest.mark.parametrize("row", [b"\x93", b"\xc1", b"\x91" * 100_000, b"\x80", b"\x81\xa1\xb4\xc0"])
 def test_a_copy_that_is_whole_and_strange_is_named(
     row: bytes, queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Data sets of every form become prompts; positions become rows by the seed alone."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from streamppo.config.task import ArithmeticTask, DataTask, Source
 from streamppo.errors import TaskError
-from streamppo.tasks import task
+from streamppo.tasks import dataset_files, task
 from streamppo.tasks.library.arithmetic import difficulty
 from streamppo.tasks.order import Mixture, ShuffledOrder
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
@@ -149,6 +150,16 @@ def test_what_has_no_splits_is_not_evaluated_on_its_training_rows(tmp_path: Path
     other = jsonl(tmp_path / "test.jsonl", numbered("b", 1))
     built = task.build(one_source(data=file, evaluation=other, evaluation_split="test"), 1)
     assert [prompt.text for prompt in built.held_out(9)] == ["b 0"]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device without end"])
+def test_data_that_are_no_file_are_refused_at_once(tmp_path: Path, ending: str, kind: str) -> None:
+    place = tmp_path / f"train.{ending}"
+    os.mkfifo(place) if kind == "a pipe" else place.symlink_to("/dev/zero")
+    with pytest.raises(TaskError, match=rf"train\.{ending}: not a file"):
+        list(dataset_files.rows(str(place), "train"))
 
 
 def test_a_hub_name_without_the_extra_says_what_to_install() -> None:

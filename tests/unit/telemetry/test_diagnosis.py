@@ -138,7 +138,7 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "equal groups": (after(equal_groups=0.95), None, "95% of the trajectories"),
     "failures": (updates(WINDOW), summary(failed={"reward": 100}), "100 attempts failed, 1000 trajectories"),
     "steps without a token": (after(empty_steps=4.0, steps=1.0), None, "80 of 100 steps"),
-    "starved learner": (after(wait_s=0.9), None, "waits 90%"),
+    "starved learner": (after(wait_s=0.97), None, "waits 97%"),
     "blocked engines": (updates(WINDOW), summary(engines={"idle_share": 0.8}), "80% of their time"),
 }
 
@@ -377,6 +377,22 @@ def test_engines_that_take_turns_with_the_learner_or_lend_it_their_cores_are_not
 ) -> None:
     found = diagnosis.diagnose_lines(math_config(*overrides), updates(WINDOW), summary(engines={"idle_share": idle}))
     assert [one.name for one in found] == ["blocked engines"] * is_sign
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share", "is_sign"),
+    [
+        ([], 0.84, False),
+        ([], 0.97, True),
+        (["rollout.engine.kind=sglang", "rollout.gpus=1"], 0.84, True),
+        (["rollout.engine.kind=sglang", "rollout.gpus=1"], 0.7, False),
+    ],
+)
+def test_a_learner_that_lends_its_cores_to_engines_is_not_starved(
+    overrides: list[str], share: float, is_sign: bool, math_config: Callable[..., Config]
+) -> None:
+    found = diagnosis.diagnose_lines(math_config(*overrides), after(wait_s=share), None)
+    assert [one.name for one in found] == ["starved learner"] * is_sign
 
 
 @pytest.mark.parametrize(

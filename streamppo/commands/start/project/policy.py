@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
+from streamppo import durable
 from streamppo.commands.checks import folder as folders
 from streamppo.commands.start.project.rows import Measure
 from streamppo.config.sections import BUILTIN
@@ -83,7 +84,7 @@ def look(path: str) -> PolicyModel:
 def _settings(folder: Path) -> Mapping[str, object]:
     """The model's own settings: of one that is more than its language model, that one's."""
     try:
-        settings: object = json.loads((folder / "config.json").read_bytes())
+        settings: object = json.loads(durable.read(folder / "config.json"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model: {error}") from error
     if not isinstance(settings, dict):
@@ -102,7 +103,7 @@ def _parameters(folder: Path) -> int:
 
 def _in_file(path: Path) -> int:
     try:
-        with path.open("rb") as file:
+        with durable.reading(path) as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
         return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
@@ -136,7 +137,7 @@ def _has_template(folder: Path) -> bool:
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+        return bool(json.loads(durable.read(folder / "tokenizer_config.json")).get("chat_template"))
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 

@@ -1,4 +1,4 @@
-"""The processes of one reward from birth to end, and the template that they are forks of. Both are replaced."""
+"""Forks the processes of one reward from its template, and replaces a dead template."""
 
 import asyncio
 import contextlib
@@ -15,24 +15,24 @@ from streamppo.tasks.rewards.processes.shared_page import SharedPage
 from streamppo.tasks.rewards.processes.template import TemplateDied, TemplateProcess
 
 DEATHS = 5
-"""Templates that die without a score in between, before that is an error."""
+"""Deaths of the template without a score in between; one more is an error."""
 
 log = logging.getLogger(__name__)
 
 
 class Forks:
-    """Forks processes, and follows each to its end. A template that has died is replaced at the next fork."""
+    """Forks processes, and follows each to its end. A dead template is replaced at the next fork."""
 
     def __init__(self, config: FunctionScorer, template: TemplateProcess) -> None:
         self.template_deaths = 0
-        """In a row: a score sets it to 0."""
+        """Consecutive deaths: a score resets it to 0."""
         self._config = config
         self._template = template
         self._forking = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def fork(self) -> Process:
-        """Fork a process. Raises `TaskError` if the template dies again and again, or cannot load the reward again."""
+        """Fork a process. Raises `TaskError` if the template died too often, or cannot load the reward again."""
         async with self._forking:
             while True:
                 try:
@@ -41,7 +41,7 @@ class Forks:
                     await self._replace_template(error)
 
     def end(self, process: Process) -> None:
-        """Kill a process; no call goes to it any more."""
+        """Kill a process; it gets no more calls."""
         if not process.ended:
             process.ended = process.killed = True
             self.keep(self._kill(process.pid))
@@ -75,7 +75,7 @@ class Forks:
         return process
 
     async def _follow(self, process: Process, parent: TemplateProcess) -> None:
-        """Wait for the end of a process, and tell the calls that are still in it."""
+        """Wait for the end of a process, and fail its unfinished calls."""
         try:
             await process.listen()
         finally:
@@ -87,7 +87,7 @@ class Forks:
             process.orphan_calls()
 
     async def _kill(self, pid: int) -> None:
-        # With the template its processes have died.
+        # The processes of a dead template have died with it.
         with contextlib.suppress(TemplateDied):
             await self._template.kill(pid)
 

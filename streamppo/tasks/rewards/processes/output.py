@@ -1,6 +1,6 @@
-"""Everything that the processes of a reward print, which is bounded: other people's code prints as much as it likes.
+"""Forwards the output of a reward's processes, with a bound, because user code may print any amount.
 
-Each line begins with `reward FUNCTION: `, so that none passes for a line of ours, whatever the policy wrote into it.
+Each line gets the prefix `reward FUNCTION: `, so that it cannot imitate one of our log lines, whatever it contains.
 """
 
 import logging
@@ -9,24 +9,22 @@ import threading
 import time
 from io import FileIO
 
+from streamppo.process import LINE_BYTES
 from streamppo.terminal import harmless
 
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
-"""Passed on in one window, of all processes of a reward together; the rest of the window is dropped."""
-
-LINE_BYTES = 8 * 2**10
-"""A longer line is shown as several."""
+"""Bytes forwarded per window for all processes of a reward together; the rest is dropped."""
 
 log = logging.getLogger(__name__)
 
 
 def forward(source: int, function: str) -> None:
-    """Pass `source` on to what is standard output at present until every writer is gone, in a thread that closes it."""
+    """Forward `source` to the present standard output until every writer is gone, in a thread that closes it."""
     try:
         target = os.dup(1)
     except OSError:
-        # There is none; the writers do not wait for their reader all the same.
+        # Without a standard output the pipe must still be read, or its writers would block.
         target = os.open(os.devnull, os.O_WRONLY)
     threading.Thread(target=_forward, args=(source, target, function), name="reward-output", daemon=True).start()
 
@@ -38,25 +36,25 @@ def _forward(source: int, target: int, function: str) -> None:
         while chunk := read.read(2**16):
             if time.monotonic() - begin > WINDOW_S:
                 begin, passed = time.monotonic(), 0
-            kept = chunk[: max(0, WINDOW_BYTES - passed)]
+            forwarded = chunk[: max(0, WINDOW_BYTES - passed)]
             if passed <= WINDOW_BYTES < passed + len(chunk):
                 log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
             passed += len(chunk)
-            *whole, line = (line + kept).split(b"\n")
+            *whole, line = (line + forwarded).split(b"\n")
             while len(line) > LINE_BYTES:
                 whole, line = [*whole, line[:LINE_BYTES]], line[LINE_BYTES:]
-            _write(write, b"".join(_sanitise(one, head) for one in whole))
+            _write(write, b"".join(_sanitise(whole_line, head) for whole_line in whole))
         if line:
             _write(write, _sanitise(line, head))
 
 
 def _sanitise(line: bytes, head: bytes) -> bytes:
-    """Say whose line it is, and make it harmless."""
+    """Add the prefix to a line and make it harmless."""
     return head + harmless(line.removesuffix(b"\r").decode(errors="replace")).encode() + b"\n"
 
 
 def _write(target: FileIO, chunk: bytes) -> None:
-    """Write all of it, or nothing more when standard output is gone."""
+    """Write all of `chunk`; stop if standard output is gone."""
     try:
         while chunk:
             chunk = chunk[target.write(chunk) :]

@@ -1,15 +1,15 @@
-"""Killable processes for one reward, as the actor sees them.
+"""The killable processes of one reward, on the actor's side.
 
 consumes     calls
 produces     outcomes; a call that does not end in time, or whose process dies, is a failure with its reason
 waits for    a process: sync rewards have one call in each, async ones all calls in one
-unblocks     by killing: a stuck process is replaced by a fork of the template, which is there in milliseconds
+unblocks     by killing: a stuck process is replaced by a fork of the template within milliseconds
 
-    sync         free -> one call -> free | ended -> replaced when its turn comes
-    async        shared -> held: one step of one call has run for long; the process is left to that call until its time
-                 is over, and all others begin again, at once and together, in a new one
+    sync         free -> one call -> free | ended -> replaced before its next call
+    async        shared -> held: one step of one call has run for long; only that call stays in the process until its
+                 time is over, and all other calls restart at once, together, in a new one
 
-A call has `timeout_s` in all processes that it runs in together. A busy loop is not held: its steps go on.
+A call's `timeout_s` covers all processes in which it runs. A busy event loop is not held: its steps continue.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from streamppo.tasks.rewards.signature import Columns, Texts
 HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
 """A step of an async reward holds its process if it takes longer than this share of the call's time, within bounds."""
 LOOKS = 4
-"""Looks at a process in that time."""
+"""Checks of a process in that time."""
 HELD_AT_ONCE = 16
-"""Processes that are left to a call each, at most; a step that holds one more holds all calls of it."""
+"""Most processes held by a call; a step that holds one more also blocks the other calls of its process."""
 ALONE = 16
-"""Calls that run in a process of their own at once, because nobody knows which of them ended a shared one."""
+"""Most calls in processes of their own at once, used when the call that ended a shared process is unknown."""
 LIVES = 3
-"""A call is begun again so often when the template dies with it."""
+"""Tries of a call when the template dies during it."""
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +60,19 @@ class Pool(ABC):
         self._config = config
         self._forks = forks
         self._grace_s = 0.0
-        """Seconds after which an answer that was not given in time is not waited for."""
+        """Seconds after a call's time limit during which its answer is still accepted."""
         self._number = 0
 
     @abstractmethod
     async def fill(self) -> None:
-        """Fork the processes that calls begin with."""
+        """Fork the initial processes."""
 
     @abstractmethod
     async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
-        """Run a call in some process. Raises `CallLost` and `Orphaned`."""
+        """Run a call in a process. Raises `CallLost` and `Orphaned`."""
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """Return one outcome for each text. Raises `TaskError` if there can be no process any more."""
+        """Return one outcome for each text. Raises `TaskError` if no process can be forked any more."""
         for _ in range(LIVES):
             try:
                 return await self.run(texts, columns, self._config.timeout_s)
@@ -85,7 +85,7 @@ class Pool(ABC):
         await self._forks.close()
 
     async def _ask(self, process: Process, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
-        """Run a call in `process`, and end the process if the call does not end in time."""
+        """Run a call in `process`; if it exceeds its time and holds the process, end the process."""
         self._number += 1
         try:
             call = Call(
@@ -125,7 +125,7 @@ class _Exclusive(Pool):
                 process = await self._forks.fork()
                 self.respawns += 1
             return await self._ask(process, texts, columns, left_s)
-        # Also a cancellation: the call is still in it.
+        # Also on cancellation: the process is still busy with the call, so end it.
         except BaseException:
             self._forks.end(process)
             raise
@@ -134,7 +134,7 @@ class _Exclusive(Pool):
 
 
 class _SharedProcess(Pool):
-    """The process of an async reward: it has all calls, each with its own clock."""
+    """The process of an async reward: it runs all calls, each with its own time limit."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
         super().__init__(config, forks)
@@ -161,7 +161,7 @@ class _SharedProcess(Pool):
         return (too_late(self._config.timeout_s),) * len(texts)
 
     async def _run_alone(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
-        """Run one of the calls that may have ended a shared process where it can end no other."""
+        """Run a call that may have ended a shared process in its own process, where it cannot end other calls."""
         async with self._alone:
             process = await self._forks.fork()
             try:
@@ -172,7 +172,7 @@ class _SharedProcess(Pool):
                 self._forks.end(process)
 
     async def _current(self) -> Process:
-        """Return the process that calls go to, a new one if need be."""
+        """Return the process for new calls, forking one if needed."""
         async with self._replacing:
             if self._process is None or self._process.ended or self._process.held:
                 self.respawns += self._process is not None
@@ -181,7 +181,7 @@ class _SharedProcess(Pool):
             return self._process
 
     async def _watch(self, process: Process) -> None:
-        """Find the call that holds a process, and leave the process to it."""
+        """Detect a call that holds the process, and move all other calls away."""
         seen, since_s = process.page.read(), time.monotonic()
         while not process.ended:
             await asyncio.sleep(self._held_s / LOOKS)
@@ -191,7 +191,7 @@ class _SharedProcess(Pool):
                 continue
             held = time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE
             if held and step.call not in process.calls:
-                # Nobody waits for it any more, or it is no call's: the calls begin again, each alone.
+                # The holding call has been given up, or the step belongs to no call: end the process.
                 if step.call:
                     process.leave_to(step.call)
                 return self._forks.end(process)

@@ -1,4 +1,4 @@
-"""One forked process as the actor sees it, and the calls in it."""
+"""The actor's side of one forked process, and the calls in it."""
 
 import asyncio
 import signal
@@ -11,7 +11,7 @@ Answers = asyncio.Future[tuple[Outcome, ...]]
 
 
 class CallLost(Exception):
-    """The process ended, or was given up, with this call in it. `innocent`: another call is known to be the cause."""
+    """The process ended, or was given up, during this call. `innocent`: another call is known to be the cause."""
 
     def __init__(self, *, innocent: bool) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Orphaned(Exception):
 
 
 class Process:
-    """One forked process, and the calls on their way to it, by number."""
+    """One forked process, and its unfinished calls, by number."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, page: SharedPage) -> None:
         self.pid = pid
@@ -33,15 +33,15 @@ class Process:
         self.page = page
         self.calls: dict[int, Answers] = {}
         self.ended = False
-        """No call goes to it any more."""
+        """It gets no more calls."""
         self.killed = False
         self.held = False
-        """It is left to the one call that holds its loop."""
+        """One call holds its event loop; it gets no other calls."""
 
     async def ask(self, call: Call, *, grace_s: float) -> tuple[Outcome, ...] | None:
-        """Send a call and wait for its answer; None if there is none `grace_s` after the call's own time is over.
+        """Send a call and wait for its answer; None if there is none `grace_s` after the call's time limit.
 
-        The process is held then, unless steps of other calls kept it busy.
+        The process is then held, unless steps of other calls ran meanwhile.
 
         Raises `CallLost` and `Orphaned`, and one of `UNSENDABLE`.
         """
@@ -58,14 +58,14 @@ class Process:
                 await asyncio.wait((answer,), timeout=grace_s)
             if answer.done():
                 return answer.result()
-            # Without a step: the end of the call's time alone would have been one. A step of another is its own affair.
+            # Held if no step ran, because the call's timeout alone is a step; another call's step does not count.
             self.held |= self.page.read() == seen and seen.call in (0, call.number)
             return None
         finally:
             del self.calls[call.number]
 
     async def listen(self) -> None:
-        """Hand answers to the calls that wait for them, until the process is gone."""
+        """Pass answers to the waiting calls until the process is gone."""
         try:
             while True:
                 answer = await receive_async(self.reader, ScoringAnswer)
@@ -76,14 +76,14 @@ class Process:
             return
 
     def leave_to(self, culprit: int) -> None:
-        """Tell every call but one to go elsewhere."""
+        """Fail every call but `culprit` with an innocent `CallLost`."""
         self.held = True
         for number, waiting in self.calls.items():
             if number != culprit and not waiting.done():
                 waiting.set_exception(CallLost(innocent=True))
 
     def fail_calls(self, status: int) -> None:
-        """Fail the calls that still wait in a process that is gone: the guilty one with the reason, if it is known."""
+        """Fail the waiting calls of an ended process: a known culprit with the reason, the others with `CallLost`."""
         culprit = self.page.read().call
         if culprit not in self.calls and len(self.calls) == 1 and not self.killed:
             (culprit,) = self.calls
@@ -96,7 +96,7 @@ class Process:
                 waiting.set_exception(CallLost(innocent=culprit != 0))
 
     def orphan_calls(self) -> None:
-        """Fail the calls that still wait in a process whose template has died."""
+        """Fail the waiting calls of a process whose template has died."""
         for waiting in self.calls.values():
             if not waiting.done():
                 waiting.set_exception(Orphaned())

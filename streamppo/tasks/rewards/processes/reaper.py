@@ -1,10 +1,10 @@
-"""The parent of a reward's template: it ends everything below it when the actor, or the template, has ended.
+"""The parent of a reward's template: it kills all its descendants when the actor or the template has ended.
 
     actor -> reaper -> template -> processes -> whatever a reward starts: forks, process pools, programs
 
-Orphans below it become its children (PR_SET_CHILD_SUBREAPER), whatever their session and group; a SIGKILL ends
-stopped processes too. A stopped reaper is continued as its actor ends. Linux alone has this; elsewhere the template is
-the actor's child, and ends when its socket does.
+Orphaned descendants become its children (PR_SET_CHILD_SUBREAPER), whatever their session and group; SIGKILL also ends
+stopped processes. A stopped reaper is continued when its actor ends. This needs Linux; elsewhere the template is the
+actor's child and ends when its socket closes.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ from streamppo.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_MS = 500
-"""Between two looks for actor and template, where the kernel does not tell of their end."""
+"""Time between two checks for actor and template, if the kernel offers no pidfd."""
 ROUND_S, ROUNDS = 0.01, 500
-"""Between two looks for what is left below, and so many looks: processes may fork while they are killed."""
+"""Time between two rounds of kills, and the number of rounds: processes may fork while they are killed."""
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process, so that it is found. Linux alone has this."""
+    """Become the parent of every orphaned descendant, so that it can be found. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def stand() -> None:
-    """Return in a fork of this process, of which this process becomes the reaper."""
+    """Fork: the child, the future template, returns; this process becomes its reaper and never returns."""
     if sys.platform != "linux":
         return
     actor, reaper = os.getppid(), os.getpid()
@@ -55,27 +55,27 @@ def stand() -> None:
 def _wait(actor: int, template: int) -> None:
     """Wait for the end of either, or for SIGTERM."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        # With SIGCHLD ignored, orphans that have ended are collected by the kernel.
+        # With SIGCHLD ignored, the kernel collects ended orphans.
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    # An old kernel, or a filter around us, gives none.
+    # Old kernels and seccomp filters have no pidfd.
     watched = list[int]()
     with suppress(OSError):
         watched += [os.pidfd_open(pid) for pid in (actor, template)]
-    # Sockets and output are the template's alone: their ends say that it has ended.
+    # Only the template may hold the socket and the output, because their end signals its end.
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in watched:
             with suppress(OSError):
                 os.close(int(name))
     poll = select.poll()
-    for one in watched:
-        poll.register(one, select.POLLIN)
+    for descriptor in watched:
+        poll.register(descriptor, select.POLLIN)
     while os.getppid() == actor and _lives(template) and not poll.poll(None if watched else LOOK_MS):
         pass
 
 
 def _lives(pid: int) -> bool:
-    """True for a process that has not ended, or is not collected yet."""
+    """True for a live or not yet collected process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -84,27 +84,27 @@ def _lives(pid: int) -> bool:
 
 
 def _end_all() -> None:
-    """Kill everything below this process, until nothing is there."""
+    """Kill all descendants of this process until none is left."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for _ in range(ROUNDS):
-        found = _below(os.getpid())
-        if not found:
+        pids = _below(os.getpid())
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(ROUND_S)
 
 
 def _below(pid: int) -> list[int]:
-    """The processes that descend from `pid`."""
-    found, waiting = list[int](), [pid]
+    """The descendants of `pid`."""
+    descendants, waiting = list[int](), [pid]
     while waiting:
-        one = waiting.pop()
-        # Processes end while they are looked at.
+        parent = waiting.pop()
+        # A process may end meanwhile.
         with suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
-                children = [*map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())]
-                found += children
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children = [*map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())]
+                descendants += children
                 waiting += children
-    return found
+    return descendants

@@ -1,7 +1,7 @@
-"""A page of memory that an async reward's process shares with its actor: the call whose step runs, and steps so far.
+"""A memory page shared by an async reward's process and its actor: the call of the running step, and a step count.
 
-It tells a busy loop from a held one, and names the call that holds it: also while the interpreter is held and nothing
-in the process can speak, or after the process has died.
+It distinguishes a busy event loop from a held one and identifies the holding call, even while the interpreter is
+blocked or after the process has died.
 """
 
 import asyncio
@@ -18,34 +18,34 @@ from streamppo.tasks.coroutine_steps import watch_steps
 FORMAT = struct.Struct("<QQ")
 TICK_S = 0.05
 CALL: ContextVar[int] = ContextVar("CALL", default=0)
-"""Number of the call that a task belongs to; tasks of tasks inherit it."""
+"""Number of a task's call; tasks that it starts inherit it."""
 T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """`call` is 0 between two steps, and in a step that belongs to no call."""
+    """Number of steps so far, and the running step's `call`: 0 between two steps and in a step of no call."""
 
     steps: int = 0
     call: int = 0
 
 
 class SharedPage:
-    """The page behind a file descriptor, which stays the caller's."""
+    """The page of a file descriptor, which the caller keeps and closes."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, FORMAT.size)
 
     def read(self) -> Step:
-        """Return the step that runs."""
+        """Return the running step."""
         return Step(*FORMAT.unpack_from(self._memory))
 
     def write(self, step: Step) -> None:
-        """Note the step that runs."""
+        """Record the running step."""
         FORMAT.pack_into(self._memory, 0, *step)
 
 
 def create() -> int:
-    """Make the memory of a page; its file descriptor, which is the caller's to close."""
+    """Allocate a page; return its file descriptor, which the caller must close."""
     fd = os.memfd_create("streamppo-page") if hasattr(os, "memfd_create") else _file()
     os.truncate(fd, FORMAT.size)
     return fd
@@ -58,7 +58,7 @@ def _file() -> int:
 
 
 def mark_tasks(loop: asyncio.AbstractEventLoop, page: SharedPage) -> None:
-    """Have every task of `loop` note its steps, and the loop itself that it turns."""
+    """Make every task of `loop` record its steps, and the loop count a step every `TICK_S`."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
         return asyncio.Task(watch_steps(coroutine, _Marks(page)), loop=loop, **options)
@@ -73,7 +73,7 @@ def mark_tasks(loop: asyncio.AbstractEventLoop, page: SharedPage) -> None:
 
 
 class _Marks:
-    """Notes the steps of one task; the tasks of a loop can run inside each other."""
+    """Records the steps of one task; steps may be nested."""
 
     def __init__(self, page: SharedPage) -> None:
         self._page = page

@@ -1,7 +1,7 @@
-"""The template process as the actor sees it: it has imported the reward, and forks on demand (see worker.py).
+"""The actor's side of the template process, which has imported the reward and forks on demand (see worker.py).
 
-multiprocessing's forkserver forks as fast (15 ms; 33,000 calls/s), but after a kill -9 of its parent it lives on, with
-every child that is stuck and all that such a child has started.
+multiprocessing's forkserver forks as fast (15 ms; 33,000 calls/s), but survives a kill -9 of its parent, with every
+stuck child and its descendants.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from streamppo.tasks.rewards.processes import output
 from streamppo.tasks.rewards.processes.wire import LoadReward, Order, ProcessStarted, Ready, frame, receive_async
 
 LOAD_S = 300.0
-"""An import that takes longer has hung."""
+"""Time limit of the import."""
 CLOSE_S = 2.0
 """Time for a template to end by itself."""
 
 
 async def start(config: FunctionScorer) -> "TemplateProcess":
-    """Start the process and have it import the reward. Raises `TaskError` if it cannot be loaded."""
+    """Start the process and let it import the reward. Raises `TaskError` if that fails."""
     ours, theirs = socket.socketpair()
     printed, prints = os.pipe()
     with theirs, os.fdopen(prints, "wb") as stdout:
@@ -48,11 +48,11 @@ async def start(config: FunctionScorer) -> "TemplateProcess":
 
 
 class TemplateDied(Exception):
-    """There is no template process any more."""
+    """The template process has died."""
 
 
 class TemplateProcess:
-    """A running template process; one order at a time. Raises `TemplateDied` if it has died."""
+    """A running template process; it takes one order at a time. Methods raise `TemplateDied` if it has died."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TemplateProcess:
         self._orders = asyncio.Lock()
 
     async def load(self, config: FunctionScorer) -> None:
-        """Have the process import the reward."""
+        """Let the process import the reward. Raises `TaskError` if that fails."""
         setup = LoadReward(function=config.function, arguments=config.arguments, memory_mib=config.memory_mib)
         self._writer.write(frame(setup))
         try:
@@ -84,33 +84,33 @@ class TemplateProcess:
             raise TaskError(ready.error)
 
     async def fork(self, channel: socket.socket, page: int) -> int:
-        """Fork a process that listens on `channel`, and notes its steps in the page behind a descriptor; its pid."""
+        """Fork a process that serves `channel` and records steps in the page of descriptor `page`; return its pid."""
         return (await self._order(Order(), channel.fileno(), page)).pid
 
     async def kill(self, pid: int) -> None:
-        """End a process and all that it has started."""
+        """Kill a process and its process group."""
         await self._order(Order(pid=pid))
 
     async def collect(self, pid: int) -> int:
-        """Wait for the end of a process, and return its exit status; a negative one is a signal."""
+        """Wait for the end of a process; return its exit status (negative: a signal)."""
         return (await self._order(Order(pid=pid, collect=True))).status
 
     async def close(self) -> None:
-        """End the template, which ends every process."""
+        """End the template, and with it every process."""
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_S)
         except subprocess.TimeoutExpired:
-            # A template that is stopped, or busy, does not see that its socket has ended.
+            # A stopped or busy template does not notice that its socket was closed.
             self._process.terminate()
             await asyncio.to_thread(self._process.wait)
 
     async def _order(self, order: Order, *fds: int) -> ProcessStarted:
         async with self._orders:
             try:
-                # A frame this short goes into the empty socket in one piece, the file descriptors with its first byte.
+                # A frame this short is sent in one piece, with the file descriptors attached to its first byte.
                 socket.send_fds(self._channel, [frame(order)], fds)
                 return await receive_async(self._reader, ProcessStarted)
             except (asyncio.IncompleteReadError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Messages between the actor and its reward processes: frames of msgpack, each after its length."""
+"""Messages between the actor and its reward processes: msgpack frames with a length prefix."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ from streamppo.types import WireStruct
 
 LENGTH = struct.Struct("<I")
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""Raised for columns that do not cross: an object, a list in a list in a list, ..."""
+"""Raised for columns that cannot be sent: an object, too deeply nested lists, ..."""
 T = TypeVar("T")
 
 
@@ -28,35 +28,35 @@ class LoadReward(WireStruct, frozen=True):
 
 
 class Ready(WireStruct, frozen=True):
-    """template -> actor: it is loaded, or else the error."""
+    """template -> actor: the reward is loaded, or the error."""
 
     error: str = ""
 
 
 class Order(WireStruct, frozen=True):
-    """actor -> template: fork onto the socket and page that come with this; or kill `pid`, and then `collect` it."""
+    """actor -> template: fork with the attached socket and page; or kill `pid`, and with `collect` wait for its end."""
 
     pid: int = 0
     collect: bool = False
 
 
 class ProcessStarted(WireStruct, frozen=True):
-    """template -> actor: the new process, or the exit status of the old one (a negative one is a signal)."""
+    """template -> actor: the new process, or the exit status of an ended one (negative: a signal)."""
 
     pid: int
     status: int = 0
 
 
 class Call(WireStruct, frozen=True):
-    """actor -> process: score these."""
+    """actor -> process: score these texts."""
 
     number: int
     texts: Texts
     columns: Columns
     timeout_s: float
-    """Of its time, so much is left."""
+    """Its remaining time."""
     limit_s: float
-    """Its time in all processes that it runs in."""
+    """Its time limit over all processes in which it runs."""
 
 
 class ScoringAnswer(WireStruct, frozen=True):
@@ -67,7 +67,7 @@ class ScoringAnswer(WireStruct, frozen=True):
 
 
 def frame(value: WireStruct) -> bytes:
-    """Encode `value` after its length. Raises one of `UNSENDABLE` for columns that msgpack does not hold."""
+    """Encode `value` with a length prefix. Raises one of `UNSENDABLE` for columns that msgpack cannot encode."""
     body = msgspec.msgpack.encode(value)
     return LENGTH.pack(len(body)) + body
 
@@ -84,7 +84,7 @@ def receive(channel: socket.socket, kind: type[T]) -> T:
 
 
 def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
-    """Read an order, and the file descriptors that come with its first byte. Raises `EOFError`."""
+    """Read an order, and the file descriptors attached to its first byte. Raises `EOFError`."""
     header, fds, _, _ = socket.recv_fds(channel, LENGTH.size, 2)
     if len(header) < LENGTH.size:
         raise EOFError
@@ -103,9 +103,9 @@ def _read_exactly(channel: socket.socket, count: int) -> bytes:
 
 
 class Outbox:
-    """Frames of one turn of the event loop, written together at its end: a write costs as much as the rest of a call.
+    """Writes all frames of one turn of the event loop together: one write costs as much as the rest of a call.
 
-    An answer that is not written yet when another call holds or ends its process is lost: it fares as one that runs.
+    An answer not yet written when another call holds or ends the process is lost; its call counts as running.
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -113,7 +113,7 @@ class Outbox:
         self._frames: list[bytes] = []
 
     def put(self, message: bytes) -> None:
-        """Write a frame at the end of this turn."""
+        """Queue a frame for the write at the end of this turn."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self._write)
         self._frames.append(message)

@@ -1,10 +1,10 @@
-"""The processes in which other people's rewards run: python -m streamppo.tasks.rewards.processes.worker FD.
+"""The processes in which user rewards run: python -m streamppo.tasks.rewards.processes.worker FD.
 
-    template    imports the reward once, then forks on demand: a new process is there in milliseconds, however long
-                the import took. It has one thread and runs no call.
-    process     a fork of it, leader of its own process group, under a memory limit: runs calls, may die of them
+    template    imports the reward once, then forks on demand: a new process starts in milliseconds, however long the
+                import took. It has one thread and runs no call.
+    process     a fork of it, leader of its own process group, under a memory limit: runs calls and may die of them
 
-The template ends when the actor does, and everything below with it (reaper.py).
+When the actor ends, the template and all its descendants end too (reaper.py).
 """
 
 import asyncio
@@ -42,12 +42,12 @@ from streamppo.tasks.rewards.processes.wire import (
 from streamppo.tasks.rewards.signature import LoadedReward
 
 ENDING_S = 5.0
-"""A process that has hung up, and does not end within this time, is killed."""
+"""A process that does not end within this time after closing its socket is killed."""
 LOOK_S = 0.001
 
 
 def main(fd: int) -> None:
-    """Live as the template. `fd` is its socket to the actor."""
+    """Run the template process. `fd` is its socket to the actor."""
     reaper.stand()
     process.take_any_text()
     channel = socket.socket(fileno=fd)
@@ -68,10 +68,10 @@ def main(fd: int) -> None:
 
 
 def _obey(channel: socket.socket, reward: LoadedReward, setup: LoadReward, processes: set[int]) -> None:
-    """Carry out one order of the actor's."""
+    """Execute one order of the actor."""
     order, fds = receive_order(channel)
     if not fds:
-        # The number of a process that is collected already may be that of a stranger.
+        # The pid of an already collected process may have been reused by another process.
         if order.pid in processes:
             _kill(order.pid)
         return send(
@@ -88,7 +88,7 @@ def _obey(channel: socket.socket, reward: LoadedReward, setup: LoadReward, proce
 
 
 def _collect(pid: int, processes: set[int]) -> int:
-    """Wait for the end of a process, and end all that it has started in its group."""
+    """Wait for the end of a process, kill its process group, and return its exit status."""
     deadline = time.monotonic() + ENDING_S
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:
@@ -102,7 +102,7 @@ def _collect(pid: int, processes: set[int]) -> int:
 
 
 def _kill(pid: int) -> None:
-    """Kill the process and all that it has started."""
+    """Kill the process and its process group."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
@@ -111,7 +111,7 @@ def _kill(pid: int) -> None:
 def _live(
     channel: socket.socket, page: SharedPage, reward: LoadedReward, memory_mib: int, *, template: int
 ) -> NoReturn:
-    """Live as a process: calls until the actor hangs up."""
+    """Run a forked process: serve calls until the actor closes the socket."""
     code = 1
     try:
         os.setsid()
@@ -134,7 +134,7 @@ def _live(
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """Allow `memory_mib` of private memory beyond that of the import; a larger allocation is a MemoryError."""
+    """Allow `memory_mib` of private memory beyond the present use; a larger allocation is a MemoryError."""
     status = Path("/proc/self/status")
     if not status.exists():
         return
@@ -144,14 +144,14 @@ def _limit_memory(memory_mib: int) -> None:
 
 
 def _serve(channel: socket.socket, reward: LoadedReward) -> NoReturn:
-    """Answer one call at a time; the actor watches the clock."""
+    """Serve one call at a time; the actor enforces the time limit."""
     while True:
         call = receive(channel, Call)
         send(channel, ScoringAnswer(number=call.number, outcomes=signature.call(reward, call.texts, call.columns)))
 
 
 async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedReward) -> NoReturn:
-    """Answer all calls side by side; each has its own clock, and the actor watches for a step that does not end."""
+    """Serve all calls concurrently, each with its time limit; the actor watches for steps that do not end."""
     reader, writer = await asyncio.open_connection(sock=channel)
     mark_tasks(asyncio.get_running_loop(), page)
     outbox = Outbox(writer)
@@ -176,5 +176,5 @@ async def _answer(outbox: Outbox, reward: LoadedReward, call: Call) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-    # A thread of the reward's module would keep the process, and the actor that waits for its end.
+    # A thread of the reward's module would keep the process alive, and the actor waits for its end.
     os._exit(0)

@@ -1,1 +1,1 @@
-"""The libraries that numbers go to, one file each; each is imported in the process that uses it alone."""
+"""The tracker libraries, one file each; each is imported only in the process that uses it."""

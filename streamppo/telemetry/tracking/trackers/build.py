@@ -1,4 +1,4 @@
-"""The choice of a tracker by its kind. A library is imported here, and nowhere if it is not asked for."""
+"""Builds a tracker by its kind. A library is imported here, only if it is chosen."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
 
 def build(run: TrackedRun) -> Tracker:
-    """Open the tracker that `run` is for. Raises the errors of its library."""
+    """Open the tracker of kind `run.kind`. Raises the errors of its library."""
     return _opener(run.kind)(run)
 
 

@@ -1,7 +1,7 @@
-"""A server on 127.0.0.1 with the newest numbers as text, which Prometheus scrapes.
+"""A server on 127.0.0.1 with the newest numbers as text, for Prometheus to scrape.
 
-It answers requests that name it by a loopback name: no page of elsewhere reads it through a name of its own (DNS
-rebinding).
+It answers only requests with a loopback name as Host, so that no foreign web page can read it through its own domain
+name (DNS rebinding).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +18,12 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 LOOPBACK = "127.0.0.1"
 NAMES = (LOOPBACK, "localhost", "::1")
-"""Hosts of a request that is answered."""
+"""Accepted hosts of a request."""
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class PrometheusEndpoint(Collector):
-    """Every number that came last, as a gauge with the run's name on it."""
+    """Serves the newest value of every number as a gauge, labelled with the run's name."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = ""
@@ -40,12 +40,12 @@ class PrometheusEndpoint(Collector):
     def send(self, points: Sequence[Point]) -> None:
         """Remember the newest numbers."""
         for point in points:
-            # One assignment: a scrape of the server's thread sees the numbers before it or those after it.
+            # One assignment, so that a scrape in the server's thread sees either the old or the new numbers.
             version = max(point.version, self._newest.get(names.VERSION, 0))
             self._newest = {**self._newest, **point.values, names.VERSION: version}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Give a scrape all gauges; metrics of one name stand together."""
+        """Yield all gauges for a scrape; metrics with one gauge name form one family."""
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in self._newest.items():
             if gauge := names.gauge(metric):
@@ -54,13 +54,13 @@ class PrometheusEndpoint(Collector):
         yield from families.values()
 
     def close(self, outcome: str) -> None:
-        """Close the port: numbers of a run that has ended are not scraped."""
+        """Close the port: an ended run is not scraped."""
         self._server.shutdown()
         self._server.server_close()
 
 
 def _under_own_names(answer: Application) -> Application:
-    """Refuse requests whose Host is none of `NAMES`."""
+    """Refuse requests whose Host is not in `NAMES`."""
 
     def guarded(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if _host(request.get("HTTP_HOST", "")) in NAMES:
@@ -72,7 +72,7 @@ def _under_own_names(answer: Application) -> Application:
 
 
 def _host(header: str) -> str:
-    """The host of a Host header without its port; "" for none, and for one that is no host."""
+    """The host of a Host header without its port; "" if it is empty or invalid."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:

@@ -10,15 +10,15 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""Metrics and parameters that a server takes in one call."""
+"""Most metrics and parameters in one call to a server."""
 LONGEST = 500
-"""Characters of a parameter that every server takes."""
+"""Longest parameter, in characters, that every server accepts."""
 REFUSED = re.compile(r"[^\w\-. :/]")
-"""Characters that no name may have, such as the + of `ess_lag_65+`."""
+"""Characters that names may not contain, such as the + of `ess_lag_65+`."""
 
 
 class MLflow:
-    """A run of an experiment; every call to the server is waited for."""
+    """A run of an experiment; calls to the server are synchronous."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()
@@ -32,17 +32,17 @@ class MLflow:
         self._send_config(run.config)
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send metrics, as many at a time as a server takes."""
-        found = [
+        """Send metrics, at most `MOST_METRICS` per call."""
+        metrics = [
             Metric(REFUSED.sub("_", name), value, round(1e3 * point.at_s), point.version)
             for point in points
             for name, value in point.values.items()
         ]
-        for begin in range(0, len(found), MOST_METRICS):
-            self._client.log_batch(self.id, metrics=found[begin : begin + MOST_METRICS])
+        for begin in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self.id, metrics=metrics[begin : begin + MOST_METRICS])
 
     def close(self, outcome: str) -> None:
-        """Say how the run ended."""
+        """Set the run's final status."""
         self._client.set_terminated(self.id, "FINISHED" if is_successful(outcome) else "KILLED")
 
     def _send_config(self, config: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""A run as trackers know it, and a tracker as its process uses it."""
+"""The description of a run for trackers, and the protocol of a tracker."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ Kind: TypeAlias = Library | Literal["prometheus"]
 
 
 class TrackedRun(msgspec.Struct, frozen=True):
-    """The run as a tracker is told of it.
+    """The run's description for a tracker.
 
-    `id` is the tracker's name for a run that it knows from an earlier part, and "" for a new one. `config` has every
-    value of the configuration by its dotted name. `port` is of Prometheus' endpoint.
+    `id`: the tracker's id of a resumed run, "" for a new one. `config`: every value of the configuration by dotted
+    name. `port`: of the Prometheus endpoint.
     """
 
     kind: Kind
@@ -29,25 +29,27 @@ class TrackedRun(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of the run's folder, for people."""
+        """The name of the run's folder."""
         return Path(self.folder).name
 
 
 class Tracker(Protocol):
-    """A library that numbers go to. Any method may raise, or never return: its process is ended then."""
+    """A tracker library. Any method may raise or never return; then its process is ended.
+
+    `id` is the library's id of the run, with which a resumed run continues.
+    """
 
     id: str
-    """Its name for the run, with which another part goes on."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Take in points, and return once the library has them."""
+        """Send points; return once the library has them."""
         ...
 
     def close(self, outcome: str) -> None:
-        """Take in how the run ended, "" if it was killed, and return once nothing is left to be sent."""
+        """Finish with `outcome` ("" if the run was killed); block until everything is sent."""
         ...
 
 
 def is_successful(outcome: str) -> bool:
-    """Tell if a run has made all its updates."""
+    """Return True if a run has made all its updates."""
     return outcome == FINISHED

@@ -1,6 +1,6 @@
-"""TensorBoard: event files in runs/NAME/tensorboard, which `tensorboard --logdir runs` shows."""
+"""TensorBoard: event files in runs/NAME/tensorboard for `tensorboard --logdir runs`."""
 
-# Its messages are made when they are imported.
+# Its protobuf classes are created at import, so pyright does not see them.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 
 class TensorBoard:
-    """One event file for each part of the run: TensorBoard shows those of a folder as one run."""
+    """One event file for each part of the run: TensorBoard shows all files of a folder as one run."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = "tensorboard"
@@ -28,9 +28,9 @@ class TensorBoard:
         self._described = set[str]()
 
     def send(self, points: Sequence[Point]) -> None:
-        """Write a point's scalars as one event, each with the catalogue's sentence when it is first met.
+        """Write a point's scalars as one event; a scalar's first value carries the catalogue's text.
 
-        A tensor and an event for each scalar, as `tensorboard.summary.Writer` makes them, take 25 times as long.
+        `tensorboard.summary.Writer`, with a tensor and an event for each scalar, takes 25 times as long.
         """
         for point in points:
             summary = Summary(value=self._scalars(point.values))
@@ -38,7 +38,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, outcome: str) -> None:
-        """Close the file; it has no place for an outcome."""
+        """Close the file; TensorBoard stores no outcome."""
         self._writer.close()
 
     def _scalars(self, values: Mapping[str, float]) -> "Iterator[Summary.Value]":

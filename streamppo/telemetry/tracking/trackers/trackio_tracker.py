@@ -1,4 +1,4 @@
-"""trackio: a database on this machine, which `trackio show` draws; or TRACKIO_SPACE_ID, or TRACKIO_SERVER_URL."""
+"""trackio: a local database for `trackio show`, or the target of TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
 
 import secrets
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 
 class Trackio:
-    """A run by its name, with an id behind it: in another folder there may be a run of the same name."""
+    """A run under its name plus a random suffix, because another folder may have a run of the same name."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or f"{run.name}-{secrets.token_hex(3)}"
@@ -25,10 +25,10 @@ class Trackio:
         )
 
     def send(self, points: Sequence[Point]) -> None:
-        """Hand the points to the library's thread."""
+        """Pass the points to the library's thread."""
         for point in points:
             self._run.log(dict(point.values), step=point.version)
 
     def close(self, outcome: str) -> None:
-        """Wait until the library has written everything; it has no place for an outcome."""
+        """Wait until the library has written everything; it stores no outcome."""
         self._run.finish()

@@ -1,6 +1,6 @@
-"""Weights & Biases: its server, or with WANDB_MODE=offline files in runs/NAME/wandb, which `wandb sync` sends.
+"""Weights & Biases: its server, or with WANDB_MODE=offline files in runs/NAME/wandb for `wandb sync`.
 
-WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY and the library's other environment variables hold.
+WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY and the library's other environment variables apply.
 """
 
 import secrets
@@ -12,15 +12,15 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 STEP = "update"
-"""The metric that curves are drawn over: several lines have one version, and versions of evaluations come late."""
+"""The x axis of curves, because wandb's own step must grow: lines share versions, and evaluations come late."""
 
 
 class WeightsAndBiases:
-    """A run under an id of ours. The library sends from a process of its own, and keeps what a server refuses."""
+    """A run under our own id. The library sends from another process, and keeps data that the server refuses."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or secrets.token_hex(4)
-        # Console and machine would be those of the tracker's own process.
+        # Console output and machine statistics would be the tracker process's.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=run.project,
@@ -36,7 +36,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric=STEP)
 
     def send(self, points: Sequence[Point]) -> None:
-        """Hand the points to the library's process."""
+        """Pass the points to the library's process."""
         for point in points:
             self._run.log({STEP: point.version, **point.values})
 

@@ -1,0 +1,124 @@
+"""The threads of a learner rank, where `learner.threads` is "auto": chosen once, and kept by the run.
+
+Sums depend on the number of threads that add them. The run's configuration has the number, so that a resume and a
+replay have the same one on a machine with other cores.
+
+a small model, a GPU, a cluster    1 thread
+a large model on this machine      all cores but half of those that the engines have, divided among the ranks
+
+A large model's learner is the slow side, and its engines wait for a part of the time. Example: 25 million parameters,
+one engine with one thread, two cores: 2 threads sampled 1.4 times the tokens a second of 1.
+"""
+
+import logging
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from msgspec import structs
+
+from streamppo.config import file as configfile
+from streamppo.config.sections import BUILTIN, LOCAL, Config, Model
+from streamppo.errors import ModelError
+from streamppo.weights.models import headers
+
+LARGE = 25_000_000
+"""Parameters of a large model: its operations have work for more than one thread."""
+CGROUPS = Path("/sys/fs/cgroup")
+BYTES = 4
+"""Bytes of a parameter, where a file is a pickle."""
+
+log = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """A number of threads, and the reason for it in words."""
+
+    number: int
+    reason: str
+
+
+def kept(config: Config, folder: Path) -> Config:
+    """Give a configuration with "auto" the number that the run in `folder` has, if it has one."""
+    if config.learner.threads != "auto" or not (folder / configfile.CONFIG).is_file():
+        return config
+    return resolved(config, configfile.load(folder / configfile.CONFIG).learner.threads)
+
+
+def chosen(config: Config, folder: Path) -> Config:
+    """Give a configuration with "auto" the number of the run in `folder`, or choose one and say it in the log."""
+    config = kept(config, folder)
+    if config.learner.threads != "auto":
+        return config
+    number, reason = choose(config)
+    log.info("learner.threads = %d: %s", number, reason)
+    return resolved(config, number)
+
+
+def resolved(config: Config, number: int | Literal["auto"]) -> Config:
+    """Give a configuration with "auto" this `number`."""
+    if config.learner.threads != "auto":
+        return config
+    return structs.replace(config, learner=structs.replace(config.learner, threads=number))
+
+
+def choose(config: Config) -> Choice:
+    """Choose the threads of a rank by its model, the engines beside it, and the cores of this machine."""
+    learner, rollout, cluster = config.learner, config.rollout, config.cluster
+    if learner.gpus:
+        return Choice(1, "a rank on a GPU")
+    if cluster.address != LOCAL:
+        return Choice(1, "cores of a cluster are not counted")
+    count = parameters(config.model)
+    if count is not None and count < LARGE:
+        return Choice(1, f"a small model, {count:,} parameters")
+    available, engines = cores(), rollout.actors * rollout.threads
+    free = available - engines // 2
+    if cluster.cpus is not None:
+        free = min(free, cluster.cpus - engines)
+    size = "a model of unknown size" if count is None else f"{count:,} parameters"
+    ranks = f", {learner.ranks} ranks" if learner.ranks > 1 else ""
+    return Choice(max(1, free // learner.ranks), f"{size}, {available} cores{ranks}, {engines} threads of engines")
+
+
+def cores() -> int:
+    """Count the cores that this process may use, as far as affinity and a container's quota allow."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, _quota() or count)
+
+
+def parameters(model: Model) -> int | None:
+    """Count the parameters in a model's files, without torch; None if they are not here."""
+    if model.path == BUILTIN:
+        # Four squares of attention, three of an MLP twice as wide.
+        return (4 + 3 * 2) * model.tiny.layers * model.tiny.hidden_size**2
+    folder = Path(model.path)
+    if not folder.is_dir():
+        # Slow to import, and most models are folders.
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(model.path, local_files_only=True))
+        except (OSError, ValueError):
+            return None
+    try:
+        stored = headers.folder_headers(folder)
+        if stored is None:
+            return sum(file.stat().st_size for file in headers.weight_files(folder)) // BYTES
+    except ModelError:
+        return None
+    return sum(math.prod(header.shape) for header in stored.values())
+
+
+def _quota() -> int | None:
+    """The cores that the cgroup of this container allows, of version 2 or 1; None without a bound."""
+    with suppress(OSError, ValueError):
+        allowed, period = (CGROUPS / "cpu.max").read_text().split()
+        return None if allowed == "max" else max(1, int(allowed) // int(period))
+    with suppress(OSError, ValueError):
+        allowed = int((CGROUPS / "cpu" / "cpu.cfs_quota_us").read_text())
+        period = int((CGROUPS / "cpu" / "cpu.cfs_period_us").read_text())
+        return None if allowed < 0 else max(1, allowed // period)
+    return None

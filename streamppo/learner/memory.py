@@ -1,0 +1,321 @@
+"""Memory that a rank will take: arithmetic on the model's configuration, before anything is loaded.
+
+Estimates: allocators round up, and 1 to 3 GiB that CUDA and NCCL take for themselves are not counted.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from streamppo.algorithms.chunked_head import PIECE
+from streamppo.config.sections import Config, Model, longest_row
+from streamppo.errors import ModelError
+from streamppo.learner.model import adapters
+from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
+from streamppo.learner.model.policy import HEAD_CHUNK
+from streamppo.learner.parallel import tensor_parallel
+from streamppo.weights.models.settings import read_settings
+
+MASTER, GRADIENT, MOMENTS = 4, 4, 8
+"""Bytes of a trained parameter, its gradient and AdamW's two moments: float32, and sharded over the ranks."""
+LOGITS = 3
+"""So many float32 tensors of logits live at one time, in the backward pass of the head."""
+BATCH = 160
+"""Bytes that a rank holds of each token of the whole batch, between the passes: numbers, metrics and diagnostics."""
+ROUTE = 2
+"""Bytes of an expert that the engine chose for a token."""
+PROBED = 64
+"""Tokens by which activations are measured."""
+
+FITS = 0.85
+"""The share of a GPU's free memory that a rank may take: the rest is for what its allocator holds, CUDA and NCCL."""
+
+log = logging.getLogger(__name__)
+
+
+class ModelSizes(NamedTuple):
+    """A model in numbers: parameters as counts, of which `trained` ones are not frozen, and bytes of one token in the
+    compute type.
+
+    `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
+    `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation.
+    `routes` are the experts of a token, of all layers.
+    """
+
+    parameters: int
+    trained: int
+    layers: int
+    layer: int
+    by_tensor: int
+    by_expert: int
+    hidden: int
+    vocabulary: int
+    head: int
+    element: int
+    cache_per_token: int
+    activations_per_layer: int
+    widest: int
+    routes: int
+
+    @property
+    def rest(self) -> int:
+        """Parameters outside of the layers."""
+        return self.parameters - self.layers * self.layer
+
+    @property
+    def body(self) -> int:
+        """Parameters of the transformer without a head of its own."""
+        return self.parameters - self.head
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank. Of `head` and `layer` there is one at a time: a backward pass begins with the head."""
+
+    state: int
+    gathered: int
+    activations: int
+    head: int
+    layer: int
+    reference: int
+    batch: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts that are there at the peak, by their names."""
+        smaller = "head" if self.head < self.layer else "layer"
+        return {name: size for name, size in self._asdict().items() if name != smaller}
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.parts.values())
+
+
+def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
+    """Build the model of `hf_config` without memory and count.
+
+    Raises `ModelError` for a model that is not built like llama, of `layers` with keys and values of their own, or that
+    cannot compute without memory.
+    """
+    try:
+        return _sizes(hf_config, model)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"what a rank and an engine hold is not known for a {type(hf_config).__name__}: {error}"
+        ) from error
+
+
+def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
+    dtype = getattr(torch, model.dtype)
+    with torch.device("meta"):
+        lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        if model.lora is not None:
+            adapters.add(lm, model.lora, model.dtype)
+    layers = lm.base_model.layers
+    head_width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    pair = 2 * hf_config.num_key_value_heads * head_width
+    parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
+    by_tensor, by_expert = tensor_parallel.cut_parameters(lm.base_model, layers[0])
+    activations, widest = _activations(lm)
+    return ModelSizes(
+        parameters=parameters,
+        trained=sum(parameter.numel() for parameter in lm.parameters() if parameter.requires_grad),
+        layers=len(layers),
+        layer=_count(layers[0]),
+        by_tensor=by_tensor,
+        by_expert=by_expert,
+        hidden=hf_config.hidden_size,
+        vocabulary=hf_config.vocab_size,
+        head=head,
+        element=dtype.itemsize,
+        cache_per_token=len(layers) * pair * dtype.itemsize,
+        activations_per_layer=activations,
+        widest=widest,
+        routes=len(layers) * getattr(hf_config, "num_experts_per_tok", 0) if by_expert else 0,
+    )
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _activations(lm: Any) -> tuple[int, int]:
+    """Bytes that one layer keeps of one token for the backward pass: all, the difference of two layers and one, and the
+    largest.
+    """
+    body = lm.base_model
+    all_layers, measured = body.layers, list[list[int]]()
+    for count in (1, 2):
+        body.layers, body.config.num_hidden_layers = all_layers[:count], count
+        measured.append(_activation_bytes(body))
+    body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
+    return (sum(measured[1]) - sum(measured[0])) // PROBED, max(measured[0]) // PROBED
+
+
+def _activation_bytes(body: torch.nn.Module) -> list[int]:
+    """Bytes of each that a forward pass keeps, parameters left out."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
+    # The storages themselves are held, so that no address is used twice.
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            storages[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Fused():
+        _pass(body)
+    return [storage.nbytes() for storage in storages.values()]
+
+
+def _pass(body: torch.nn.Module) -> None:
+    """Let `body`, which has no memory, read `PROBED` rows of one token."""
+    tokens = torch.zeros(PROBED, 1, dtype=torch.long, device="meta")
+    seen = torch.ones(PROBED, 1, 1, 1, dtype=torch.bool, device="meta")
+    body(input_ids=tokens, attention_mask=seen, use_cache=False)
+
+
+class Fused(TorchFunctionMode):
+    """Attention keeps what flash-attn and SDPA's fused kernels keep; without memory torch takes the plain formula."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        """Run `func`, or keep the inputs of attention."""
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _Kept.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, attended)
+        return attended
+
+
+def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
+    """One learner rank, where `longest` is the longest row in tokens.
+
+    A critic of its own, which learns after the policy, and a teacher are taken to be as large.
+
+    state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks; none
+                 of it if that is offloaded
+    gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
+                 is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
+                 ranks. Of a rank alone a copy of what is trained in the compute type; in float32 nothing
+    activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each;
+                 with tensor parallelism the slices that a rank gathers twice
+    head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
+    layer        later in the backward pass: with checkpointing one layer's activations and the gradients of two; of a
+                 rank alone the gradient of what is in no layer, to which the embedding adds at the end
+    reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
+                 before there are gradients
+    batch        all rows of the batch, which every rank holds whole between its passes, and their tokens' experts
+    """
+    learner, own_body = config.learner, _own_body(config, model)
+    small = model.parameters + own_body <= SHARD_LAYERS_ABOVE
+    mesh = learner.mesh
+    kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
+    kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
+    whole = model.rest + (model.layers if small else 2) * kept_of_layer
+    # Only what is trained has gradients: of the whole, that share.
+    gradients = model.trained / model.parameters
+    reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
+    gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
+    if alone := is_whole(learner.ranks, offload=learner.offload):
+        gathered = (model.element < MASTER) * model.element * (model.trained + own_body)
+    tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
+    per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
+    kind, layer_input = config.model.gradient_checkpointing, model.hidden * model.element
+    keeps_all = kind in ("off", "auto")
+    layers = tokens * model.layers * (per_layer if keeps_all else layer_input * (kind != "offloaded"))
+    reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
+    is_second = reference.on and not reference.offload and config.model.lora is None
+    # One that moves is kept in float32, others in the type that they compute in.
+    frozen = is_second * (MASTER if reference.follow_every else model.element)
+    frozen += (bool(teacher.model) and not teacher.offload) * model.element
+    return RankMemory(
+        state=0 if learner.offload else state(config, model),
+        gathered=gathered,
+        activations=layers,
+        head=_head(config, model, tokens),
+        layer=tokens * (per_layer + 2 * model.widest) * (not keeps_all)
+        + alone * int(gradients * model.rest * model.element),
+        reference=frozen * model.parameters // shards,
+        batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
+    )
+
+
+def _head(config: Config, model: ModelSizes, tokens: int) -> int:
+    """Logits of a chunk and the head in float32; on a GPU, whose head has kernels, those of a piece."""
+    if not config.learner.gpus:
+        copies = 2 * config.model.float32_head
+        return model.vocabulary * 4 * (min(HEAD_CHUNK, tokens) * LOGITS + model.hidden * copies)
+    # Logits are of 4 bytes; their gradient, and that of hidden states, are a float32 in one part or two.
+    return min(PIECE, tokens * model.vocabulary) * 8 + model.hidden * (model.vocabulary * model.element + tokens * 16)
+
+
+def state(config: Config, model: ModelSizes) -> int:
+    """Bytes that a rank has of weights, gradients and moments, on its GPU or in the memory of its machine."""
+    frozen = (model.parameters - model.trained) * model.element
+    trained = (model.trained + _own_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
+    return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
+
+
+def _own_body(config: Config, model: ModelSizes) -> int:
+    """The parameters of a critic with a transformer of its own."""
+    return model.body if config.algorithm.critic.model != "head" else 0
+
+
+def checkpointing(config: Config, model: ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
+    """What `model.gradient_checkpointing = "auto"` is on a device with `free` bytes, where the `longest` row is known.
+
+    off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of what is free
+    full    otherwise
+
+    Of a GPU that it shares a rank has the share that it asks for. Results do not depend on the choice.
+    """
+    room = FITS * min(1.0, config.learner.gpus) * free
+    return "full" if config.learner.gpus and rank(config, model, longest).total > room else "off"
+
+
+def choose_checkpointing(config: Config, path: str, device: str) -> Model:
+    """Replace "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
+
+    All ranks choose alike: the least memory that one has free counts. Of a model whose memory is not known all is kept.
+    """
+    if config.model.gradient_checkpointing != "auto":
+        return config.model
+    kind: Literal["off", "full"] = "off"
+    if device != "cpu":
+        kind, reason = _choice(config, path, _free(device))
+        if dist.get_rank() == 0:
+            log.info('model.gradient_checkpointing = "%s": %s', kind, reason)
+    return structs.replace(config.model, gradient_checkpointing=kind)
+
+
+def _choice(config: Config, path: str, free: int) -> tuple[Literal["off", "full"], str]:
+    longest = longest_row(config)
+    try:
+        model = sizes(read_settings(path), config.model)
+    except ModelError as error:
+        return "off", str(error)
+    needed = rank(config, model, longest).total
+    numbers = f"about {needed / 2**30:.1f} GiB where all activations are kept, {free / 2**30:.1f} GiB are free"
+    return checkpointing(config, model, longest, free), numbers
+
+
+def _free(device: str) -> int:
+    """The bytes that are free on each rank's device at least. A collective."""
+    free = torch.tensor(torch.cuda.mem_get_info()[0], device=device)
+    dist.all_reduce(free, dist.ReduceOp.MIN)
+    return int(free)

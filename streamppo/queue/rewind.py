@@ -1,0 +1,187 @@
+"""The journal and the archive of a run as they were at an earlier version: a fork of the run goes on with them.
+
+Slots below the newest one that batches before the version have:
+
+    in such a batch       consumed
+    in a later one        open, to be sampled again in their order
+    held at present       the same
+    none of these         given up, as they were or came to be
+
+Slots above it are opened when there is room for them, as in the run. Nothing waits: what the run had sampled ahead by
+then is sampled again, by the weights of the version. With `max_lag = 0` there was nothing.
+
+Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5; batch 2 has 3, 6; the journal gives
+up 4. Slot 3 is open, 4 given up, 6 is to be opened.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from streamppo import durable
+from streamppo.config.sections import Config
+from streamppo.errors import JournalError
+from streamppo.queue.rules.records import (
+    GIVEN_UP,
+    Changes,
+    Counters,
+    EndedAttempt,
+    GroupShape,
+    PublishedVersion,
+    SavedSlot,
+)
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.shards import shards
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies
+from streamppo.types import Identity
+
+
+class Rewound(NamedTuple):
+    """What `rewind` is told of a version: the tokens of all batches before it, and the lag that is admitted with it."""
+
+    version: int
+    tokens: int = 0
+    admitted_lag: int | None = None
+
+
+class Slots(NamedTuple):
+    """The slots below `opened`: those that are open again, and the endings of attempts at the others."""
+
+    opened: int
+    open: tuple[SavedSlot, ...]
+    ended: tuple[EndedAttempt, ...]
+
+
+def rewind(run: Path, fork: Path, config: Config, told: Rewound) -> None:
+    """Write to the folder `fork` what journal and archive of `run` say of a version; `config` is that version's.
+
+    Files of the archive are links where the disk has them, and every one is verified. Raises `JournalError` for
+    batches that were not kept, are missing, or damaged.
+    """
+    with closing(Journal.open_run(run)) as journal:
+        made, configs = journal.versions(), journal.configs()
+        archive = Archive(run / "archive", checksums(made.values()))
+        slots = _slots(journal, made, archive, config, told.version)
+    for version in (one for one in archive.versions() if one < told.version):
+        _bring_batch(archive, version, fork / "archive")
+    counters = _counters(config, slots, told)
+    with closing(Journal(fork / "journal.sqlite")) as written:
+        for version, one in configs.items():
+            if version <= told.version:
+                written.configure(version, one)
+        past = [one for one in made.values() if one.version <= told.version]
+        written.write(Changes(counters, slots=slots.open, ended=slots.ended), past)
+    for number in shards.numbers(config):
+        Bodies(fork, number).close()
+
+
+def bring(source: Path, target: Path, sha256: str = "") -> None:
+    """Make `target` the file `source`: the same one where the disk has links, else a copy, which is flushed.
+
+    Raises `OSError` for what is no file, and `JournalError` for another `sha256`.
+    """
+    found = durable.sha256(source)
+    if sha256 and found != sha256:
+        raise JournalError(f"{source}: damaged: its SHA-256 is not the one that was recorded")
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        with durable.reading(source) as file, target.open("xb") as copy:
+            shutil.copyfileobj(file, copy)
+        durable.flush(target)
+
+
+def _bring_batch(archive: Archive, version: int, folder: Path) -> None:
+    durable.folder(folder)
+    files = archive.checksums[version]
+    for path, sha256 in zip(archive.paths(version, len(files)), files, strict=True):
+        try:
+            bring(path, folder / path.name, sha256)
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be read: {error}") from error
+
+
+def _slots(
+    journal: Journal, made: Mapping[int, PublishedVersion], archive: Archive, config: Config, version: int
+) -> Slots:
+    shape = settings_of(config).shape
+    if not version:
+        return Slots(0, (), ())
+    opened = _opened(archive, config, version, shape)
+    later = [one for one in made.values() if one.version > version and _reaches(one, opened, shape)]
+    found = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
+    found += [slot.identity for slot in journal.slots()]
+    to_come = {_number(one, shape): one for one in found if _number(one, shape) < opened}
+    ended = journal.ended_attempts(range(opened))
+    attempts = {number: 0 for number in to_come}
+    if config.queue.segments is not None:
+        # Segments of the attempts so far may be trained on: their names are taken.
+        known = [(one.number, one.identity.attempt) for one in ended] + [(n, one.attempt) for n, one in to_come.items()]
+        for number, attempt in known:
+            attempts[number] = max(attempts.get(number, 0), attempt + 1)
+    saved = tuple(
+        SavedSlot(
+            number=number,
+            identity=Identity(task=one.task, prompt=one.prompt, sample=one.sample, attempt=attempts[number]),
+            actor=None,
+            call=0,
+            failures=0,
+            trajectory=None,
+        )
+        for number, one in sorted(to_come.items())
+    )
+    return Slots(opened, saved, tuple(one for one in ended if one.number not in to_come))
+
+
+def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -> int:
+    """The number behind the newest slot of the batches before `version`.
+
+    It is in one of the last `max_lag` + 1: while so many are taken, more slots are opened than were held before.
+    """
+    needed = range(max(0, version - 1 - settings_of(config).max_lag), version)
+    if missing := [one for one in needed if one not in archive.checksums]:
+        first = min(archive.checksums, default=version)
+        earliest = first + 1 + settings_of(config).max_lag if first else 0
+        raise JournalError(
+            f"{archive.folder}: the batch of version {missing[0]} was not kept, and tells which prompts come next: a "
+            f"fork can begin at version {earliest} and later"
+        )
+    numbers = [_number(one, shape) for before in needed for one in _identities(archive, before)]
+    newest = max(numbers, default=-1)
+    return newest - newest % shape.unit_size + shape.unit_size
+
+
+def _reaches(made: PublishedVersion, opened: int, shape: GroupShape) -> bool:
+    """True if the batch that made a version may have slots below `opened`."""
+    return made.archived is not None and made.archived.first_prompt * shape.samples_per_prompt < opened
+
+
+def _identities(archive: Archive, version: int) -> list[Identity]:
+    return [trajectory.identity for trajectory in archive.batch(version).trajectories]
+
+
+def _number(identity: Identity, shape: GroupShape) -> int:
+    return identity.prompt * shape.samples_per_prompt + identity.sample
+
+
+def _counters(config: Config, slots: Slots, told: Rewound) -> Counters:
+    held = {slot.number for slot in slots.open}
+    given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in held})
+    consumed = slots.opened - len(held) - given_up
+    return Counters(
+        shape=settings_of(config).shape,
+        version=told.version,
+        opened=slots.opened,
+        abandoned=given_up,
+        counts={"stored": consumed, "consumed": consumed},
+        tokens={"delivered": told.tokens, "consumed": told.tokens},
+        dropped={},
+        failed={},
+        fenced=(),
+        admitted_lag=told.admitted_lag,
+    )

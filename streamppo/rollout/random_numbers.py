@@ -1,0 +1,41 @@
+"""The random numbers of a completion: a function of its identity, whichever engine samples it, and beside whom.
+
+    seed = blake2b(run's seed, task, prompt, sample, attempt), and of a later turn blake2b(seed, turn)
+    u_t  = splitmix64(seed + t * GOLDEN) / 2**64, for token t of the turn
+
+Splitmix64 is the generator of https://doi.org/10.1145/2714064.2660195. So `queue.max_lag = 0` is the same run whatever
+the number of rollout actors, and two runs that differ in one setting sample with common random numbers.
+"""
+
+import hashlib
+
+import numpy as np
+
+from streamppo.types import Identity
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 over the golden ratio: the step of splitmix64."""
+
+
+def seed_of(run: int, identity: Identity) -> int:
+    """The seed of all turns of a trajectory, in a run of the seed `run`."""
+    return _hash(f"{run}/{identity.task}/{identity.prompt}/{identity.sample}/{identity.attempt}")
+
+
+def seed_of_turn(seed: int | None, turn: int) -> int | None:
+    """The seed of one of the turns, counted from 0; that of the first is the trajectory's. None of None."""
+    return _hash(f"{seed}/{turn}") if seed is not None and turn else seed
+
+
+def uniform(seeds_B: np.ndarray, at_B: np.ndarray) -> np.ndarray:
+    """The numbers u of tokens `at_B` of completions with `seeds_B` (uint64): [B] float64, 0 < u < 1."""
+    z_B = seeds_B + (at_B.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+    z_B = (z_B ^ (z_B >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z_B = (z_B ^ (z_B >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z_B ^= z_B >> np.uint64(31)
+    # 48 bits: u times the sum of all probabilities stays below that sum in float64.
+    return ((z_B >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,156 @@
+"""A cgroup (version 2) for each program, where this process may make one: the kernel bounds memory and processes.
+
+    .../user@1000.service/app.slice            ours to write, and hands on `memory` and `pids`: groups are made here
+    .../app.slice/run-4711.scope               this process
+    .../app.slice/streamppo-4711-5e6f7a8b      a program, with all that it starts
+
+capture.py looks at the memory of all processes every 20 ms, and that stays the limit of a program. The group's limits
+lie above it, so that no program that kept its own meets them. They are for what no look sees: memory that comes and
+goes between two looks, pipes full of data, children that have left the tree. Under version 1, and in most containers,
+no group can be made, and there is none.
+"""
+
+import functools
+import os
+import subprocess
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+OWN, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+CONTROLLERS = frozenset({"memory", "pids"})
+NAME = "streamppo"
+SPARE_MIB = 256
+"""Memory that the kernel counts and a look does not: files in /tmp and /dev/shm, page tables, caches of files."""
+TASKS = 512
+"""Processes and threads of a group: numpy alone starts a thread for each core in `Local`."""
+ENTER = '{ echo 0 > "$0"; } 2>/dev/null; exec "$@"'
+"""Words of a shell: a process enters the group by itself, before it starts another."""
+REMOVED_S = 1.0
+"""Time for killed processes to leave their group."""
+
+
+class ControlGroup:
+    """The group in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def enter(self) -> list[str]:
+        """The words before a command that is to run in the group. It runs outside where it cannot enter."""
+        return ["/bin/sh", "-c", ENTER, str(self.folder / "cgroup.procs")]
+
+    def has_killed(self) -> bool:
+        """Find out whether the kernel has ended the group for its memory."""
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
+            return counts.get("oom_kill", "0") != "0"
+        return False
+
+    def kill(self) -> None:
+        """Kill every process in it."""
+        with suppress(OSError):
+            (self.folder / "cgroup.kill").write_text("1")
+
+    def remove(self) -> None:
+        """Remove it once it is empty; one that stays is removed by a later process."""
+        end = time.monotonic() + REMOVED_S
+        while time.monotonic() < end:
+            try:
+                self.folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.002)
+
+
+@contextmanager
+def group(memory_mib: int) -> Generator[ControlGroup | None]:
+    """Make a group for a program with so much memory, and remove it after the block; None where there can be none."""
+    level = place()
+    made = _make(level, memory_mib) if level is not None else None
+    try:
+        yield made
+    finally:
+        if made is not None:
+            made.remove()
+
+
+@functools.cache
+def place() -> Path | None:
+    """Find the nearest cgroup around this process in which groups with limits can be made; None without one."""
+    with suppress(OSError):
+        for level in levels(OWN.read_text(), MOUNTS.read_text()):
+            if _hands_on(level) and _works(level):
+                return level
+    return None
+
+
+def levels(own: str, mounts: str) -> Iterator[Path]:
+    """Yield the cgroups around a process, the nearest first, by the lines of its cgroup and of its mounts (proc(5))."""
+    path = next((line.removeprefix("0::") for line in own.splitlines() if line.startswith("0::")), "..")
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        root, point = before.split()[3:5]
+        # A mount may show a part of the tree, and a process be beside that part.
+        if after.split()[0] == "cgroup2" and ".." not in Path(path).parts and Path(path).is_relative_to(root):
+            folder = Path(point.encode().decode("unicode_escape"), Path(path).relative_to(root))
+            yield from (folder, *folder.parents[: len(Path(path).relative_to(root).parts)])
+
+
+def _hands_on(level: Path) -> bool:
+    try:
+        handed = (level / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
+    # Whoever moves a process writes to the group above both.
+    return set(handed) >= CONTROLLERS and os.access(level, os.W_OK) and os.access(level / "cgroup.procs", os.W_OK)
+
+
+def _works(level: Path) -> bool:
+    """Try it, and remove what dead processes have left."""
+    for old in level.glob(f"{NAME}-*-*"):
+        with suppress(OSError):
+            if not Path("/proc", old.name.split("-")[1]).exists():
+                old.rmdir()
+    made = _make(level, SPARE_MIB)
+    if made is None:
+        return False
+    try:
+        ran = subprocess.run([*made.enter, "cat", str(OWN)], capture_output=True, text=True, check=False)
+    finally:
+        made.remove()
+    return made.folder.name in ran.stdout
+
+
+def _make(level: Path, memory_mib: int) -> ControlGroup | None:
+    folder = level / f"{NAME}-{os.getpid()}-{uuid4().hex[:8]}"
+    try:
+        folder.mkdir()
+    except OSError:
+        return None
+    try:
+        for name, value in limits(memory_mib).items():
+            (folder / name).write_text(value)
+        # There is none without swap.
+        with suppress(OSError):
+            (folder / "memory.swap.max").write_text("0")
+    except OSError:
+        with suppress(OSError):
+            folder.rmdir()
+        return None
+    return ControlGroup(folder)
+
+
+def limits(memory_mib: int) -> dict[str, str]:
+    """Return the contents of a group's files. Beyond `high` processes are slowed down, at `max` killed."""
+    high = (memory_mib + SPARE_MIB) * 2**20
+    return {
+        "memory.high": f"{high}",
+        "memory.max": f"{high + SPARE_MIB * 2**20}",
+        "memory.oom.group": "1",
+        "pids.max": f"{TASKS}",
+    }

@@ -1,0 +1,122 @@
+"""What `model.gradient_checkpointing = "auto"` is: by the memory that is free, with the same weights either way."""
+
+from pathlib import Path
+
+import learner_case as case
+import pytest
+import torch
+from conftest import MATH
+from transformers import Qwen2Config
+
+from streamppo.commands.checks import memory as checks
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config, longest_row
+from streamppo.learner import learner as built
+from streamppo.learner import memory
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import optimizer
+
+GIB = 2**30
+WIDE = Qwen2Config(
+    vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, max_position_embeddings=4096
+)
+
+
+def on_gpu(*overrides: str) -> Config:
+    return configfile.load(MATH, ["learner.gpus=1", "model.dtype=bfloat16", *overrides])
+
+
+def needed(config: Config) -> int:
+    return memory.rank(config, memory.sizes(WIDE, config.model), longest_row(config)).total
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_activations_are_kept_where_a_rank_fits_in_85_percent_of_what_is_free(share: float) -> None:
+    config = on_gpu(f"learner.gpus={share}")
+    assert config.model.gradient_checkpointing == "auto"
+    model, whole, longest = memory.sizes(WIDE, config.model), needed(config), longest_row(config)
+    assert whole > needed(on_gpu("model.gradient_checkpointing=full"))
+    enough = int(whole / 0.85 / share) + 2
+    assert memory.checkpointing(config, model, longest, enough) == "off"
+    assert memory.checkpointing(config, model, longest, enough - 4) == "full"
+    # What a rank needs counts, micro-batches too.
+    more = on_gpu(f"learner.gpus={share}", "learner.micro_batch_tokens=65536")
+    assert memory.checkpointing(more, model, longest, enough) == "full"
+    assert memory.checkpointing(configfile.load(MATH), model, longest, 1) == "off", "a CPU keeps all"
+
+
+def test_a_rank_chooses_before_it_loads_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    WIDE.save_pretrained(tmp_path)
+    monkeypatch.setattr(memory.dist, "get_rank", lambda: 0)
+    config, whole = on_gpu(), needed(on_gpu())
+    for free, kind in ((8 * whole, "off"), (whole, "full")):
+        monkeypatch.setattr(memory, "_free", lambda _, free=free: free)
+        logged.clear()
+        assert memory.choose_checkpointing(config, str(tmp_path), "cuda").gradient_checkpointing == kind
+        (line,) = logged.messages
+        numbers = f"about {whole / GIB:.1f} GiB where all activations are kept, {free / GIB:.1f} GiB are free"
+        assert line == f'model.gradient_checkpointing = "{kind}": {numbers}'
+        # A CPU keeps all and a choice of the user's wins, without a word.
+        logged.clear()
+        assert memory.choose_checkpointing(config, "nowhere", "cpu").gradient_checkpointing == "off"
+        for chosen in ("off", "full", "offloaded"):
+            own = on_gpu(f"model.gradient_checkpointing={chosen}")
+            assert memory.choose_checkpointing(own, "nowhere", "cuda") is own.model
+        assert not logged.messages
+
+
+def test_a_model_whose_memory_is_not_known_keeps_all_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1, "vocab_size": 10}')
+    monkeypatch.setattr(memory.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(memory, "_free", lambda _: 1)
+    assert memory.choose_checkpointing(on_gpu(), str(tmp_path), "cuda").gradient_checkpointing == "off"
+    assert "what a rank and an engine hold is not known for a MambaConfig" in logged.text
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_choice_changes_no_bit_of_the_weights(folder: Path) -> None:
+    weights = {}
+    for kind in ("auto", "off", "full"):
+        config = case.config_of(f"model.gradient_checkpointing={kind}", "learner.epochs=2", "algorithm.entropy=0.1")
+        updater = case.updater(config, folder)
+        updater.optimizer = optimizer.adamw(updater.policy, config)
+        for seed in (0, 1):
+            updater.update(pad(case.batch(seed=seed)))
+        weights[kind] = [case.full(one).clone() for one in updater.policy.parameters()]
+    for kind in ("auto", "full"):
+        assert all(torch.equal(one, other) for one, other in zip(weights[kind], weights["off"], strict=True)), kind
+
+
+def test_check_counts_what_the_choice_would_be() -> None:
+    config, whole = on_gpu("rollout.gpus=1", "rollout.engine.kind=sglang"), needed(on_gpu())
+    lighter = needed(on_gpu("model.gradient_checkpointing=full"))
+    for gib, kind, total in ((80.0, "off", whole), (whole / GIB, "full", lighter)):
+        found = {one.subject: one.text for one in checks.memory(config, WIDE, checks.Gpu(gib, True))}
+        assert found["checkpointing"].startswith(f'model.gradient_checkpointing = "{kind}" on a GPU of {gib:.0f} GiB')
+        assert found["rank"].startswith(f"about {checks._gib(total)}: ")
+    assert "checkpointing" not in {one.subject for one in checks.memory(configfile.load(MATH), WIDE, checks.gpu(80))}
+
+
+def test_a_learner_loads_with_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loaded(Exception):
+        pass
+
+    def load(model: object, *_: object, **__: object) -> None:
+        raise Loaded(model)
+
+    config = configfile.load(MATH)
+    chosen = configfile.load(MATH, ["model.gradient_checkpointing=full"]).model
+    monkeypatch.setattr(built.memory, "choose_checkpointing", lambda *_: chosen)
+    monkeypatch.setattr(built.load_policy, "load", load)
+    monkeypatch.setattr(built.context_parallel, "slices_of", lambda *_: built.context_parallel.WHOLE)
+
+    class Mesh:
+        device_type = "cpu"
+
+    with pytest.raises(Loaded) as raised:
+        built.build(config, str(tmp_path), Mesh(), lambda *_: None, None)  # pyright: ignore[reportArgumentType]
+    assert raised.value.args == (chosen,)

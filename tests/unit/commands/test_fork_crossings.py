@@ -1,0 +1,123 @@
+"""Forks of runs of every kind: estimators, segments, adapters, environments, an adaptive lag.
+
+Each run dies after its fifth update, with checkpoints of 2 and 4; each is forked at version 3, which is made again. At
+lag 0 the fork is the same run. With lag it has the prompts that were to come, each once. All of them are replayed.
+"""
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import replay_case
+import thread_run
+
+from benchmarks.lib import draw
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
+
+pytestmark = pytest.mark.process
+ESTIMATORS = {
+    chosen.split("'")[1]: (chosen, "queue.samples_per_prompt=4", draw.SEVERAL) for chosen in draw.choices()["advantage"]
+}
+LAG = ("queue.max_lag=2", "rollout.in_flight=48")
+STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3", "rollout.in_flight=64")
+TURNS = (
+    "task.kind=calculator",
+    "environment.name=streamppo.tasks.library.calculator:Calculator",
+    "environment.max_turns=3",
+    "environment.max_tokens=24",
+    "reward={}",
+)
+EXACT = {
+    **ESTIMATORS,
+    "adapters": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3"),
+    "top-p": ("rollout.top_p=0.9", "algorithm.proximal=behavior", "algorithm.correction={kind='off'}"),
+    "a reference that follows": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2"),
+}
+LAGGED = {
+    "segments": (*LAG, "queue.segments={max_tokens = 2}", "queue.too_old=mask"),
+    "adaptive": STEERED,
+    "adaptive segments": (*STEERED, "queue.segments={max_tokens = 2}", "queue.too_old=mask"),
+    "windowed": ("queue.too_old=windowed", "queue.max_lag=4", "rollout.in_flight=80"),
+    "mean": ("queue.admission=mean", "queue.too_old=keep", *LAG),
+    "turns": (*TURNS, *LAG),
+}
+QUICK = {"grpo", "adapters", "segments", "adaptive", "turns"}
+"""The others cross the same code; they are slow together."""
+
+
+def crossings(found: dict[str, tuple[str, ...]]) -> list[object]:
+    return [
+        pytest.param(overrides, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, overrides in found.items()
+    ]
+
+
+def forked(run: Path, runs: Path) -> Path:
+    words = ("streamppo", "fork", str(run), "--at", "3", "--runs", str(runs), "--json")
+    done = replay_case.command(*words)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["begin"], told["remade"]) == (2, 1)
+    fork = Path(told["folder"])
+    trained = thread_run.train(fork)
+    assert trained.returncode == 0, trained.stdout
+    again = replay_case.replay(fork)
+    assert again.returncode == 0, again.stdout + again.stderr
+    return fork
+
+
+def digests(run: Path) -> dict[int, str]:
+    with closing(Journal.open_run(run)) as journal:
+        return {version: one.digest for version, one in journal.versions().items()}
+
+
+@pytest.mark.parametrize("overrides", crossings(EXACT))
+def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run = thread_run.trained(tmp_path, *overrides, dies_at=5)
+    made = digests(run)
+    assert {
+        version: digest for version, digest in digests(forked(run, tmp_path / "forks")).items() if version <= 5
+    } == made
+
+
+@pytest.mark.parametrize("overrides", crossings(LAGGED))
+def test_with_lag_a_fork_has_what_was_to_come_each_once(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run = thread_run.trained(tmp_path, *overrides, dies_at=5)
+    fork = forked(run, tmp_path / "forks")
+    found, its = archive.open(fork), archive.open(run)
+    assert [found.batch(version) for version in range(3)] == [its.batch(version) for version in range(3)]
+    names = [one.identity for version in found.versions() for one in found.batch(version).trajectories]
+    assert len(set(names)) == len(names), "nothing is trained on twice"
+    # Whole samples: with segments the last one of each.
+    whole = [
+        (one.identity.prompt, one.identity.sample)
+        for version in found.versions()
+        for one in found.batch(version).trajectories
+        if one.finish != "cut"
+    ]
+    assert len(set(whole)) == len(whole)
+    with closing(Journal.open_run(fork)) as journal:
+        counters = journal.counters()
+        held = {(slot.identity.prompt, slot.identity.sample) for slot in journal.slots()}
+    assert counters is not None and not counters.abandoned
+    assert {divmod(number, 4) for number in range(counters.opened)} == {*whole} | held, "and none is left out"
+
+
+@pytest.mark.slow
+def test_a_fork_of_two_ranks_is_the_same_run(tmp_path: Path) -> None:
+    """With Ray: ranks are processes."""
+    run = thread_run.begin(tmp_path / "runs", "learner.ranks=2", "updates=5", "checkpoint.every=2")
+    forks = tmp_path / "forks"
+    for words in (
+        ("resume", str(run)),
+        ("fork", str(run), "--at", "3", "--runs", str(forks)),
+        ("resume", str(forks / "math-at-3")),
+        ("replay", str(forks / "math-at-3")),
+    ):
+        done = subprocess.run([sys.executable, "-m", "streamppo", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert digests(forks / "math-at-3") == digests(run)
