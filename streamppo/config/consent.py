@@ -39,7 +39,7 @@ BUILT_IN = frozenset(
 
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Largest number of bytes read of RUN/consent, and of a code file in the run's folder."""
-CODE = ("environment.name", "environment.agent", "rollout.limit", "task.environment")
+CODE = ("environment.name", "environment.agent", "environment.sandbox.name", "rollout.limit", "task.environment")
 """Fields that name code."""
 SHOWN, LENGTH = 10, 300
 """Names shown by a refusal, and characters of each."""

@@ -15,7 +15,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model": ("path",),
     "task": ("data", "evaluation"),
     "reward": ("function", "path"),
-    "environment": ("name", "agent", "command"),
+    "environment": ("name", "agent", "command", "files"),
     "algorithm": ("function", "model", "pretrain"),
     "rollout": ("folder", "limit"),
 }

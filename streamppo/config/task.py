@@ -102,10 +102,12 @@ class CalculatorTask(Addition, frozen=True, tag="calculator"):
 
 
 class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="verifiers"):
-    """The data set of a verifiers environment (extra `verifiers`); turns also need `[environment]`."""
+    """Tasks of a verifiers environment (extra `verifiers`), for the agent `streamppo.tasks.library.verifiers:run`."""
 
     environment: str
-    """Its name for verifiers.load_environment."""
+    """The id of its taskset, or a TOML file with an `[env]` table as verifiers' own commands take it."""
+    rows: Positive = 10_000
+    """Tasks that are read at most; some tasksets never end."""
 
 
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
@@ -138,6 +140,29 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
         return self.name
 
 
+class BubblewrapSandbox(Kind, frozen=True, tag="bubblewrap"):
+    """The program sees /usr, Python and `files`, read-only, and no network but its own endpoint."""
+
+    files: tuple[str, ...] = ()
+    """Files and folders that it reads, such as the program itself; /tmp is its scratch folder."""
+    memory_mib: Positive = 1024
+    """Memory of all its processes together."""
+    disk_mib: Positive = 64
+    """Size of the scratch folder."""
+
+
+class CustomSandbox(Kind, frozen=True, kw_only=True, tag="class"):
+    """A sandbox of yours, such as a remote service: a class with `async def run(self, program) -> Ran`."""
+
+    name: str
+    """`package.module:Class` or `path/file.py:Class`."""
+    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Keyword arguments of the class's constructor."""
+
+
+AnySandbox: TypeAlias = BubblewrapSandbox | CustomSandbox
+
+
 class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="agent"):
     """Several turns: your program calls an OpenAI-compatible endpoint, and the policy answers."""
 
@@ -145,6 +170,8 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """`package.module:function` or `path/file.py:function`, run once for each trajectory."""
     command: tuple[str, ...] = ()
     """Or a program and its arguments; OPENAI_BASE_URL and ANTHROPIC_BASE_URL name the endpoint."""
+    sandbox: AnySandbox | None = None
+    """The place in which `command` runs; without one it runs as you do."""
     host: str = "127.0.0.1"
     """Address on which each actor's endpoint listens; the default is not reachable from other machines."""
     timeout_s: Seconds = 600.0
@@ -162,6 +189,8 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
                 'an agent is a function, agent = "mine.py:run", or a program, command = ["python", "agent.py"]: give '
                 "one of them"
             )
+        if self.sandbox is not None and not self.command:
+            yield "sandbox is a place for a program: give command = [...], as a function runs in a process of the run"
 
     def refuses(self, linear: Sequence[str]) -> Iterator[str]:
         """Yield a sentence for each choice in `linear`, which excludes branches: an agent's requests may branch."""

@@ -84,12 +84,11 @@ class Agents:
             if self._pool is not None:
                 return
             config = self._config
-            if config.agent:
-                agent.load(config.agent)
-            words = msgspec.json.encode(config.command).decode()
+            agent.check(config)
+            words, sandbox = (msgspec.json.encode(one).decode() for one in (config.command, config.sandbox))
             runs = FunctionScorer(
                 function="streamppo.tasks.agent:Agent",
-                arguments={"agent": config.agent, "command": words},
+                arguments={"agent": config.agent, "command": words, "sandbox": sandbox},
                 timeout_s=config.timeout_s + GRACE_S,
                 memory_mib=MEMORY_MIB,
             )

@@ -26,11 +26,14 @@ from urllib.parse import urlsplit
 import msgspec
 import psutil
 
+from streamppo.config.task import AgentEnvironment, AnySandbox
 from streamppo.errors import TaskError
-from streamppo.tasks import plugins
+from streamppo.tasks import agent_sandbox, plugins
+from streamppo.tasks.agent_sandbox import AgentProgram
 from streamppo.tasks.environments import Done
 from streamppo.tasks.rewards.outcome import plain
 from streamppo.tasks.rewards.processes import reaper
+from streamppo.tasks.scorers.capture import Ran
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"
@@ -64,10 +67,15 @@ class AgentOutcome(WireStruct, frozen=True):
 
 
 class Agent:
-    """Runs one agent again and again: the function `agent`, or the program whose words `command` has as JSON."""
+    """Runs one agent again and again: the function `agent`, or the program whose words `command` has as JSON.
 
-    def __init__(self, agent: str = "", command: str = "[]") -> None:
+    The program runs in a `sandbox`, also as JSON, if there is one.
+    """
+
+    def __init__(self, agent: str = "", command: str = "[]", sandbox: str = "null") -> None:
         self._words = msgspec.json.decode(command, type=list[str])
+        chosen = msgspec.json.decode(sandbox, type=AnySandbox | None)
+        self._sandbox = None if chosen is None else agent_sandbox.build(chosen)
         self._function = load(agent) if agent else None
         self._runner: asyncio.Runner | None = None
 
@@ -78,9 +86,13 @@ class Agent:
             self._runner = asyncio.Runner()
             reaper.adopt_orphans()
         shown = msgspec.json.encode([one.plain() for one in trajectory.messages]).decode()
-        os.environ |= variables(call, shown if trajectory.messages else trajectory.prompt)
+        given = variables(call, shown if trajectory.messages else trajectory.prompt)
+        os.environ |= given
         try:
-            made = self._program(call) if self._function is None else self._called(trajectory, call, columns)
+            if self._function is not None:
+                made = self._called(trajectory, call, columns)
+            else:
+                made = self._program(call) if self._sandbox is None else self._in_sandbox(call, given)
         finally:
             end_children()
         return Reward(explanation=utf8_safe(msgspec.json.encode(made).decode()))
@@ -129,10 +141,25 @@ class Agent:
             end_children()
             for thread in threads:
                 thread.join(1.0)
-        if code:
-            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-            return AgentOutcome(reason=f"the agent {how}{errors.quoted() or printed.quoted()}")
-        return _outcome(_last_line(printed.text))
+        return _ended(code, printed, errors)
+
+    def _in_sandbox(self, call: AgentCall, given: Mapping[str, str]) -> AgentOutcome:
+        assert self._sandbox is not None and self._runner is not None
+        program = AgentProgram(tuple(self._words), given, call.address, call.timeout_s)
+        try:
+            asked = (self._runner, self._sandbox.run, {"program": program}, call.timeout_s)
+            ran = plugins.call("the agent's sandbox", _run, *asked)
+        except TaskError as error:
+            return AgentOutcome(reason=str(error))
+        printed, errors = _Tail(), _Tail()
+        if ran is not LATE:
+            if not isinstance(ran, Ran):
+                return AgentOutcome(reason=f"the agent's sandbox returned {repr(ran)[:SHOWN]}, and no `Ran`")
+            printed.write(ran.stdout)
+            errors.write(ran.stderr)
+            if ran.exit_code is not None:
+                return _ended(ran.exit_code, printed, errors)
+        return AgentOutcome(reason=f"{late(call.timeout_s)}{errors.quoted()}")
 
 
 class _Tail(io.TextIOBase):
@@ -161,6 +188,16 @@ class _Tail(io.TextIOBase):
         """Its end as a failure quotes it; nothing if nothing was written."""
         text = self.text.strip()
         return f"; its output ends: {text[-SHOWN:]!r}" if text else ""
+
+
+def check(config: AgentEnvironment) -> None:
+    """Load the agent's function, or the sandbox of its program. Raises `TaskError` if that cannot be had here."""
+    if config.agent:
+        load(config.agent)
+    elif config.sandbox is not None:
+        sandbox = agent_sandbox.build(config.sandbox)
+        if isinstance(sandbox, agent_sandbox.Walled):
+            sandbox.look(config.command)
 
 
 def load(name: str) -> Callable[..., object]:
@@ -236,6 +273,14 @@ async def _in_time(awaitable: Any, timeout_s: float) -> object:
     finally:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
+
+
+def _ended(code: int, printed: _Tail, errors: _Tail) -> AgentOutcome:
+    """Read the end of a program."""
+    if code:
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+        return AgentOutcome(reason=f"the agent {how}{errors.quoted() or printed.quoted()}")
+    return _outcome(_last_line(printed.text))
 
 
 def _last_line(text: str) -> object:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError
+from msgspec import structs
 
 from streamppo.errors import TaskError
 from streamppo.tasks.control_tokens import ControlTokens
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 
 SENTINEL = "qk7vAssistantTurn"
 """An assistant's text to find in a rendered conversation; it occurs in no template."""
+WORDS = "qk7vWords"
+"""In place of what is said, to see that a template writes it."""
 PLAIN = Template()
 """No arguments and no tools."""
 RESERVED = {
@@ -24,8 +30,24 @@ RESERVED = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
 }
 """Arguments of transformers' `apply_chat_template` that a configuration may not set."""
+Calls: TypeAlias = Sequence[Mapping[str, Any]]
+"""Calls of tools, as a message has them."""
 FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 """Errors of a template, and of transformers for an invalid chat."""
+
+log = logging.getLogger(__name__)
+
+
+class AfterTurn(NamedTuple):
+    """The text behind an assistant's words, or behind the last argument of its calls.
+
+    `others` are the texts where nothing answers the calls, or a user: what all begin with closes the calls and the
+    turn. `again` is the text between two calls, where there can be two: it begins with what closes the first.
+    """
+
+    text: str
+    others: tuple[str, ...] = ()
+    again: str | None = None
 
 
 class ChatTemplate:
@@ -34,7 +56,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens, clock: str) -> None:
         self._tokenizer = tokenizer
         self._control = control
-        # Overrides transformers' `strftime_now`, which returns the time of the call.
+        self._whole = set[tuple[object, ...]]()
+        """Shapes of messages that are known to be written, all of them."""
+        # Beside a template's own names: transformers' function of that name gives the time of the call.
         self._clock: dict[str, Callable[[str], str]] = (
             {"strftime_now": datetime.fromisoformat(clock).strftime} if clock else {}
         )
@@ -54,12 +78,33 @@ class ChatTemplate:
         """Render a finished conversation. Raises `TaskError` as `render` does."""
         return self._apply(messages, template, add_generation_prompt=False)
 
-    def after_turn(self, said: Sequence[Message], template: Template) -> str:
-        """Render `said` after an assistant's turn: the text after the turn's content, with the next turn's opening.
+    def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
+        """Render `said` behind a turn of the assistant: the text behind its words, with the opening of the next turn.
 
-        Without `said` it is only the end of the turn. Raises `TaskError` as `render` does, and for a template that does
-        not write the assistant's content exactly once.
+        Some templates write the answers of tools only behind `calls`, with which the turn ends. Without `said` it is
+        the end of the turn alone. Raises `TaskError` as `render` does, for a template that does not write an
+        assistant's words once, and for one that leaves out what is said.
         """
+        behind = self._behind(said, template, calls)
+        shape = (tuple((one.role, bool(one.text.strip())) for one in said), bool(calls), repr(template.arguments))
+        if shape not in self._whole:
+            words = [structs.replace(one, content=f"{WORDS}{number}z") for number, one in enumerate(said)]
+            probe = self._behind(words, template, calls).text
+            for number, one in enumerate(said):
+                if one.role in ("user", "tool") and one.text.strip() and f"{WORDS}{number}z" not in probe:
+                    raise TaskError(
+                        f"the chat template leaves out a message of the role {one.role!r} that follows the assistant's "
+                        f"turn{' with its calls' if calls else ''}: the policy would not see it"
+                    )
+            self._whole.add(shape)
+        return behind
+
+    def _behind(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
+        if said and calls:
+            try:
+                return self._behind_calls(said, template, calls)
+            except TaskError as error:
+                log.debug("the chat template writes no answer behind a call: %s", error)
         turn = (Message(role="user", content="?"), Message(role="assistant", content=SENTINEL))
         rendered = self.render((*turn, *said), template) if said else self.render_conversation(turn, template)
         behind = rendered.split(SENTINEL)[1:]
@@ -68,7 +113,25 @@ class ChatTemplate:
                 f"the chat template rewrites earlier turns: it writes an assistant's words {len(behind)} times where "
                 "messages follow, so an environment's messages cannot be appended"
             )
-        return behind[0]
+        return AfterTurn(behind[0])
+
+    def _behind_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
+        """The text behind the last argument of the calls, and what stands there where something else follows."""
+
+        def turn(*made: dict[str, Any]) -> tuple[Message, ...]:
+            return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=made)
+
+        asked = turn(*map(_marked, calls))
+        _, found, behind = self.render((*asked, *said), template).rpartition(SENTINEL)
+        if not found:
+            raise TaskError("the chat template does not write the arguments of a call")
+        others, again = [self.render_conversation(asked, template).rpartition(SENTINEL)[2]], None
+        # Many templates take no user's message here, or no second call.
+        with suppress(TaskError):
+            others.append(self.render((*asked, Message(role="user", content="?")), template).rpartition(SENTINEL)[2])
+        with suppress(TaskError, IndexError):
+            again = self.render_conversation(turn(*[_marked(calls[-1])] * 2), template).split(SENTINEL)[1]
+        return AfterTurn(behind, tuple(others), again)
 
     def _apply(self, messages: Sequence[Message], template: Template, **how: bool) -> str:
         if not self._tokenizer.chat_template:
@@ -96,9 +159,36 @@ class ChatTemplate:
 
     def _render_checked(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
+            return self._apply_template(chat, tools, given)
         except FAULTS as error:
+            # Templates of DeepSeek join the arguments of a call to text.
+            if (as_text := _text_arguments(chat)) != chat:
+                with suppress(*FAULTS):
+                    return self._apply_template(as_text, tools, given)
             raise TaskError(f"the chat template refuses the messages: {error}") from error
+
+    def _apply_template(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
+        return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
+
+
+def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose calls have their arguments as JSON."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
+
+    return [
+        {**one, "tool_calls": list(map(changed, one["tool_calls"]))} if "tool_calls" in one else one for one in chat
+    ]
+
+
+def _marked(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with the sentinel as its only argument."""
+    function = {**call.get("function", {}), "arguments": {"value": SENTINEL}}
+    return {"type": "function", **call, "function": function}
 
 
 def sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:

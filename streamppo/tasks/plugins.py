@@ -6,17 +6,26 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, TypeVarTuple
+
+from packaging.requirements import Requirement
 
 from streamppo.errors import TaskError
 from streamppo.tasks import user_traceback
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
+PACKAGE = "streamppo"
+EXTRA = re.compile(r"extra == [\"']([^\"']+)")
+DEVELOPMENT = {"test", "docs", "peers"}
+"""Extras that no run asks for."""
 
 
 def export_path() -> None:
@@ -39,7 +48,7 @@ def load(name: str, asked_by: str) -> object:
     # The import of a user's module may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(
-            f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
+            f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}{remedy(error)}"
         ) from error
     plugin = getattr(module, attribute, None)
     if plugin is None:
@@ -61,7 +70,28 @@ def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Argume
         return function(*arguments)
     # User code may raise any exception.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}") from error
+        raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}{remedy(error)}") from error
+
+
+def remedy(error: BaseException) -> str:
+    """Return the end of a sentence about an error: the extra that brings a missing or too old module, if one does."""
+    if not isinstance(error, ImportError) or not error.name:
+        return ""
+    # Of a checkout that nobody installed no extra is known.
+    with suppress(metadata.PackageNotFoundError):
+        if extra := extra_of(error.name.partition(".")[0], metadata.requires(PACKAGE) or ()):
+            return f": pip install '{PACKAGE}[{extra}]'"
+    return ""
+
+
+def extra_of(module: str, requirements: Iterable[str]) -> str:
+    """Return the extra among `requirements` that brings a module; "" if none or several do."""
+    found = set[str]()
+    for one in map(Requirement, requirements):
+        if one.name.lower().replace("-", "_") == module.lower():
+            found.update(EXTRA.findall(str(one.marker)))
+    found -= DEVELOPMENT
+    return min(found) if len(found) == 1 else ""
 
 
 def load_and_try(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:

@@ -12,7 +12,7 @@ import numpy as np
 from streamppo import durable
 from streamppo.errors import TaskError
 from streamppo.tasks import chat_template, stop
-from streamppo.tasks.chat_template import PLAIN, ChatTemplate
+from streamppo.tasks.chat_template import PLAIN, AfterTurn, Calls, ChatTemplate
 from streamppo.tasks.control_tokens import MARK, ControlTokens
 from streamppo.types import Flags, Ints, Message, Prompt, Template, encode
 
@@ -170,26 +170,53 @@ class Tokenizer:
             self._turn_end = stop.end_of_turn(self._tokenizer)
         return self._turn_end
 
-    def observation(self, said: Said, template: Template = PLAIN, last: int | None = None) -> Ints:
-        """Return the token ids [O] of an environment's message after a turn, with the opening of the next turn.
+    def observation(self, said: Said, template: Template = PLAIN, last: int | None = None, calls: Calls = ()) -> Ints:
+        """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
-        The policy's tokens are not tokenised again: a conversation is rendered with a sentinel in their place, and the
-        rendered text after the sentinel is tokenised. The end-of-turn token is included only if `last`, the turn's last
-        token, does not end a turn. A plain text is tokenised as it is. Raises `TaskError` without a template, and for a
-        template that rejects the messages, rewrites earlier turns, or ends the assistant's turn without a token.
+        The policy's own tokens are not tokenised again: a conversation is rendered with other words in their place,
+        and what the template writes behind them follows; `calls` are those with which the turn ends, if these are
+        known. The token that ends the turn is among it only if `last`, the turn's last token, is none that ends one. A
+        text is taken as it is. Raises `TaskError` without a template, and for one that refuses the messages, leaves
+        them out, rewrites earlier turns, or ends the assistant's turn with no token.
         """
         if isinstance(said, str):
             return np.asarray(self._text_ids(said, template), dtype=np.int32)
-        ids, end = self._rendered_ids(self._chat.after_turn(said, template)), self.turn_end()
-        # Without an end token a turn ends with the next role's token, which the policy has sampled.
-        begins_next = end is None and bool(ids) and ids[0] in self._control.added
-        if begins_next:
-            end = ids[0]
+        behind, end = self._chat.after_turn(said, template, calls), self.turn_end()
+        ids = self._behind_calls(behind, end) if behind.others else self._rendered_ids(behind.text)
+        if ids and last == ids[0]:
+            # The policy has sampled the end of its turn, or the role of the next one.
+            begin = 1
+        elif behind.others and end not in ids[:1]:
+            # The answers follow the calls in the same turn.
+            begin = 0
+        else:
+            begin = self._behind_end(ids, end, last)
+        return np.asarray(ids[begin:], dtype=np.int32)
+
+    def _behind_calls(self, behind: AfterTurn, end: int | None) -> list[int]:
+        """Return the ids of a text behind calls, without what closes these; the end of the turn is among them."""
+        ids = self._rendered_ids(behind.text)
+        closed = min(_common(ids, self._rendered_ids(other)) for other in behind.others)
+        if end in ids[:closed]:
+            return ids[ids.index(end) :]
+        # A template may open the first answer already, which a second call would not stand behind.
+        again = [] if behind.again is None else [_common(ids, self._rendered_ids(behind.again))]
+        return ids[min([closed, *again]) :]
+
+    def _behind_end(self, ids: list[int], end: int | None, last: int | None) -> int:
+        """Find the place in `ids`, which follow an assistant's words, at which an observation begins."""
+        if end not in ids and ids and ids[0] in self._control.added:
+            # Turns that end with the role of the next one, or in a conversation with another token than at its end.
+            end, is_role = ids[0], end is None
+        else:
+            is_role = False
         if end not in ids:
             raise TaskError("the chat template does not end an assistant's turn with a token: no turn can follow it")
-        ends = (end,) if begins_next else (end, self.eos_id, *self._control.special)
-        begin = ids.index(end) + 1 if last is None or last in ends else 0
-        return np.asarray(ids[begin:], dtype=np.int32)
+        closed = last in (None, end) if is_role else last is None or self._ends_turn(last, end)
+        return ids.index(end) + 1 if closed else 0
+
+    def _ends_turn(self, last: int | None, end: int | None) -> bool:
+        return last in (end, self.eos_id) or last in self._control.special
 
     def encode_turn(self, completion: str, finish: str) -> Ints:
         """Return the token ids [T] of a policy's turn, with the end of the turn if `finish` is "stop".
@@ -287,6 +314,12 @@ def _ids_in_file(file: Path) -> set[int]:
         return {*listed, *(token["id"] for token in content["added_tokens"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -147,9 +147,8 @@ def environment(config: Config) -> Findings:
 
 def _agent(chosen: AgentEnvironment) -> None:
     """Raise `TaskError` if an agent cannot be run."""
-    if chosen.agent:
-        agent.load(chosen.agent)
-    elif shutil.which(chosen.command[0]) is None:
+    agent.check(chosen)
+    if chosen.command and chosen.sandbox is None and shutil.which(chosen.command[0]) is None:
         raise TaskError(f"environment.command begins with {chosen.command[0]!r}, which is no program here")
 
 

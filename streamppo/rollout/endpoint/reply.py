@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import secrets
+import string
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -20,6 +21,7 @@ from jinja2 import TemplateError
 from streamppo.types import Message
 
 THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_call>"
+SIGNS = string.ascii_letters + string.digits
 CALLS = re.compile(f"{CALL}(.*?)(?:{CALLED}|$)", re.DOTALL)
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ImportError, TemplateError, RecursionError)
 """Errors of `parse_response` for a text that its schema does not fit."""
@@ -84,8 +86,13 @@ def so_far(text: str, *, opened: bool = False) -> Reply:
 
 
 def new_id(kind: str) -> str:
-    """Make an id of ours: "call", for one."""
+    """Make an id of ours: "resp", for one."""
     return f"{kind}_{secrets.token_hex(12)}"
+
+
+def _call_id() -> str:
+    """Make the id of a tool call, in the only form that Mistral's templates take."""
+    return "".join(secrets.choice(SIGNS) for _ in range(9))
 
 
 def _settled(text: str) -> str:
@@ -125,7 +132,7 @@ def _one_call(found: object) -> ToolCall | None:
             arguments = rest.get("arguments", rest.get("parameters", {}))
         case _:
             return None
-    return ToolCall(new_id("call"), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    return ToolCall(_call_id(), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _of_schema(found: Mapping[str, object]) -> Reply:

@@ -364,7 +364,10 @@ class Session:
         if place.at == NOTHING:
             text = "\n\n".join(message.text for message in messages)
             return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
-        return tokenizer.observation(messages, template, self.row.token(place.at))
+        # Some templates write a tool's answer only behind its call.
+        before = request.messages[-len(messages) - 1]
+        calls = before.tool_calls if messages[0].role == "tool" else ()
+        return tokenizer.observation(messages, template, self.row.token(place.at), calls)
 
     def _plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
         """Without a chat template a context is the texts of its messages, one after another."""

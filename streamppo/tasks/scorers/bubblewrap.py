@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from streamppo.errors import TaskError
@@ -48,41 +49,55 @@ class Bubblewrap:
         return await asyncio.to_thread(self._run, program, stdin, limits)
 
     def _run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
-        # An unlinked file, which bubblewrap copies into the sandbox.
-        with tempfile.TemporaryFile() as source, capture.StartSignal() as started:
-            source.write(program.encode(errors="replace"))
-            source.seek(0)
-            file = ["--perms", "0644", "--ro-bind-data", str(source.fileno()), "/tmp/program.py"]
-            launcher = ["-sP", "-c", _launcher(), "walled", "0", *started.arguments(limits)]
-            command = [*_walls(self._disk_bytes), *file, "--remount-ro", "/", "--", sys.executable, *launcher]
-            env = {
-                "PATH": "/usr/bin:/bin",
-                "LANG": "C.UTF-8",
-                "HOME": "/tmp",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONHASHSEED": "0",
-            }
-            place = capture.Place(env=env, folder="/", files=(source.fileno(),))
-            return capture.run(command, stdin, limits, started, place)
+        env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        return run(program, stdin, limits, disk_bytes=self._disk_bytes, env=env)
+
+
+def run(
+    program: str,
+    stdin: str,
+    limits: RunLimits,
+    *,
+    disk_bytes: int,
+    env: Mapping[str, str],
+    files: Sequence[str] = (),
+    inherits: tuple[int, ...] = (),
+    address_mib: int | None = None,
+) -> Ran:
+    """Run a Python program that sees `files` too and inherits descriptors, as `Sandbox.run` does.
+
+    `address_mib` bounds the addresses of each process; without it they are bounded as the memory is.
+    """
+    # An unlinked file, which bubblewrap copies into the sandbox.
+    with tempfile.TemporaryFile() as source, capture.StartSignal() as started:
+        source.write(program.encode(errors="replace"))
+        source.seek(0)
+        file = ["--perms", "0644", "--ro-bind-data", str(source.fileno()), "/tmp/program.py"]
+        bounds = started.arguments(limits._replace(memory_mib=address_mib or limits.memory_mib))
+        launcher = ["-sP", "-c", _launcher(), "walled", "0", *bounds]
+        command = [*_walls(disk_bytes, files), *file, "--remount-ro", "/", "--", sys.executable, *launcher]
+        given = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **env}
+        place = capture.Place(env=given, folder="/", files=(source.fileno(), *inherits))
+        return capture.run(command, stdin, limits, started, place)
 
 
 @functools.cache
-def problem() -> str:
-    """The reason why bubblewrap does not work here, with the remedy; "" if it works."""
+def problem(otherwise: str = OTHERWISE) -> str:
+    """The reason why bubblewrap does not work here, with the remedy and `otherwise`; "" if it works."""
     path = shutil.which("bwrap")
     if path is None:
         install = "`apt-get install bubblewrap` or `dnf install bubblewrap` installs it"
-        return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {OTHERWISE}"
+        return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {otherwise}"
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     if tuple(map(int, re.findall(r"\d+", version))) < NEEDS:
         needs = ".".join(map(str, NEEDS))
-        return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {OTHERWISE}"
+        return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {otherwise}"
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
-        return f"root needs `setpriv` (package util-linux) to run programs of the policy as nobody. {OTHERWISE}"
+        return f"root needs `setpriv` (package util-linux) to run programs of the policy as nobody. {otherwise}"
     command = [*_walls(2**20), "--", sys.executable, "-I", "-c", ""]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env={"PATH": "/usr/bin:/bin"})
     if ran.returncode:
-        return f"bubblewrap does not work here: {ran.stderr.strip()[-300:]!r}; {KERNEL}. {OTHERWISE}"
+        return f"bubblewrap does not work here: {ran.stderr.strip()[-300:]!r}; {KERNEL}. {otherwise}"
     return ""
 
 
@@ -91,24 +106,24 @@ def _launcher() -> str:
     return capture.LAUNCHER.read_text()
 
 
-def _walls(disk_bytes: int) -> list[str]:
-    """Return the bubblewrap command without one program's file and command."""
+def _walls(disk_bytes: int, files: Sequence[str] = ()) -> list[str]:
+    """Return the bubblewrap command without one program's file and command; `files` keep their paths."""
     bwrap = shutil.which("bwrap") or "bwrap"
     alone = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
     size = ["--size", str(disk_bytes)]
     return [
-        *_as_nobody(bwrap),
+        *_as_nobody(bwrap, files),
         bwrap,
         *(f"--unshare-{what}" for what in alone),
         *("--disable-userns", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL"),
         *("--die-with-parent", "--new-session"),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *(*size, "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
-        *_system(),
+        *_system(files),
     ]
 
 
-def _as_nobody(bwrap: str) -> list[str]:
+def _as_nobody(bwrap: str, files: Sequence[str]) -> list[str]:
     """The command prefix that drops root, to whom the kernel's limit on processes does not apply.
 
     The user nobody cannot reach a Python in root's home. So an outer bubblewrap, started as root, mounts it in folders
@@ -118,13 +133,13 @@ def _as_nobody(bwrap: str) -> list[str]:
         return []
     # The inner bubblewrap builds the program's mounts in /tmp.
     places = ["--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/tmp"]
-    outer = [bwrap, *_system(), *places, "--die-with-parent"]
+    outer = [bwrap, *_system(files), *places, "--die-with-parent"]
     setpriv = shutil.which("setpriv") or "setpriv"
     return [*outer, "--", setpriv, "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"]
 
 
-def _system() -> list[str]:
-    """The arguments that mount the system's programs and our Python read-only."""
+def _system(files: Sequence[str]) -> list[str]:
+    """The arguments that mount the system's programs, our Python and `files` read-only."""
     mounts = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -133,10 +148,15 @@ def _system() -> list[str]:
         elif path.exists():
             mounts += ["--ro-bind", str(path), str(path)]
     paths = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives")]
-    for prefix in dict.fromkeys((sys.base_prefix, sys.prefix, os.path.realpath(sys.base_prefix))):
-        if not Path(prefix).is_relative_to("/usr"):
-            paths += [f"{prefix}/{name}" for name in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    paths += [path for path in python_files() if not Path(path).is_relative_to("/usr")]
+    paths += files
     # Parents made by bubblewrap itself would not be readable by the user nobody.
     parents = dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1])
     mounts += [word for parent in parents for word in ("--perms", "0755", "--dir", parent)]
     return [*mounts, *(word for path in paths for word in ("--ro-bind-try", path, path))]
+
+
+def python_files() -> list[str]:
+    """Return the files and folders of the Python that runs us."""
+    prefixes = dict.fromkeys((sys.base_prefix, sys.prefix, os.path.realpath(sys.base_prefix)))
+    return [f"{prefix}/{name}" for prefix in prefixes for name in ("bin", "lib", "lib64", "pyvenv.cfg")]

@@ -8,7 +8,7 @@ from conftest import MATH
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.config.task import AgentEnvironment, Environment
+from streamppo.config.task import AgentEnvironment, BubblewrapSandbox, Environment
 from streamppo.errors import ConfigError
 
 AGENT = 'environment={ kind = "agent", agent = "mine.py:run" }'
@@ -29,6 +29,8 @@ def test_an_environment_without_a_kind_is_a_class_or_an_agent_by_its_fields(
         ("environment.kind=agent", "an agent is a function, agent = "),
         ('environment={ agent = "a:b", command = ["x"] }', "give one of them"),
         ('environment={ kind = "agent", agent = "a:b", name = "c:D" }', "name"),
+        ('environment={ agent = "a:b", sandbox = "bubblewrap" }', "sandbox is a place for a program: give command"),
+        ('environment={ command = ["x"], sandbox = "docker" }', "kinds are bubblewrap, class"),
         ('environment={ kind = "agnt", agent = "a:b" }', "kinds are class, agent"),
     ],
 )
@@ -67,6 +69,11 @@ def test_the_agents_files_are_looked_for_beside_the_configuration(
         (tmp_path / "project" / name).touch()
     for given, field, wanted in (
         ('agent = "mine.py:run"', "agent", f"{tmp_path / 'project' / 'mine.py'}:run"),
+        (
+            'command = ["sh"]\nsandbox = { kind = "bubblewrap", files = ["agent.sh", "nowhere"] }',
+            "sandbox",
+            BubblewrapSandbox(files=(str(tmp_path / "project" / "agent.sh"), "nowhere")),
+        ),
         ('command = ["sh", "agent.sh", "-x"]', "command", ("sh", str(tmp_path / "project" / "agent.sh"), "-x")),
     ):
         text = MATH.read_text() + f'\n[environment]\nkind = "agent"\n{given}\n'

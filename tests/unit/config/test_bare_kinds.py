@@ -43,6 +43,7 @@ BESIDE = {
     "sequence": ["algorithm.critic.model=head"],
     "kl_cov": ["learner.minibatches=2"],
     "agent": ["environment.agent=mine:run"],
+    "bubblewrap": ["environment.command=['python']"],
 }
 """Overrides without which a choice contradicts the rest of the configuration, by its kind."""
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_kinds
-from conftest import SUPPORT
 from scripted import TEMPLATE, Scripted
 
 from streamppo.config.task import Environment, VerifiersTask
@@ -17,7 +16,6 @@ from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Columns, Episode, Player, place
 from streamppo.tasks import task
 from streamppo.tasks.environments import Done, Observation
-from streamppo.tasks.library import verifiers
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Identity, Message, Prompt, Reward, Trajectory, decode, encode, floats, ints, routes
@@ -363,46 +361,11 @@ class ClosesAtOnce(Echo):
     def close(self) -> None: ...
 
 
-def test_a_verifiers_environment_plays_its_conversation_with_the_policys_turns(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("verifiers")
-    monkeypatch.syspath_prepend(SUPPORT)
-    built = task.build(VerifiersTask(environment="verifiers_guess"), 1)
-    prompt = next(prompt for prompt in built.training if prompt.columns["answer"] == "2")
-    config = Environment(
-        name="streamppo.tasks.library.verifiers:Verifiers", arguments={"environment": "verifiers_guess"}, max_turns=4
-    )
-
-    def told(*guesses: str) -> Episode:
-        player = Player(Scripted(tokenizer, *guesses), tokenizer, config)
-        return asyncio.run(player.play(prompt, Sampling(16)))
-
-    right = told("1", "3", "2")
-    assert text_of(tokenizer, right.tokens[right.mask]) == "1<eos>3<eos>2<eos>"
-    assert "[user]higher<eos>" in text_of(tokenizer, right.tokens)
-    assert (right.finish, right.turn_rewards, right.end.components["found"]) == ("stop", (0.0, 0.0, 1.0), 1.0)
-    wrong = told("1", "1", "1", "1")
-    assert (wrong.finish, sum(wrong.turn_rewards)) == ("stop", 0.0)
-
-
 def test_verifiers_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers", None)
+    for module in ("verifiers", "verifiers.v1"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(TaskError, match=r"streamppo\[verifiers\]"):
         task.build(VerifiersTask(environment="wordle"), 1)
-
-
-def test_a_verifiers_conversation_that_never_began_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "_environment", str)
-
-    async def story() -> None:
-        world = verifiers.Verifiers("wordle")
-        # Whether the package is missing or the row that it wants.
-        with pytest.raises((ImportError, KeyError)):
-            await world.reset(Prompt(text="hi", columns={}))
-        await world.close()
-
-    asyncio.run(story())
 
 
 class Closing(Echo):

@@ -1,8 +1,10 @@
 """No prompt is both trained on and held out: rows are divided by the content of their prompts, whatever made them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from config_case import one_source
@@ -150,22 +152,24 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path: Path) -> None:
     assert built.notes() == []
 
 
-class Environment:
-    def __init__(self, training: list[str], evaluation: list[str]) -> None:
-        self.sides = training, evaluation
+class Row(NamedTuple):
+    """A task of verifiers, as far as it is read."""
 
-    def get_dataset(self) -> list[Any]:
-        return [{"prompt": one, "answer": ""} for one in self.sides[0]]
+    prompt_text: str
+    answer: str = "1"
 
-    def get_eval_dataset(self) -> list[Any]:
-        return [{"prompt": one, "answer": ""} for one in self.sides[1]]
+    def model_dump_json(self) -> str:
+        return json.dumps(self._asdict())
 
 
-def test_an_environment_of_verifiers_without_evaluation_rows_holds_out_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [f"p{n}" for n in range(20)]
-    made = {"same": Environment(prompts, prompts), "other": Environment(prompts, ["p3", "q"])}
-    monkeypatch.setattr(verifiers, "_environment", made.__getitem__)
-    assert shared(VerifiersTask(environment="same", held_out=0.25)) == (0, 15, 5)
-    assert task.build(VerifiersTask(environment="other"), 1).notes() == [
-        "other: 1 of 2 evaluation prompts is in the training rows too: their accuracy is that of memory"
-    ]
+class Taskset:
+    """An endless taskset of verifiers whose prompts repeat."""
+
+    def take(self, count: int) -> Iterator[SimpleNamespace]:
+        return (SimpleNamespace(data=Row(f"p{number % 20}")) for number in range(count))
+
+
+def test_tasks_of_verifiers_that_repeat_are_on_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_environment", lambda _: SimpleNamespace(taskset=Taskset()))
+    assert shared(VerifiersTask(environment="endless", held_out=0.25, rows=40)) == (0, 30, 5)
+    assert shared(VerifiersTask(environment="endless", held_out=0.25, rows=20)) == (0, 15, 5)
