@@ -18,7 +18,7 @@ from streamppo.learner.model import load_policy, optimizer, policy, tiny
 from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import task as tasks
 from streamppo.tasks.tokenizer import Tokenizer

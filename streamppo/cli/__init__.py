@@ -225,13 +225,14 @@ def bisect(
 
     With --set: the first one of the same batches under another configuration.
     """
-    from streamppo.commands import bisection
+    from streamppo.commands.bisection import Question
+    from streamppo.commands.look import bisect
 
-    asked = bisection.Question(metric, above, below, test, tuple(changes))
+    asked = Question(metric, above, below, test, tuple(changes))
     asked.refuse()
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
-    return bisection.bisect(folder, asked, as_json=json)
+    return bisect.bisect(folder, asked, as_json=json)
 
 
 @app.command

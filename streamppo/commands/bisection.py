@@ -1,25 +1,16 @@
-"""`streamppo bisect`: its question, its answer, and all that recorded data tell. Needs neither Ray nor torch.
-
-look/bisect.py makes versions again where these do not.
-"""
+"""The question of `streamppo bisect`, and its answer. Needs neither Ray nor torch."""
 
 import difflib
-import inspect
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from streamppo.commands.console import echo, log_to_stderr
 from streamppo.errors import ConfigError
-from streamppo.queue.store import archive
-from streamppo.queue.store.archive import Archive
 from streamppo.tasks import plugins
 from streamppo.telemetry import metrics_file, summary
-from streamppo.types import Batch
 
 
 class Question(NamedTuple):
@@ -103,95 +94,16 @@ class UserTest(NamedTuple):
         return bool(answer)
 
 
-def bisect(run: Path, question: Question, *, as_json: bool) -> int:
-    """Find the answer and print it. Raises the errors of `find`."""
-    with log_to_stderr():
-        found = find(run, question)
-    if as_json:
-        echo(json.dumps(found._asdict()))
-        return 0
-    value = "" if found.value is None else f" ({found.value:.6g})"
-    first = f"first holds at version {found.version}{value}" if found.version is not None else "holds nowhere"
-    echo(f"{found.condition}: {first}")
-    updates = "update" if found.remade == 1 else "updates"
-    echo(f"{found.sure}; {found.remade} {updates} made again")
-    return 0
-
-
-def find(run: Path, question: Question) -> Answer:
-    """Find the first version at which the condition of `question` holds.
-
-    Raises `ConfigError` for a metric or a test that cannot be asked, `JournalError` for batches that were not kept,
-    and `TaskError` for a test that fails.
-    """
-    question.refuse()
-    test = _load(question.test) if question.test is not None else None
-    if not question.changes and (test is None or "model" not in test.wants):
-        return _of_data(run, question, test)
-    # It needs torch and Ray.
-    from streamppo.commands.look import bisect
-
-    return bisect.find(run, question, test)
-
-
-def _load(path: Path) -> UserTest:
-    plugins.export_path()
-    function = plugins.function(f"{path}:test", "--test")
-    wants = frozenset(inspect.signature(function).parameters)
-    if unknown := sorted(wants - set(PARAMETERS)):
-        raise ConfigError(f"--test {path.name}: `test` asks for {unknown[0]!r}, and there are {', '.join(PARAMETERS)}")
-    return UserTest(path.name, function, wants)
-
-
-# --- what is recorded ----------------------------------------------------------------------------------------
-
-
-def _of_data(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Look at everything that there is: nothing has to be made again."""
-    lines = lines_of(run)
-    if test is None:
-        values = _values(run, lines, question.metric)
-        looked = [Looked(version, question.holds(value), value) for version, value in sorted(values.items())]
-    else:
-        found = archive.open(run)
-        looked = [
-            Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch))
-            for version, batch in _batches(found, sorted(lines), wanted="batch" in test.wants)
-        ]
-    versions = {one.version for one in looked}
-    lacking = [version for version in range(1, max(versions, default=0) + 1) if version not in versions]
-    what = "evaluations" if question.metric == "accuracy" else "versions"
-    return conclude(question, looked, 0, certain=not lacking or question.metric == "accuracy", what=what)
-
-
 def lines_of(run: Path) -> dict[int, Metrics]:
     """The numbers of every update's line, by the version that it made."""
     lines = summary.updates_in_order(metrics_file.read(run))
     return {line["remade"] if "remade" in line else line["update"]: metrics_file.numbers(line) for line in lines}
 
 
-def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:
-    if metric == "accuracy":
-        found = {line["evaluation"]: line["accuracy"] for line in metrics_file.read(run) if "evaluation" in line}
-        return {version: value for version, value in found.items() if value is not None}
-    values = {version: line[metric] for version, line in lines.items() if metric in line}
-    if not values:
-        known = sorted({name for line in lines.values() for name in line} | {"accuracy"})
-        refuse_metric(metric, known, f"{run}: no update has a metric {metric!r}")
-    return values
-
-
 def refuse_metric(metric: str, known: Sequence[str], begin: str) -> NoReturn:
     """Raise `ConfigError`, which begins with `begin`, for a metric that is not `known`, with the nearest name."""
     near = difflib.get_close_matches(metric, known, 1)
     raise ConfigError(begin + (f"; is {near[0]!r} meant?" if near else f"; it has {', '.join(known) or 'none'}"))
-
-
-def _batches(found: Archive, versions: Sequence[int], *, wanted: bool) -> Iterator[tuple[int, Batch | None]]:
-    """Every version with the batch that made it, if batches are `wanted` at all."""
-    kept = set(found.versions())
-    for version in sorted({one + 1 for one in kept} if wanted else versions):
-        yield version, found.batch(version - 1) if wanted else None
 
 
 # --- how sure it is ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import positions
 from streamppo.rollout.embedded import engine as embedded
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Engine, Sampling
 from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import in_process, push, server, wire

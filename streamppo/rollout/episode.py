@@ -93,10 +93,7 @@ class Episode(NamedTuple):
         )
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer, stop: Stop = NO_STOP) -> ScoredText:
-        """Decode a finished episode for its rewards.
-
-        The text is without the end tokens of all turns but the last, and without the stop string of the last turn.
-        """
+        """Decode a finished episode for its rewards, without end tokens of inner turns and the last stop string."""
         assert self.finish != "cut"
         sampled = self.tokens[self.mask]
         tokens, own = self.tokens, self.mask

@@ -23,7 +23,7 @@ from streamppo.learner.model import hf_files, optimizer, snapshot
 from streamppo.learner.model import policy as model
 from streamppo.learner.objective.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Sampling
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, hash_tensor

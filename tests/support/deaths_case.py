@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import encode

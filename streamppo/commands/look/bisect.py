@@ -1,26 +1,15 @@
-"""`streamppo bisect` where versions are made again: as few updates as it takes.
+"""`streamppo bisect`: the first version at which a condition holds. Recorded data need neither Ray nor torch.
 
-    asked of                   looked at                                                  updates made again
-    a metric, a test of data   every line, or every batch, that there is                  none
-    a test of the weights      every checkpoint; then each version behind the last one    from that checkpoint to the
-                               before the first that holds, up to one that holds          answer
-    the same with --set        each version from the first, under the changes             from the first to the answer
-
-Weights are a product of all updates before: a version in between costs as much as all on the way to it. So the way from
-a checkpoint is gone once, version by version, and halving it would make more updates, not fewer.
+bisect_replay.py makes versions again where these do not tell.
 """
 
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import ray
-from msgspec import structs
-from ray.exceptions import RayError
-
-from streamppo.commands import replay
 from streamppo.commands.bisection import (
+    PARAMETERS,
     Answer,
     Looked,
     Metrics,
@@ -30,134 +19,89 @@ from streamppo.commands.bisection import (
     lines_of,
     refuse_metric,
 )
-from streamppo.commands.models import weights
-from streamppo.config import file as configfile
-from streamppo.config.sections import model_path
-from streamppo.driver.ray import orphans
-from streamppo.driver.ray.cluster import describe
-from streamppo.errors import JournalError, RunError
-from streamppo.learner.checkpoint import history, manifest
-from streamppo.learner.checkpoint.history import History
-from streamppo.learner.model import hf_files
+from streamppo.commands.console import echo, log_to_stderr
+from streamppo.errors import ConfigError
 from streamppo.queue.store import archive
-from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.archive import Archive
+from streamppo.tasks import plugins
+from streamppo.telemetry import metrics_file
+from streamppo.types import Batch
 
 
-def find(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Find the first version at which a test of weights holds, or any condition under changes."""
-    if question.changes or test is None:
-        return _changed(run, question, test)
-    return _by_weights(run, question, test)
+def bisect(run: Path, question: Question, *, as_json: bool) -> int:
+    """Find the answer and print it. Raises the errors of `find`."""
+    with log_to_stderr():
+        found = find(run, question)
+    if as_json:
+        echo(json.dumps(found._asdict()))
+        return 0
+    value = "" if found.value is None else f" ({found.value:.6g})"
+    first = f"first holds at version {found.version}{value}" if found.version is not None else "holds nowhere"
+    echo(f"{found.condition}: {first}")
+    updates = "update" if found.remade == 1 else "updates"
+    echo(f"{found.sure}; {found.remade} {updates} made again")
+    return 0
 
 
-# --- what is made again --------------------------------------------------------------------------------------
+def find(run: Path, question: Question) -> Answer:
+    """Find the first version at which the condition of `question` holds.
+
+    Raises `ConfigError` for a metric or a test that cannot be asked, `JournalError` for batches that were not kept,
+    and `TaskError` for a test that fails.
+    """
+    question.refuse()
+    test = _load(question.test) if question.test is not None else None
+    if not question.changes and (test is None or "model" not in test.wants):
+        return _of_data(run, question, test)
+    # It needs torch and Ray.
+    from streamppo.commands.look import bisect_replay
+
+    return bisect_replay.find(run, question, test)
 
 
-def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
-    """Look at every checkpoint, then at the versions in front of the first that holds."""
-    lines, past = lines_of(run), _past(run)
-    looked: list[Looked] = []
-    whole = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
-    for path in whole:
-        with tempfile.TemporaryDirectory() as folder:
-            model = Path(folder) / "model"
-            _export_checkpoint(run, int(path.name), model)
-            looked.append(_ask(test, run, int(path.name), lines, model))
-    holding = next((number for number, one in enumerate(looked) if one.holds), None)
-    last = looked[holding].version if holding is not None else max(past.digests)
-    before = whole[: holding if holding is not None else len(whole)]
-    begin = before[-1] if before else None
-    end = last if holding is None else last - 1
-    made = _way(run, past, begin, end, lambda version, _, model: _ask(test, run, version, lines, model))
-    start = int(begin.name) if begin else 0
-    between = [later - earlier for earlier, later in zip([0, *_numbers(before)], _numbers(before), strict=False)]
-    # Versions between two checkpoints at which it does not hold may have been the first.
-    certain = all(step == 1 for step in between)
-    every = sorted([*looked, *made])
-    return conclude(question, every, len(made), certain=certain, what="versions", begin=start)
+def _load(path: Path) -> UserTest:
+    plugins.export_path()
+    function = plugins.function(f"{path}:test", "--test")
+    wants = frozenset(inspect.signature(function).parameters)
+    if unknown := sorted(wants - set(PARAMETERS)):
+        raise ConfigError(f"--test {path.name}: `test` asks for {unknown[0]!r}, and there are {', '.join(PARAMETERS)}")
+    return UserTest(path.name, function, wants)
 
 
-def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Make every version again under the changes, up to the first at which it holds."""
-    past = _past(run)
-    present = configfile.load(run / configfile.CONFIG)
-    configs = {
-        version: replay.with_changes(config, present, question.changes) for version, config in past.configs.items()
-    }
-    last = min(max(past.digests), max(config.updates for config in configs.values()))
-
-    def look(version: int, metrics: Metrics, model: Path | None) -> Looked:
-        if test is None:
-            if question.metric not in metrics:
-                refuse_metric(question.metric, sorted(metrics), f"a replay has no metric {question.metric!r}")
-            return Looked(version, question.holds(metrics[question.metric]), metrics[question.metric])
-        return _ask(test, run, version, {version: metrics}, model)
-
-    begin = replay.oldest_start(run, past)
-    made = _way(
-        run, structs.replace(past, configs=configs), begin, last, look, model=test is not None and "model" in test.wants
-    )
-    start = int(begin.name) if begin else 0
-    return conclude(question, made, len(made), certain=start == 0, what="versions", begin=start)
+# --- what is recorded ----------------------------------------------------------------------------------------
 
 
-def _way(
-    run: Path,
-    past: History,
-    begin: Path | None,
-    last: int,
-    look: Callable[[int, Metrics, Path | None], Looked],
-    *,
-    model: bool = True,
-) -> list[Looked]:
-    """Make versions behind `begin` again up to `last`, and look at each, up to the first at which it holds."""
-    looked: list[Looked] = []
-    if last <= (int(begin.name) if begin else 0):
-        return looked
-    _refuse_lost(run, begin, last)
-
-    def until(report: replay.UpdateReport, export: replay.Export) -> bool:
-        with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) / "model"
-            if model:
-                export(place)
-            looked.append(look(report.version, report.metrics, place if model else None))
-        return looked[-1].holds
-
-    try:
-        with ExitStack() as ending:
-            mark = ending.enter_context(orphans.ends())
-            ending.callback(ray.shutdown)
-            replay.remake(run, past, begin, last, mark, until=until)
-    except RayError as error:
-        raise RunError(f"the learner: {describe(error)}") from error
-    return looked
+def _of_data(run: Path, question: Question, test: UserTest | None) -> Answer:
+    """Look at everything that there is: nothing has to be made again."""
+    lines = lines_of(run)
+    if test is None:
+        values = _values(run, lines, question.metric)
+        looked = [Looked(version, question.holds(value), value) for version, value in sorted(values.items())]
+    else:
+        found = archive.open(run)
+        looked = [
+            Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch))
+            for version, batch in _batches(found, sorted(lines), wanted="batch" in test.wants)
+        ]
+    versions = {one.version for one in looked}
+    lacking = [version for version in range(1, max(versions, default=0) + 1) if version not in versions]
+    what = "evaluations" if question.metric == "accuracy" else "versions"
+    return conclude(question, looked, 0, certain=not lacking or question.metric == "accuracy", what=what)
 
 
-def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
-    kept = set(archive.open(run).versions())
-    lost = [one for one in range(int(begin.name) if begin else 0, last) if one not in kept]
-    if lost:
-        raise JournalError(f"{run}: version {lost[0] + 1} cannot be made again: its batch was not kept")
+def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:
+    if metric == "accuracy":
+        found = {line["evaluation"]: line["accuracy"] for line in metrics_file.read(run) if "evaluation" in line}
+        return {version: value for version, value in found.items() if value is not None}
+    values = {version: line[metric] for version, line in lines.items() if metric in line}
+    if not values:
+        known = sorted({name for line in lines.values() for name in line} | {"accuracy"})
+        refuse_metric(metric, known, f"{run}: no update has a metric {metric!r}")
+    return values
 
 
-def _past(run: Path) -> History:
-    with closing(Journal.open_run(run)) as journal:
-        if not journal.versions():
-            raise JournalError(f"{run}: no version was made yet")
-    return history.read_history(run, configfile.load(run / configfile.CONFIG))
-
-
-def _ask(test: UserTest, run: Path, version: int, lines: Mapping[int, Metrics], model: Path | None) -> Looked:
-    batch = archive.open(run).batch(version - 1) if "batch" in test.wants else None
-    return Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch, model=model))
-
-
-def _export_checkpoint(run: Path, version: int, to: Path) -> None:
-    config = configfile.load(run / configfile.CONFIG)
-    found = weights.checkpoint_weights(config, run, version)
-    hf_files.export(found.tensors, model_path(config, run), to, config.model.dtype)
-
-
-def _numbers(checkpoints: Sequence[Path]) -> list[int]:
-    return [int(path.name) for path in checkpoints]
+def _batches(found: Archive, versions: Sequence[int], *, wanted: bool) -> Iterator[tuple[int, Batch | None]]:
+    """Every version with the batch that made it, if batches are `wanted` at all."""
+    kept = set(found.versions())
+    for version in sorted({one + 1 for one in kept} if wanted else versions):
+        yield version, found.batch(version - 1) if wanted else None

@@ -189,17 +189,18 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
     """
     for number in count(1):
         folder = aside.parent / (config.name if number == 1 else f"{config.name}-{number}")
-        own = _with_reward(past.run, structs.replace(config, name=folder.name), aside, folder)
-        configfile.save(own, aside)
-        if _claim(aside, folder):
-            break
-        if taken_is_error:
-            raise ConfigError(f"{folder}: something is there already; take another --name")
-    # Paths into the run are relative to its name.
-    configfile.save(own, folder)
-    for one in (own, *past.history.configs.values()):
-        consent.give(folder, one)
-    return folder
+        named = _with_reward(past.run, structs.replace(config, name=folder.name), aside, folder)
+        configfile.save(named, aside)
+        if not _claim(aside, folder):
+            if taken_is_error:
+                raise ConfigError(f"{folder}: something is there already; take another --name")
+            continue
+        # Paths into the run are relative to its name.
+        configfile.save(named, folder)
+        for agreed in (named, *past.history.configs.values()):
+            consent.give(folder, agreed)
+        return folder
+    raise AssertionError("numbers do not end")
 
 
 def _claim(aside: Path, folder: Path) -> bool:

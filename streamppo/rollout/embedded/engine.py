@@ -24,7 +24,8 @@ from torch import Tensor
 
 from streamppo.rollout import positions, random_numbers
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
-from streamppo.rollout.embedded.rows import DecodingRows, EndTokens, RunningRequest
+from streamppo.rollout.embedded.requests import EndTokens, RunningRequest
+from streamppo.rollout.embedded.rows import DecodingRows
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
 from streamppo.rollout.weight_checks import check_prompt
 from streamppo.types import Ints

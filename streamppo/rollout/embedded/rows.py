@@ -5,11 +5,9 @@ into their places. `at` tokens of a row are in the cache; `fed` is the token tha
 rows from `count` on hold ended completions, for prompts that continue them (prefixes.py).
 """
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,10 +16,11 @@ from streamppo.process import phase
 from streamppo.rollout import random_numbers, segment_cuts
 from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
-from streamppo.rollout.embedded.prefixes import NONE, Prefix, Prefixes, Start
+from streamppo.rollout.embedded.prefixes import Prefix, Prefixes, Start
+from streamppo.rollout.embedded.requests import EndTokens, RunningRequest
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling, TokenCandidates
+from streamppo.rollout.engine import Completion, TokenCandidates
 from streamppo.types import Ints
 
 REORDER = 1.2
@@ -32,49 +31,6 @@ LOOKS = 2**24
 """The most (new token, position) pairs, padding included, in one forward pass of prompts that continue rows."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k of the model's unchanged distribution."""
-
-
-class EndTokens(NamedTuple):
-    """Token `ids` that end completions; `completes` is true if the last of its tokens [T] completes a stop string.
-
-    `unknown` are the token ids that the tokenizer lacks; they are never sampled.
-    """
-
-    ids: Collection[int] = ()
-    completes: Callable[[Ints], bool] | None = None
-    unknown: Sequence[int] = ()
-
-
-@dataclass(slots=True, eq=False)
-class RunningRequest:
-    """One completion under way. `limit` is its most tokens.
-
-    With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
-    `handed` is the number of tokens in segments, `segment` included, which is cut and not yet handed over. With turns,
-    `computed` are the versions whose weights computed the prompt, of which `cached` tokens were in the cache before.
-    """
-
-    prompt: Ints
-    sampling: Sampling
-    limit: int
-    done: asyncio.Future[Completion]
-    cuts: Cuts | None = None
-    candidates: list[Ints] = field(default_factory=list)
-    completion: Completion | None = None
-    handed: int = 0
-    segment: Completion | None = None
-    computed: Ints = field(default_factory=lambda: NONE)
-    cached: int = 0
-
-    def next_cut(self) -> int:
-        """The number of tokens at which the next segment is due."""
-        return self.cuts.next_by_length(self.handed) if self.cuts else NEVER
-
-    def resolve(self) -> None:
-        """Set the completion as the result, unless the request was cancelled."""
-        if not self.done.done():
-            assert self.completion is not None
-            self.done.set_result(self.completion)
 
 
 class DecodingRows:

@@ -27,16 +27,11 @@ OLDEST = (0, 5, 17)
 FLUSHES_PAUSED = (0, 5, 21)
 """The first version whose paused engine can flush its prefix cache while requests wait; earlier ones die."""
 
-NAMES_GRAPHS = (0, 5, 21)
-"""The first version known to have an argument for the largest batch of decode CUDA graphs."""
-NAMES_CANDIDATES = (0, 5, 21)
-"""The first version known to return the candidates that top-p and top-k leave."""
-
-NAMES_ROUTES = (0, 5, 21)
-"""The first version known to return the experts of every token."""
-
-NAMES_DEFAULTS = (0, 5, 21)
-"""The first version known to take default sampling parameters from the model unless configured otherwise."""
+NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = (0, 5, 21)
+"""The first versions known to have an argument for the largest batch of decode CUDA graphs, to return the candidates
+that top-p and top-k leave, to return the experts of every token, and to take default sampling parameters from the model
+unless configured otherwise.
+"""
 MOST_BIASES = 16384
 """Most biases of a request: SGLang processes all of them for each completion."""
 UNSAMPLED = -1e9

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from streamppo.learner.batch.padded import pad
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Sampling
 from streamppo.types import Batch, Identity, Trajectory, encode, ints
 

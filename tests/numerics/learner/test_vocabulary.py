@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import lm_head, load_policy, policy
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import tokenizer
 from streamppo.tasks.tokenizer import character_tokenizer

@@ -24,7 +24,7 @@ from transformers import Qwen2ForCausalLM
 from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import Push, decode, encode

@@ -17,7 +17,8 @@ from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import REORDER, EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
+from streamppo.rollout.embedded.rows import REORDER
 from streamppo.rollout.embedded.sampling import Draws, SampledTokens, sample
 from streamppo.rollout.embedded.spans import SHORT, Span, cost, leaders
 from streamppo.rollout.engine import Completion, Cuts, Sampling

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from streamppo.rollout import random_numbers
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Identity
 

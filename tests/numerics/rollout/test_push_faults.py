@@ -18,7 +18,7 @@ from streamppo.rollout import puller
 from streamppo.rollout.adapters import WholeModel
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.weight_sync import WeightSync
 from streamppo.types import Push, encode
 from streamppo.weights import object_store

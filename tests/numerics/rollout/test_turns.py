@@ -14,7 +14,7 @@ from streamppo.rollout.embedded import prefixes
 from streamppo.rollout.embedded import rows as rows_module
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import EndTokens
+from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Ints
 

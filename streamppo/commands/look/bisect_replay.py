@@ -1,0 +1,163 @@
+"""`streamppo bisect` where versions are made again: as few updates as it takes.
+
+    asked of                   looked at                                                  updates made again
+    a metric, a test of data   every line, or every batch, that there is                  none
+    a test of the weights      every checkpoint; then each version behind the last one    from that checkpoint to the
+                               before the first that holds, up to one that holds          answer
+    the same with --set        each version from the first, under the changes             from the first to the answer
+
+Weights are a product of all updates before: a version in between costs as much as all on the way to it. So the way from
+a checkpoint is gone once, version by version, and halving it would make more updates, not fewer.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import ray
+from msgspec import structs
+from ray.exceptions import RayError
+
+from streamppo.commands import replay
+from streamppo.commands.bisection import (
+    Answer,
+    Looked,
+    Metrics,
+    Question,
+    UserTest,
+    conclude,
+    lines_of,
+    refuse_metric,
+)
+from streamppo.commands.models import weights
+from streamppo.config import file as configfile
+from streamppo.config.sections import model_path
+from streamppo.driver.ray import orphans
+from streamppo.driver.ray.cluster import describe
+from streamppo.errors import JournalError, RunError
+from streamppo.learner.checkpoint import history, manifest
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.model import hf_files
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
+
+
+def find(run: Path, question: Question, test: UserTest | None) -> Answer:
+    """Find the first version at which a test of weights holds, or any condition under changes."""
+    if question.changes or test is None:
+        return _changed(run, question, test)
+    return _by_weights(run, question, test)
+
+
+# --- what is made again --------------------------------------------------------------------------------------
+
+
+def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
+    """Look at every checkpoint, then at the versions in front of the first that holds."""
+    lines, past = lines_of(run), _past(run)
+    looked: list[Looked] = []
+    whole = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
+    for path in whole:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / "model"
+            _export_checkpoint(run, int(path.name), model)
+            looked.append(_ask(test, run, int(path.name), lines, model))
+    holding = next((number for number, one in enumerate(looked) if one.holds), None)
+    last = looked[holding].version if holding is not None else max(past.digests)
+    before = whole[: holding if holding is not None else len(whole)]
+    begin = before[-1] if before else None
+    end = last if holding is None else last - 1
+    made = _way(run, past, begin, end, lambda version, _, model: _ask(test, run, version, lines, model))
+    start = int(begin.name) if begin else 0
+    between = [later - earlier for earlier, later in zip([0, *_numbers(before)], _numbers(before), strict=False)]
+    # Versions between two checkpoints at which it does not hold may have been the first.
+    certain = all(step == 1 for step in between)
+    every = sorted([*looked, *made])
+    return conclude(question, every, len(made), certain=certain, what="versions", begin=start)
+
+
+def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
+    """Make every version again under the changes, up to the first at which it holds."""
+    past = _past(run)
+    present = configfile.load(run / configfile.CONFIG)
+    configs = {
+        version: replay.with_changes(config, present, question.changes) for version, config in past.configs.items()
+    }
+    last = min(max(past.digests), max(config.updates for config in configs.values()))
+
+    def look(version: int, metrics: Metrics, model: Path | None) -> Looked:
+        if test is None:
+            if question.metric not in metrics:
+                refuse_metric(question.metric, sorted(metrics), f"a replay has no metric {question.metric!r}")
+            return Looked(version, question.holds(metrics[question.metric]), metrics[question.metric])
+        return _ask(test, run, version, {version: metrics}, model)
+
+    begin = replay.oldest_start(run, past)
+    made = _way(
+        run, structs.replace(past, configs=configs), begin, last, look, model=test is not None and "model" in test.wants
+    )
+    start = int(begin.name) if begin else 0
+    return conclude(question, made, len(made), certain=start == 0, what="versions", begin=start)
+
+
+def _way(
+    run: Path,
+    past: History,
+    begin: Path | None,
+    last: int,
+    look: Callable[[int, Metrics, Path | None], Looked],
+    *,
+    model: bool = True,
+) -> list[Looked]:
+    """Make versions behind `begin` again up to `last`, and look at each, up to the first at which it holds."""
+    looked: list[Looked] = []
+    if last <= (int(begin.name) if begin else 0):
+        return looked
+    _refuse_lost(run, begin, last)
+
+    def until(report: replay.UpdateReport, export: replay.Export) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / "model"
+            if model:
+                export(place)
+            looked.append(look(report.version, report.metrics, place if model else None))
+        return looked[-1].holds
+
+    try:
+        with ExitStack() as ending:
+            mark = ending.enter_context(orphans.ends())
+            ending.callback(ray.shutdown)
+            replay.remake(run, past, begin, last, mark, until=until)
+    except RayError as error:
+        raise RunError(f"the learner: {describe(error)}") from error
+    return looked
+
+
+def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
+    kept = set(archive.open(run).versions())
+    lost = [one for one in range(int(begin.name) if begin else 0, last) if one not in kept]
+    if lost:
+        raise JournalError(f"{run}: version {lost[0] + 1} cannot be made again: its batch was not kept")
+
+
+def _past(run: Path) -> History:
+    with closing(Journal.open_run(run)) as journal:
+        if not journal.versions():
+            raise JournalError(f"{run}: no version was made yet")
+    return history.read_history(run, configfile.load(run / configfile.CONFIG))
+
+
+def _ask(test: UserTest, run: Path, version: int, lines: Mapping[int, Metrics], model: Path | None) -> Looked:
+    batch = archive.open(run).batch(version - 1) if "batch" in test.wants else None
+    return Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch, model=model))
+
+
+def _export_checkpoint(run: Path, version: int, to: Path) -> None:
+    config = configfile.load(run / configfile.CONFIG)
+    found = weights.checkpoint_weights(config, run, version)
+    hf_files.export(found.tensors, model_path(config, run), to, config.model.dtype)
+
+
+def _numbers(checkpoints: Sequence[Path]) -> list[int]:
+    return [int(path.name) for path in checkpoints]

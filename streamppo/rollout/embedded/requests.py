@@ -1,0 +1,53 @@
+"""The embedded engine's requests: a completion under way, and the tokens that end one."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from streamppo.rollout.embedded.prefixes import NONE
+from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling
+from streamppo.types import Ints
+
+
+class EndTokens(NamedTuple):
+    """Token `ids` that end completions; `completes` is true if the last of its tokens [T] completes a stop string.
+
+    `unknown` are the token ids that the tokenizer lacks; they are never sampled.
+    """
+
+    ids: Collection[int] = ()
+    completes: Callable[[Ints], bool] | None = None
+    unknown: Sequence[int] = ()
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """One completion under way. `limit` is its most tokens.
+
+    With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
+    `handed` is the number of tokens in segments, `segment` included, which is cut and not yet handed over. With turns,
+    `computed` are the versions whose weights computed the prompt, of which `cached` tokens were in the cache before.
+    """
+
+    prompt: Ints
+    sampling: Sampling
+    limit: int
+    done: asyncio.Future[Completion]
+    cuts: Cuts | None = None
+    candidates: list[Ints] = field(default_factory=list)
+    completion: Completion | None = None
+    handed: int = 0
+    segment: Completion | None = None
+    computed: Ints = field(default_factory=lambda: NONE)
+    cached: int = 0
+
+    def next_cut(self) -> int:
+        """The number of tokens at which the next segment is due."""
+        return self.cuts.next_by_length(self.handed) if self.cuts else NEVER
+
+    def resolve(self) -> None:
+        """Set the completion as the result, unless the request was cancelled."""
+        if not self.done.done():
+            assert self.completion is not None
+            self.done.set_result(self.completion)
