@@ -184,8 +184,10 @@ def test_sandboxes_end_with_their_actor(tmp_path: Path) -> None:
 
 def left(word: str) -> list[psutil.Process]:
     """Processes with a word in their command that live on."""
-    found = [one for one in psutil.process_iter(["cmdline"]) if word in (one.info["cmdline"] or ())]
-    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+    running = psutil.process_iter(["cmdline", "status"])
+    return [
+        one for one in running if word in (one.info["cmdline"] or ()) and one.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
