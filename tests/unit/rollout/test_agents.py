@@ -204,8 +204,8 @@ def test_many_runs_are_played_side_by_side_in_as_many_processes(played: Callable
 
 def left(seconds: int) -> list[psutil.Process]:
     """Processes of agents that live on."""
-    found = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", f"{seconds}"]]
-    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+    running = [one for one in psutil.process_iter(["cmdline", "status"]) if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return [one for one in running if one.info["cmdline"] == ["sleep", f"{seconds}"]]
 
 
 def test_an_agent_leaves_no_process_behind(played: Callable[..., Any]) -> None:
