@@ -179,7 +179,7 @@ def test_a_file_that_is_no_replay_is_refused(run: Path, tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_made_is_a_warning_after_the_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    def refuse(views: object) -> str:
+    def refuse(*_: object) -> str:
         raise error
 
     monkeypatch.setattr(page, "render", refuse)

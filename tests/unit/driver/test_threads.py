@@ -147,8 +147,8 @@ def test_a_replay_has_the_recorded_number(machine: Machine, large: str) -> None:
     machine(16)
     recorded = threads.resolved(configured(f"model.path={large}"), 2)
     for changes in ((), ("learner.threads=auto",), ("learner.lr=0.1",)):
-        assert replay._with_changes(recorded, recorded, changes).learner.threads == 2
-    assert replay._with_changes(recorded, recorded, ("learner.threads=5",)).learner.threads == 5
+        assert replay.with_changes(recorded, recorded, changes).learner.threads == 2
+    assert replay.with_changes(recorded, recorded, ("learner.threads=5",)).learner.threads == 5
     # Results depend on it: versions are made again with their own.
     assert diff.learning(recorded) != diff.learning(threads.resolved(configured(f"model.path={large}"), 3))
 

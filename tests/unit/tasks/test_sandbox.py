@@ -442,7 +442,7 @@ def test_check_says_which_sandbox_a_run_would_get(
     assert found() == [("ok", "programs run in streamppo.tasks.scorers.bubblewrap:Bubblewrap")]
     local = "streamppo.tasks.scorers.sandbox:Local"
     assert found(sandbox=local) == [("ok", f"programs run in {local}, which is no wall")]
-    monkeypatch.setattr(bubblewrap, "problem", lambda: "bubblewrap does not work here")
+    monkeypatch.setattr(bubblewrap, "problem", lambda *_: "bubblewrap does not work here")
     assert found() == [("error", "bubblewrap does not work here")]
 
 
@@ -454,6 +454,6 @@ def test_local_is_taken_only_by_name_and_warns(caplog: pytest.LogCaptureFixture)
 @walled
 def test_a_sandbox_that_cannot_start_is_an_error_and_no_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = Bubblewrap()
-    monkeypatch.setattr(bubblewrap, "_system", lambda: ["--ro-bind", "/nowhere", "/nowhere"])
+    monkeypatch.setattr(bubblewrap, "_system", lambda _: ["--ro-bind", "/nowhere", "/nowhere"])
     with pytest.raises(TaskError, match="the sandbox did not start"):
         ran_in(sandbox, "print(1)")
