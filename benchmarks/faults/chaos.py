@@ -229,7 +229,10 @@ def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool, replays:
 def replay(run: Path) -> bool:
     """True if `streamppo replay` reproduces every version of a run bit for bit."""
     command = [sys.executable, "-m", "streamppo", "replay", str(run)]
-    return not subprocess.run(command, capture_output=True, text=True, check=False, env=environment()).returncode
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    if done.returncode:
+        print(f"{run}: not replayed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}", file=sys.stderr)
+    return not done.returncode
 
 
 def account(run: Path, kills: list[Kill], replays: Replays | None = None, *, witness: Path | None = None) -> Trial:
