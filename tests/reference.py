@@ -23,10 +23,10 @@ a run means. `python -m tests.reference` writes it from the code.
 
 ## Fields
 
-A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`, and
-`(mask|truncate)` stands for both kinds. NAME is a name of your choice, `[]` an entry of a list. In parentheses behind
-a field are its default and what it takes: `(256, ≥1)`; a field without a default must be given. A kind whose other
-fields all have defaults may be written as its bare name: `algorithm.advantage = "grpo"`.
+A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`;
+`(mask|truncate)` is both kinds. NAME is a name of your choice, `[]` an entry of a list. Behind a field are its default
+and what it takes: `(256, ≥1)`; without a default it must be given. A kind whose other fields have defaults may be its
+bare name: `algorithm.advantage = "grpo"`.
 
 """
 METRICS = {
@@ -52,6 +52,7 @@ SIGNS = {
     r" above ": " >",
     r" and below ": ", <",
     r" below ": " <",
+    r"(?<=[\[ ])(?:int|number) (?=[≥>])(?=.*\])": "",
 }
 """How the page writes the words of `config.describe.describe_type`, in this order."""
 PLAIN = re.compile(r"^(?:int|number|bool|text)\b")

@@ -32,16 +32,16 @@ class Bootstrapped(Discounted, frozen=True):
     """Estimators that can bootstrap a truncated completion with a value."""
 
     bootstrap_truncated: bool = False
-    """Bootstrap a truncated completion with the critic's value: right only if its reward does not judge the rest."""
+    """Bootstrap a truncated completion with the critic's value."""
 
 
 class Gae(Bootstrapped, frozen=True, tag="gae"):
     """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
 
     lam: Fraction = 0.95
-    """Lambda of the actor's advantages; 0 is one-step TD, 1 is Monte Carlo."""
+    """Lambda of the advantages; 0 is one-step TD, 1 Monte Carlo."""
     adaptive_alpha: NonNegative = 0.0
-    """Above 0, lambda is 1 - 1 / (alpha * length) instead (VAPO, arXiv:2504.05118)."""
+    """Above 0, lambda is 1 - 1 / (alpha * length) (VAPO, arXiv:2504.05118)."""
     critic_lam: Fraction = 1.0
     """Lambda of the critic's targets."""
 
@@ -52,9 +52,9 @@ class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
     lam: Fraction = 1.0
     """Lambda of the trace."""
     clip: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
-    """rho_bar, the bound on the weight of one TD error, and c_bar, the bound on the trace."""
+    """rho_bar, the bound on a TD error's weight, and c_bar, on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
-    """Clip every factor of the trace, as published ("step"), or their product ("cumulative")."""
+    """Clip every factor of the trace, as published ("step"), or their product."""
 
     def contradictions(self) -> Iterator[str]:
         """A cumulative trace starts at the empty product 1, so c_bar must be at least 1."""
@@ -63,7 +63,7 @@ class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
 
 
 class SequenceLevel(Kind, frozen=True, tag="sequence"):
-    """One advantage per response: final reward minus the critic's value of the prompt."""
+    """One advantage per response: reward minus the critic's value of the prompt."""
 
 
 class Grpo(Kind, frozen=True, tag="grpo"):
@@ -77,7 +77,7 @@ class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
     """score - mean of the group (arXiv:2503.20783)."""
 
     baseline_shift: float = 0.0
-    """Added to the mean; below 0, correct answers weigh more than wrong ones (arXiv:2506.20520)."""
+    """Added to the mean; below 0, correct answers weigh more (arXiv:2506.20520)."""
 
 
 class Rloo(Kind, frozen=True, tag="rloo"):
@@ -85,14 +85,14 @@ class Rloo(Kind, frozen=True, tag="rloo"):
 
 
 class MaxRl(Kind, frozen=True, tag="maxrl"):
-    """(score - mean) / mean of the group, for scores that are not negative."""
+    """(score - mean) / mean of the group, scores >= 0."""
 
 
 class Gdpo(Kind, frozen=True, tag="gdpo"):
     """Several rewards, each normalised within its group before they are added (arXiv:2601.05242)."""
 
     weights: dict[str, float]
-    """Weight of each component of the reward, by its name in the metrics without `reward_`."""
+    """Weight of each component of the reward."""
     unbiased: bool = True
     """Divide the variances by n - 1, else by n."""
 
@@ -114,9 +114,9 @@ class CustomAdvantage(Kind, frozen=True, tag="function"):
     """A custom advantage, without a critic; tested on a synthetic batch before the first update."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function: `AdvantageInputs` -> [B] or [B, T] advantages."""
+    """`package.module:name` or `path/file.py:name`: `AdvantageInputs` -> [B] or [B, T] advantages."""
     compares_samples: bool = True
-    """A batch has all samples of a prompt; if false, trajectories as they come."""
+    """A batch has all samples of a prompt."""
 
 
 Advantage: TypeAlias = (
@@ -144,7 +144,7 @@ class Whiten(Section, frozen=True):
     """Advantages get mean 0 and variance 1."""
 
     over: Literal["auto", "off", "batch", "group"] = "auto"
-    """Over the batch of all ranks, over each group, or off; auto is batch with a critic, off without one."""
+    """Over the batch, each group, or off; auto: batch with a critic, else off."""
     shift_mean: bool = True
     """Subtract the mean."""
     unbiased: bool = False
@@ -159,13 +159,13 @@ class Critic(Section, frozen=True):
     """The critic and its loss. A value head is trained in the policy's steps, a second transformer in its own."""
 
     model: str = "head"
-    """ "head" is a value head on the policy; else a transformer: "policy" (a copy), "scratch", or the path of one."""
+    """A value head on the policy, or a transformer: "policy" (a copy), "scratch", or a path."""
     coefficient: NonNegative = 0.5
-    """Weight of the critic's loss, relative to the policy's where both share a step."""
+    """Weight of the critic's loss where both share a step."""
     clip: NonNegative = 0.2
-    """The value may move this far from its proximal value before the gradient stops; 0 is unclipped."""
+    """Distance from its first value at which a value's gradient stops; 0 is off."""
     huber: NonNegative = 0.0
-    """Above 0, the loss is Huber's, which becomes linear at this error; 0 is the squared error."""
+    """Above 0, the error from which the loss is linear."""
     lr: NonNegative = 0.0
     """The critic's own learning rate; 0 takes the policy's."""
     epochs: Count = 0
@@ -173,11 +173,11 @@ class Critic(Section, frozen=True):
     minibatches: Count = 0
     """A transformer's optimizer steps in one epoch; 0 takes learner.minibatches."""
     max_grad_norm: NonNegative = 0.0
-    """A transformer's gradient is clipped to this; 0 takes learner.max_grad_norm."""
+    """Bound on a transformer's gradient; 0 takes learner.max_grad_norm."""
     warmup_updates: Count = 0
     """Updates in which only the critic learns."""
     pretrain: str = ""
-    """Folder of a run whose archived batches train the critic before the first update; empty is off."""
+    """Folder of a run whose batches train the critic first; empty is off."""
 
     @property
     def loss(self) -> Literal["mse", "huber"]:
@@ -205,11 +205,11 @@ class Algorithm(Section, frozen=True):
     correction: Correction = Truncate()
     """Correction for off-policy data; "off" for none."""
     negative_weight: Fraction = 1.0
-    """Weight of tokens with negative advantage in the policy's loss, times their correction; 0 drops them."""
+    """Weight of tokens with negative advantage, times their correction; 0 drops them."""
     advantage: Advantage = Gae()
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
-    """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
+    """Groups of equal scores: train on them, mask them, or sample other prompts."""
     resample: Resample = Resample()
     """The reward component and range of means by which zero_variance = "resample" judges a group."""
     filters: tuple[Filter, ...] = ()
@@ -219,9 +219,9 @@ class Algorithm(Section, frozen=True):
     policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
-    """Proximal log-probs: of a forward pass, behavior and current mixed by lag (arXiv:2512.06547), or behavior's."""
+    """Of a forward pass, behavior's, or behavior and current mixed by lag (arXiv:2512.06547)."""
     aggregation: Aggregation = "token-mean"
-    """Average of the losses of all tokens; "constant" divides by rollout.max_tokens."""
+    """Average of the tokens' losses; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
     """The critic, for the estimators that need one."""
     entropy: float = 0.0
@@ -235,9 +235,9 @@ class Algorithm(Section, frozen=True):
     teacher: Teacher = Teacher()
     """A teacher model, in addition to the rewards or instead of them."""
     positive_nll: NonNegative = 0.0
-    """Weight of the negative log-likelihood of correct answers in the loss (VAPO, arXiv:2504.05118); 0 is off."""
+    """Weight of correct answers' negative log-likelihood (VAPO, arXiv:2504.05118); 0 is off."""
     target_kl: NonNegative = 0.0
-    """Above 0, the rest of an update is skipped when KL(proximal || current) exceeds 1.5 times this."""
+    """Above 0, an update ends when KL(proximal || current) exceeds 1.5 times this."""
 
     @property
     def has_critic(self) -> bool:

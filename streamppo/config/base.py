@@ -32,7 +32,7 @@ class Timed(Section, frozen=True):
     """Base of tables about calls of user code."""
 
     timeout_s: Seconds = 30.0
-    """A longer call (of a scorer, a teacher, or an environment's reset, step or close) fails its trajectory."""
+    """A longer call fails its trajectory."""
 
 
 class Calls(Timed, frozen=True):
@@ -41,13 +41,13 @@ class Calls(Timed, frozen=True):
     concurrency: Positive = 256
     """Calls in flight in one rollout actor."""
     attempts: Positive = 3
-    """Tries of a call that fails with a retryable error."""
+    """Tries of a call with retryable errors."""
     backoff_s: Seconds = 0.5
-    """Wait before the second try; doubled for every further one, and varied at random by half."""
+    """Wait before the second try, doubled for each further one."""
     calls_per_s: NonNegative = 0.0
-    """Most calls that one rollout actor begins per second; 0 is no limit."""
+    """Most calls of one rollout actor per second; 0 is no limit."""
     breaker_failures: Positive = 16
-    """After so many retryable failures without a success, calls wait and one at a time is tried."""
+    """Retryable failures in a row after which one call at a time is tried."""
     breaker_s: Seconds = 5.0
     """Seconds between two such tries."""
 
@@ -66,4 +66,4 @@ class Machine(Section, frozen=True):
     """Hardware of one rank or one rollout actor."""
 
     gpus: NonNegative = 0
-    """GPUs; below 1 if ranks and rollout actors share GPUs."""
+    """GPUs; below 1 if ranks and actors share them."""

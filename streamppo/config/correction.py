@@ -13,7 +13,7 @@ class Banded(Kind, frozen=True):
     """Rules that keep ratios proximal / behavior inside a band."""
 
     band: tuple[NonNegative, PositiveFloat]
-    """The smallest and the largest kept ratio."""
+    """The smallest and largest kept ratio."""
 
     def contradictions(self) -> Iterator[str]:
         """The band must rise and contain 1, the ratio of the newest tokens."""
@@ -47,7 +47,7 @@ Rejection: TypeAlias = RejectToken | RejectSequence | RejectGeometric | RejectOu
 
 
 class NoCorrection(Kind, frozen=True, tag="off"):
-    """No weight for off-policy data: a biased gradient when lag > 0."""
+    """No weight: a biased gradient when lag > 0."""
 
 
 class Reject(Kind, frozen=True, tag="reject"):
@@ -67,7 +67,7 @@ class Weighted(Kind, frozen=True):
     """Corrections by one ratio for each token, each response, or its geometric mean."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of each token, of the whole response, or the response's geometric mean."""
+    """Ratio of a token, of the response, or its geometric mean."""
     reject: tuple[Rejection, ...] = ()
     """Further rules, each kind at most once; tokens and responses that any rule rejects are dropped."""
 
@@ -95,7 +95,7 @@ class Mask(Weighted, frozen=True, tag="mask"):
     """proximal / behavior inside the band, 0 outside (IcePop, arXiv:2510.18855)."""
 
     band: tuple[NonNegative, PositiveFloat] = (0.5, 5.0)
-    """The smallest and the largest kept ratio."""
+    """The smallest and largest kept ratio."""
 
     def contradictions(self) -> Iterator[str]:
         """The band must rise and contain 1, the ratio of the newest tokens."""
@@ -104,7 +104,7 @@ class Mask(Weighted, frozen=True, tag="mask"):
 
 
 class Topr(Kind, frozen=True, tag="topr"):
-    """Weight 1 for advantages that are not negative, else min(ratio of the response, 1) (TOPR, arXiv:2503.14286)."""
+    """min(ratio of the response, 1) for negative advantages, else 1 (TOPR, arXiv:2503.14286)."""
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
@@ -118,21 +118,21 @@ class CustomCorrection(Kind, frozen=True, tag="function"):
     """A custom correction; tested on a synthetic batch before the first update."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function: `CorrectionInputs` -> one weight for each token."""
+    """`package.module:name` or `path/file.py:name`: `CorrectionInputs` -> a weight for each token."""
 
 
 Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | Topr | SecondMoment | CustomCorrection
 
 
 class FilterTruncated(Kind, frozen=True, tag="truncated"):
-    """Truncated completions train neither policy nor critic: overlong filtering (DAPO, arXiv:2503.14476)."""
+    """Truncated completions train neither policy nor critic (DAPO, arXiv:2503.14476)."""
 
 
 class FilterOffPolicyNegative(Kind, frozen=True, tag="off_policy_negative"):
     """Drop drifted responses with negative advantage: off-policy sequence masking (arXiv:2512.02556)."""
 
     delta: PositiveFloat
-    """The largest kept mean log(behavior / current) of a response, in nats per token."""
+    """The largest kept mean log(behavior / current) of a response."""
 
 
 Filter: TypeAlias = FilterTruncated | FilterOffPolicyNegative
@@ -142,9 +142,9 @@ class Resample(Section, frozen=True):
     """The groups that `zero_variance = "resample"` replaces by those of other prompts."""
 
     component: str = ""
-    """Reward component by which groups are judged; empty is the score."""
+    """Component that judges groups; empty is the score."""
     mean: tuple[float, ...] = ()
-    """The smallest and the largest kept mean of a group, besides the check for equal scores; empty is any."""
+    """The smallest and largest kept mean of a group; empty is any."""
 
     def contradictions(self) -> Iterator[str]:
         """The range is empty or has two rising ends."""

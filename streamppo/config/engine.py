@@ -24,7 +24,7 @@ class EngineKind(Kind, frozen=True):
     """Fields of every engine."""
 
     kv: Literal["keep", "recompute"] = "keep"
-    """At a weight swap, keep the cache of running completions or recompute it with the new weights."""
+    """At a swap, keep the cache of running completions or recompute it."""
 
 
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
@@ -91,25 +91,25 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a running server."""
 
     urls: tuple[str, ...] = ()
-    """Running servers, one for each actor, such as ["http://10.0.0.7:30000"]; if empty, actors start their own."""
+    """Running servers, one for each actor; if empty, actors start their own."""
     api_key_env: str = "SGLANG_API_KEY"
-    """Environment variable with the API key of the servers at `urls`."""
+    """Environment variable with the key of `urls`."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
-    """Transport of weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
+    """Transport to SGLang: shared memory, a process group's broadcast, or a folder."""
     folder: str = ""
-    """With transport = "disk": a folder that the actor and SGLang can both reach."""
+    """For "disk": a folder that actor and SGLang see."""
     attention_backend: str = ""
-    """SGLang's name of an attention backend; empty is SGLang's choice, and torch_native on a CPU."""
+    """SGLang's attention backend; empty is its choice."""
     mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
-    """Share of the free GPU memory at its start for weights and cache; a learner on that GPU needs the rest."""
+    """Share of the free GPU memory for weights and cache."""
     max_total_tokens: Count = 0
-    """Capacity of the cache in tokens; 0 fills mem_fraction_static, on a CPU it fits the longest rows of all slots."""
+    """Tokens of the cache; 0 fills mem_fraction_static."""
     prefix_cache: bool = True
-    """Prompts share the cache of a common prefix, within one version."""
+    """Prompts share the cache of a common prefix."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
-    """Further arguments of engines that actors start, by SGLang's names: { schedule_policy = "lpm" }."""
+    """Further arguments by SGLang's names: { schedule_policy = "lpm" }."""
     routes: bool = False
-    """For mixtures of experts: SGLang reports every token's experts, and the learner uses the same ones (R3)."""
+    """The learner uses the experts that SGLang reports (R3)."""
     start_s: Seconds = 900.0
     """Time limit for the engine's start."""
 

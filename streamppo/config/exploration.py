@@ -25,9 +25,9 @@ class ClipCov(Kind, frozen=True, tag="clip_cov"):
     """A few random tokens of high covariance are dropped from the policy's loss (arXiv:2505.22617)."""
 
     share: Share = 0.0002
-    """Share of the trained tokens that are dropped; at least one, if any is in the band."""
+    """Share of the trained tokens that are dropped, at least one in the band."""
     band: tuple[float, float] = (1.0, 5.0)
-    """Smallest and largest covariance of advantage and log-prob of a token that may be drawn."""
+    """Smallest and largest covariance of advantage and log-prob."""
 
     def contradictions(self) -> Iterator[str]:
         """The band must rise."""
@@ -39,7 +39,7 @@ class KlCov(Kind, frozen=True, tag="kl_cov"):
     """Tokens of the highest covariance get a KL penalty to the proximal policy (arXiv:2505.22617)."""
 
     share: Share = 0.002
-    """Share of the trained tokens that get it; at least one."""
+    """Share of the trained tokens that get it, at least one."""
     coefficient: PositiveFloat = 1.0
     """Weight of their KL(proximal || current) in the policy's loss."""
 
@@ -51,9 +51,9 @@ class EntropyControl(Section, frozen=True):
     """Controls the weight of the entropy bonus (Skywork-OR1, arXiv:2505.22312); it starts at `entropy`."""
 
     target: NonNegative = 0.0
-    """Above 0, the weight is controlled, and the bonus is on while the entropy, in nats per token, is at most this."""
+    """Above 0, the bonus is on while the entropy is at most this many nats per token."""
     step: PositiveFloat = 0.005
-    """The weight rises by this after an update whose entropy was at most the target, and falls by it otherwise."""
+    """The weight rises by this after an update at or below the target, else falls."""
     range: tuple[NonNegative, NonNegative] = (0.0, 1.0)
     """Bounds of the weight."""
 

@@ -20,17 +20,17 @@ class Kl(Section, frozen=True):
     straight_through: bool = False
     """Use k2's gradient and the estimator's value in the loss."""
     target: NonNegative = 0.0
-    """Above 0, reward_beta is controlled towards this many nats per response (arXiv:1909.08593)."""
+    """Above 0, nats per response that reward_beta is controlled towards (arXiv:1909.08593)."""
     horizon: Positive = 10_000
     """Trajectories over which the controller acts."""
     allow_both: bool = False
-    """Permit KL in reward and loss at once, which over-regularises."""
+    """Permit KL in reward and loss at once."""
     follow_every: Count = 0
-    """Above 0, the reference moves to the policy after every so many updates (arXiv:2404.09656)."""
+    """Above 0, updates between two moves of the reference to the policy (arXiv:2404.09656)."""
     follow_share: Share = 1.0
-    """Share of the way to the policy of each move; 1 makes it equal to the policy."""
+    """Share of the way of each move; 1 is all."""
     offload: bool = False
-    """Keep the reference model in CPU memory; its layers go to the GPU one by one for its pass."""
+    """Keep the reference in CPU memory, and its layers on the GPU one by one."""
 
     def contradictions(self) -> Iterator[str]:
         """KL in two terms at once, and settings of unused parts."""

@@ -12,9 +12,9 @@ class Learner(Machine, frozen=True, kw_only=True):
     """The ranks that train."""
 
     lr: PositiveFloat = 1e-6
-    """AdamW's learning rate: typically 1e-6 for a billion weights, and 1e-3 for 0.1 million."""
+    """AdamW's learning rate: 1e-6 for a billion weights, 1e-3 for 0.1 million."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads of a rank; auto: 1, or more for a large model on one machine. A run keeps its number."""
+    """CPU threads of a rank; auto: 1, or more for a large model."""
     ranks: Positive = 1
     """Learner ranks, one Ray actor each."""
     mesh: Mesh = Mesh()
@@ -24,9 +24,9 @@ class Learner(Machine, frozen=True, kw_only=True):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate until the last update."""
     final_lr_share: Fraction = 0.0
-    """Learning rate at the end of the decay, as a share of lr."""
+    """Learning rate at the end, as a share of lr."""
     lr_by_ess: Literal["auto", "on", "off"] = "auto"
-    """Scale lr by the root of a batch's effective sample size (VCPO); `auto` is on with an adaptive lag."""
+    """Scale lr by the root of the effective sample size; auto: on with an adaptive lag."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's moments."""
     weight_decay: NonNegative = 0.0
@@ -36,21 +36,21 @@ class Learner(Machine, frozen=True, kw_only=True):
     norm: Literal["2-norm", "max-norm"] = "2-norm"
     """The norm for max_grad_norm: Euclidean, or the largest entry."""
     max_bad_steps: Positive = 3
-    """Optimizer steps with a non-finite gradient are skipped; after so many in a row the run stops."""
+    """Skipped steps with a non-finite gradient in a row after which the run stops."""
     epochs: Positive = 1
     """Passes over one batch."""
     minibatches: Positive = 1
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
-    """Tokens of one pass on a rank (or on `mesh`'s ranks of a row), padding included; flash-attn has no padding."""
+    """Tokens of one pass on a rank (or on the ranks of a row), padding included."""
     offload: bool = False
-    """Keep weights, gradients and moments in CPU memory and step there; a layer goes to the GPU only for its pass."""
+    """Keep weights, gradients and moments in CPU memory, and step there."""
     exact: bool = True
-    """Bit-identical results, so that recovery and replay make the recorded weights; false is faster on a GPU."""
+    """Bit-identical recovery and replay; false is faster on a GPU."""
     bucket_bytes: Positive = 256 * 1024 * 1024
-    """New weights are sent to the engines in flat buckets of about this size."""
+    """Size of the buckets in which weights are sent."""
     deltas: Literal["auto", "on", "off"] = "auto"
-    """Push only changed elements if that is less; `auto` does so on a cluster, where bytes cost more than time."""
+    """Push only changed elements if that is less; auto: on a cluster."""
     transport: Transport = ObjectStore()
     """Transport of new weights to the rollout actors."""
 

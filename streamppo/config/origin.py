@@ -7,8 +7,8 @@ class Origin(Section, frozen=True):
     """The version of another run that a fork begins as; `streamppo fork` writes it, and a run does not read it."""
 
     run: str
-    """The folder of that run, as it was when the fork was made."""
+    """The folder of the run that was forked."""
     version: Count
-    """The version that both have in common; the fork's first update makes the next one."""
+    """The last version that both have."""
     digest: str
-    """The hash of that version's weights in the journals of both."""
+    """The hash of its weights."""

@@ -17,7 +17,7 @@ class Clip(Ranged, frozen=True, tag="clip"):
     """PPO's clipped surrogate (arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476)."""
 
     dual: NonNegative = 0.0
-    """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
+    """Bound on the ratio for negative advantages (arXiv:1912.09729); 0 is off."""
 
     def contradictions(self) -> Iterator[str]:
         """A bound of 1 or less would already act at ratio 1."""
@@ -50,7 +50,7 @@ class Vespo(Kind, frozen=True, tag="vespo"):
     """Log-probs weighted by W^k * exp(lambda * (1 - W)), W the ratio of the response (arXiv:2602.10693)."""
 
     positive: tuple[NonNegative, NonNegative] = (2.0, 3.0)
-    """k and lambda for advantages that are not negative."""
+    """k and lambda for other advantages."""
     negative: tuple[NonNegative, NonNegative] = (3.0, 2.0)
     """k and lambda for negative advantages."""
 
@@ -78,7 +78,7 @@ class DppoKl(Kind, frozen=True, tag="dppo_kl"):
     """-advantage * ratio, without tokens whose binary KL has grown too large in the advantage's direction."""
 
     delta: PositiveFloat = 0.05
-    """The largest KL between the proximal and the current probability of a token, in nats."""
+    """The largest KL between a token's proximal and current probability, in nats."""
 
 
 class Ipo(Kind, frozen=True, tag="ipo"):
@@ -99,7 +99,7 @@ class CustomLoss(Kind, frozen=True, tag="function"):
     """A custom loss; tested on a synthetic micro-batch before the first update."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function: `LossInputs` -> one loss for each token."""
+    """`package.module:name` or `path/file.py:name`: `LossInputs` -> a loss for each token."""
 
 
 SequenceLoss: TypeAlias = Gspo | Gmpo | Vespo | SequenceClip

@@ -13,13 +13,13 @@ class Segments(Section, frozen=True):
     """Completions are trained on while they are sampled, one segment at a time."""
 
     max_tokens: Count = 0
-    """A segment is cut once it has so many tokens; 0 is no bound."""
+    """Tokens at which a segment is cut; 0 is no bound."""
     explained: Fraction = 0.1
-    """With max_tokens, the policy waits until the critic explains this share of known outcomes; 0: it never waits."""
+    """With max_tokens, the policy waits until the critic explains this share of known outcomes."""
     just_in_time: bool = True
-    """A segment is cut before its oldest token is too old to be trained on."""
+    """Cut a segment before its oldest token is too old."""
     prefix: Literal["attached", "detached"] = "attached"
-    """Compute the prompt and earlier segments with gradient, or without, which shortens the backward pass."""
+    """Prompt and earlier segments have a gradient, or none, which is faster."""
 
     def contradictions(self) -> Iterator[str]:
         """At least one rule must cut segments."""
@@ -48,33 +48,33 @@ class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
     at_most: Positive
     """Hard bound on the age of a trained token, in versions."""
     ess: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Less lag is admitted below this effective sample size of a lag's tokens, as a share of their number."""
+    """Less lag is admitted below this effective sample size of a lag's tokens."""
 
 
 class Queue(Section, frozen=True):
     """The queue of trajectories between rollout and learner."""
 
     batch_size: Positive = 256
-    """Trajectories (or segments) of one update."""
+    """Trajectories (or segments) of an update."""
     max_lag: Count | AdaptiveLag = 2
-    """Hard bound on the age of a trained token, in versions; 0 is synchronous PPO."""
+    """Hard bound on a trained token's age in versions; 0 is synchronous PPO."""
     too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
-    """Tokens beyond max_lag: mask them, resample the prompt, prevent them by (nearly) keeping issue order, or keep."""
+    """Tokens beyond max_lag: mask, sample again, prevent by (nearly) keeping issue order, or keep."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""
     max_attempts: Positive = 3
-    """Failed tries of one trajectory before it is abandoned."""
+    """Failed tries before a trajectory is abandoned."""
     max_failure_rate: Fraction = 0.5
-    """A higher share of failed trajectories stops the run."""
+    """A higher share of failures stops the run."""
     segments: Segments | None = None
     """Train on segments of unfinished completions; the critic's value at the cut replaces the rest's return."""
     admission: Literal["engine", "mean"] = "engine"
-    """Open slots up to max_lag ahead of the engine's version, or of the learner's, which bounds only the mean lag."""
+    """Slots open max_lag ahead of the engine's version, or the learner's, which bounds only the mean lag."""
 
     shards: Positive = 1
-    """Processes that store tokens; above 1 the queue has only records, for very many or wide tokens."""
+    """Processes that store tokens; above 1 the queue keeps only records."""
     standby: bool = False
-    """Copy journals and archive to checkpoint.remote before acknowledging, to survive the loss of the queue's disk."""
+    """Copy journals and archive to checkpoint.remote before acknowledging."""
 
     @property
     def prefix(self) -> Literal["attached", "detached"]:

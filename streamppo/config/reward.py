@@ -23,22 +23,22 @@ class Batched(Limits, frozen=True):
     """Scorers that take several trajectories at once."""
 
     batch_size: Positive = 16
-    """Most trajectories in one call of a batched function, or in one forward pass of a model."""
+    """Most trajectories of a batched call, or of a model's forward pass."""
 
 
 class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="function"):
     """A user's function or class."""
 
     function: str
-    """`package.module:name` or `path/file.py:name` of a function, or of a class whose instances are called."""
+    """`package.module:name` or `path/file.py:name` of a function or class."""
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict[str, Argument])
-    """Keyword arguments of the class's constructor, or of every call of the function."""
+    """Keyword arguments of the constructor, or of every call."""
     where: Literal["auto", "actor", "process"] = "auto"
-    """Run it in the actor's event loop or in killable processes; auto: only our own async scorers in the actor."""
+    """In the actor's event loop, or in killable processes; auto: our own async scorers in the actor."""
     processes: Positive = 2
-    """Processes for a sync function; an async one has one process for all its calls in flight."""
+    """Processes for a sync function; an async one has one."""
     memory_mib: Positive = 512
-    """Memory that one process may allocate after importing the function (Linux)."""
+    """Memory of one process after the import (Linux)."""
 
 
 class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="model"):
@@ -62,7 +62,7 @@ class Remote(Limits, frozen=True, kw_only=True):
     """Scorers behind HTTP."""
 
     url: str
-    """Address of the service, which gets a POST; for a judge the address up to /chat/completions: http://localhost:8000/v1."""
+    """Address of the service; for a judge up to /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """Environment variable with a bearer token."""
 
@@ -81,9 +81,9 @@ class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judg
     model: str
     """The model's name there."""
     question: str
-    """The question; {prompt}, {completion} and column names in braces are filled in."""
+    """The question, with {prompt}, {completion} and columns in braces."""
     pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
-    """Regular expression whose one group matches the number in the answer."""
+    """Regular expression whose group is the number in the answer."""
     scale: PositiveFloat = 1.0
     """The number is divided by this."""
     max_tokens: Positive = 1024
@@ -99,9 +99,9 @@ class Reward(Section, frozen=True):
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
     """Scorers by name; the scores of several are logged as reward_NAME."""
     combine: Literal["sum", "model_first"] = "sum"
-    """The weighted sum of all scores, or only of models' and judges' where any scores the trajectory."""
+    """The weighted sum of all scores, or of models' and judges' alone where there are any."""
     correct_at: float = 1.0
-    """Evaluation counts a completion as correct when its reward reaches this."""
+    """Reward from which a completion is correct."""
 
     def models(self) -> dict[str, ModelScorer]:
         """The reward models among the scorers."""

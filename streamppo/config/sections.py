@@ -42,9 +42,9 @@ class Tiny(Section, frozen=True):
     layers: Positive = 2
     """Layers."""
     max_steps: Count = 200
-    """Most supervised steps before reinforcement begins."""
+    """Most supervised steps before reinforcement."""
     target_accuracy: Fraction = 0.22
-    """The warm-up ends once greedy answers to training problems reach this."""
+    """Greedy accuracy on training problems that ends the warm-up."""
 
     def contradictions(self) -> Iterator[str]:
         """The heads must divide the width."""
@@ -56,25 +56,25 @@ class Model(Section, frozen=True):
     """The policy."""
 
     path: str
-    """A local folder or hub name of a Hugging Face causal LM, or "builtin:tiny"."""
+    """Folder or hub name of a causal LM, or "builtin:tiny"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of learner and engine."""
     float32_head: bool = True
-    """Compute logits in float32 even with bfloat16 (arXiv:2506.13585), in learner and engine."""
+    """Compute logits in float32 in learner and engine (arXiv:2506.13585)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
-    """The learner's; auto: flash-attn for bfloat16 on a GPU, else sdpa (Gemma 2: eager; short rows on a CPU: ours)."""
+    """The learner's; auto: flash-attn for bfloat16 on a GPU, else sdpa."""
     share_prompts: bool = True
-    """With sdpa, the learner computes a prompt once for its samples in a micro-batch if that is less work."""
+    """With sdpa, compute a prompt once for its samples in a micro-batch."""
     float32_router: bool = False
-    """The learner computes expert scores in float32 even with bfloat16."""
+    """The learner computes expert scores in float32."""
     gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
-    """Recompute activations from each layer's input ("offloaded": in CPU memory); auto: full if a GPU is too small."""
+    """Recompute activations from layers' inputs ("offloaded": kept in CPU memory); auto: full if a GPU is too small."""
     compile: bool = False
-    """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
+    """Compile the learner's layers with torch.compile: a warm-up of minutes."""
     lora: Lora | None = None
     """Train adapters on frozen weights; `{}` takes their defaults."""
     clock: str = ""
-    """Date and time for chat templates that write one (2026-01-31T12:00); empty is the run's start."""
+    """Time for chat templates (2026-01-31T12:00); empty is the run's start."""
     tiny: Tiny = Tiny()
     """The model behind "builtin:tiny"."""
 
@@ -105,23 +105,23 @@ class Rollout(Machine, frozen=True):
     threads: Positive = 1
     """CPU threads."""
     actors: Positive = 1
-    """Rollout actors; `streamppo scale` changes the number during the run."""
+    """Rollout actors; `streamppo scale` changes their number."""
     in_flight: Positive = 64
-    """Trajectories that one actor keeps in flight, rewards included."""
+    """Trajectories of one actor in flight, rewards included."""
     slots: Positive = 64
     """Completions that one engine decodes at once."""
     max_tokens: Positive = 256
     """Most tokens of one completion."""
     stop: tuple[str, ...] = ()
-    """Additional stops of a completion: names of added tokens, and strings; the model's own always apply."""
+    """Further stops: names of added tokens, and strings."""
     limit: str = ""
-    """`package.module:name` or `path/file.py:name` of a function: (prompt, identity) -> a lower max_tokens for it."""
+    """`package.module:name` or `path/file.py:name`: (prompt, identity) -> a lower max_tokens."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the learner's log-probs use it too."""
+    """Sampling temperature, of the learner's log-probs too."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training; below 1, tokens carry their candidates, and log-probs are normalised over these."""
+    """Nucleus sampling in training; below 1, log-probs are over the candidates."""
     top_k: Count = 0
-    """Top-k sampling in training; 0 is off; above 0, tokens carry their candidates as with top_p."""
+    """Top-k sampling in training, as with top_p; 0 is off."""
 
     @property
     def cuts(self) -> bool:
@@ -145,7 +145,7 @@ class Evaluation(Section, frozen=True):
     """Greedy answers to held-out prompts, by the rollout actors during training."""
 
     every: Count = 20
-    """Updates between two evaluations; 0 evaluates only before and after training."""
+    """Updates between two evaluations; 0: only before and after training."""
     prompts: Positive = 256
     """Held-out prompts of one evaluation."""
 
@@ -154,22 +154,22 @@ class Checkpoint(Section, frozen=True):
     """State on disk to resume from."""
 
     every: Count = 50
-    """Updates between two checkpoints; 0 writes only the last one."""
+    """Updates between two checkpoints; 0: only the last one."""
     keep: Positive = 2
     """Newest checkpoints kept on disk."""
     keep_every: Count = 0
-    """Checkpoints of versions divisible by this are never deleted; 0 is off."""
+    """Versions divisible by this keep their checkpoint; 0 is off."""
     remote: str = ""
-    """An fsspec address (s3://bucket/runs, gs://...) for copies, from which a rank fetches missing files."""
+    """An fsspec address (s3://bucket/runs) for copies."""
 
 
 class Archive(Section, frozen=True):
     """Trained batches on disk."""
 
     keep: Count = 0
-    """Newest updates whose batches are kept, besides all after the oldest checkpoint; 0 keeps every batch."""
+    """Newest batches that are kept, besides all after the oldest checkpoint; 0 is all."""
     numbers: bool = True
-    """Also store the learner's log-prob and the advantage of each token, for `watch` and `inspect`: 8 bytes each."""
+    """Store each token's learner's log-prob and advantage, for `watch` and `inspect`."""
 
 
 LONGEST_NAME = 200
@@ -182,28 +182,28 @@ class Cluster(Section, frozen=True):
     """The run's Ray."""
 
     address: str = LOCAL
-    """ "local" starts Ray on this machine; any other address joins that cluster."""
+    """ "local" starts Ray here; any other address joins that cluster."""
     cpus: Positive | None = None
-    """Logical CPUs of local Ray; by default as many as the configuration needs."""
+    """Logical CPUs of local Ray; by default what the configuration needs."""
     object_store_mib: Positive = 256
     """Shared memory of the local object store."""
     own_disks: bool = False
-    """Nodes do not share the run's folder: each has its own, and files of others come through checkpoint.remote."""
+    """Nodes share no folder; files come through checkpoint.remote."""
 
 
 class Watchdog(Section, frozen=True):
     """Bounds on waiting."""
 
     stall_s: Seconds = 300.0
-    """Without an update or evaluation for so long the run stops and says why; start_s is added while engines start."""
+    """Time without an update or evaluation after which the run stops."""
     load_s: Seconds = 900.0
-    """Added to stall_s while the learner makes or loads its model."""
+    """Added to stall_s while the learner loads its model."""
     shutdown_s: Seconds | None = None
-    """Time limit of the last checkpoint when a run is stopped; by default 6 s, plus 10 s per GB."""
+    """Time limit of the last checkpoint; by default 6 s, plus 10 s per GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
-    """A rollout actor or rank without a heartbeat (every 5 s) for so long is replaced like a dead one."""
+    """Time without a sign of life after which an actor or rank is replaced."""
     max_restarts: Count = 10
-    """Restarts within restarts_s; one more death ends the run. Deaths within 30 s count as one."""
+    """Restarts within restarts_s; one more death ends the run."""
     restarts_s: Seconds = 600.0
     """Time window in which restarts are counted."""
 
@@ -212,7 +212,7 @@ class Config(Section, frozen=True):
     """One run."""
 
     name: str
-    """The run's folder is runs/NAME; by default the file's name without `.toml`."""
+    """The run's folder is runs/NAME; by default the file's name."""
     model: Model
     """The policy."""
     task: Task

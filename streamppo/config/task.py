@@ -18,30 +18,30 @@ class Addition(Kind, frozen=True):
     second: tuple[Count, Count] = (10, 99)
     """Smallest and largest second number."""
     held_out: Fraction = 0.1
-    """Share of the problems kept for evaluation only."""
+    """Share of the problems for evaluation only."""
 
 
 class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
     """Procedural addition: "12+34=" asks for "46"."""
 
     ramp_prompts: Count = 0
-    """Curriculum: prompts over which training grows from the easiest tenth of the problems to all; 0 is off."""
+    """Curriculum: prompts from the easiest tenth of the problems to all; 0 is off."""
 
 
 class HeldOut(Section, frozen=True):
     """Rows that are split into training and evaluation."""
 
     held_out: Fraction = 0.05
-    """Share of the distinct prompts kept for evaluation only, if no evaluation rows are named."""
+    """Share of the distinct prompts for evaluation only, without named evaluation rows."""
 
 
 class Source(HeldOut, frozen=True, kw_only=True):
     """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
 
     data: str
-    """A jsonl (or .gz of it) or parquet file, a folder of them or by `save_to_disk`, or a hub name (extra `data`)."""
+    """A jsonl, jsonl.gz or parquet file, a folder, or a hub name (extra `data`)."""
     subset: str = ""
-    """Configuration of a hub data set that has several."""
+    """Configuration of a hub data set."""
     split: str = "train"
     """Split for training; a single file is its own split."""
     evaluation: str | None = None
@@ -49,27 +49,27 @@ class Source(HeldOut, frozen=True, kw_only=True):
     evaluation_split: str | None = None
     """Split for evaluation, of a folder or hub name."""
     prompt: str = "prompt"
-    """Column of the prompt: a string, or a list of messages with role and content (also as JSON)."""
+    """Column of the prompt: a string, or messages with role and content."""
     answer: str = "answer"
-    """Column passed to rewards as `answer`; in verl's rows it is reward_model.ground_truth; "" is none."""
+    """Column that rewards get as `answer`; "" is none."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Additional names of columns for rewards: `name = "column"`. Columns keep their own names too."""
+    """Further names of columns for rewards: `name = "column"`."""
     chat: bool = False
     """Make a string prompt a user message of the chat template."""
     system: str = ""
-    """System message put first; string prompts then become user messages."""
+    """System message; string prompts then become user messages."""
     tools: str = "tools"
-    """Optional column of tools for the chat template, as JSON schemas; "" is none."""
+    """Column of tools as JSON schemas; "" is none."""
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
-    """Arguments of the chat template: `{ enable_thinking = false }`; a row's `chat_template_kwargs` take precedence."""
+    """Arguments of the chat template, below a row's `chat_template_kwargs`."""
     control_tokens: ControlTokens = "text"
-    """Treat names of control tokens in rows, such as <|im_end|>, as text, or parse them if you trust the rows."""
+    """Names of control tokens in rows, such as <|im_end|>, are text, or parsed."""
     max_prompt_tokens: Positive = 1024
     """Longest prompt."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """For longer prompts: the run stops, the row is skipped, or its last tokens are kept; each is counted."""
+    """For longer prompts: stop, skip the row, or keep its last tokens."""
     weight: PositiveFloat = 1.0
-    """Share of the training prompts, relative to the other sources."""
+    """Share of the training prompts, relative to others."""
 
 
 class DataTask(Kind, frozen=True, tag="data"):
@@ -88,7 +88,7 @@ class GymTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="reasoni
     """A procedural data set of reasoning-gym (extra `gym`); its scorer is `streamppo.tasks.library.gym:score`."""
 
     dataset: str
-    """Its name there, such as "chain_sum"."""
+    """Its name, such as "chain_sum"."""
     parameters: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Its parameters, such as max_digits."""
     size: Positive = 10_000
@@ -105,9 +105,9 @@ class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="v
     """Tasks of a verifiers environment (extra `verifiers`), for the agent `streamppo.tasks.library.verifiers:run`."""
 
     environment: str
-    """The id of its taskset, or a TOML file with an `[env]` table as verifiers' own commands take it."""
+    """The id of its taskset, or a TOML file with an `[env]` table."""
     rows: Positive = 10_000
-    """Tasks that are read at most; some tasksets never end."""
+    """Most tasks that are read."""
 
 
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
@@ -119,18 +119,18 @@ class Conversation(Timed, frozen=True, kw_only=True):
     template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Further arguments of the chat template for its messages."""
     control_tokens: ControlTokens = "text"
-    """Treat names of control tokens in its texts as text, or parse them if it writes a chat template itself."""
+    """Names of control tokens in its texts are text, or parsed."""
     max_turns: Positive = 8
     """Most turns of the policy; for an agent, most requests."""
     max_tokens: Positive = 4096
-    """Most tokens of all turns and observations together; rollout.max_tokens bounds one turn."""
+    """Most tokens of all turns and observations together."""
 
 
 class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="class"):
     """Several turns: an environment answers each turn of the policy until it is done."""
 
     name: str
-    """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
+    """`package.module:Class` or `path/file.py:Class`; an instance for each trajectory."""
     arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Keyword arguments of the class's constructor."""
 
@@ -144,7 +144,7 @@ class BubblewrapSandbox(Kind, frozen=True, tag="bubblewrap"):
     """The program sees /usr, Python and `files`, read-only, and no network but its own endpoint."""
 
     files: tuple[str, ...] = ()
-    """Files and folders that it reads, such as the program itself; /tmp is its scratch folder."""
+    """Files and folders that it reads."""
     memory_mib: Positive = 1024
     """Memory of all its processes together."""
     disk_mib: Positive = 64
@@ -167,13 +167,13 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """Several turns: your program calls an OpenAI-compatible endpoint, and the policy answers."""
 
     agent: str = ""
-    """`package.module:function` or `path/file.py:function`, run once for each trajectory."""
+    """`package.module:function` or `path/file.py:function`, run for each trajectory."""
     command: tuple[str, ...] = ()
-    """Or a program and its arguments; OPENAI_BASE_URL and ANTHROPIC_BASE_URL name the endpoint."""
+    """Or a program and its arguments."""
     sandbox: AnySandbox | None = None
     """The place in which `command` runs; without one it runs as you do."""
     host: str = "127.0.0.1"
-    """Address on which each actor's endpoint listens; the default is not reachable from other machines."""
+    """Address on which each actor's endpoint listens."""
     timeout_s: Seconds = 600.0
     """A run that takes longer fails its trajectory."""
 

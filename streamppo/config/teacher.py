@@ -11,19 +11,19 @@ class Teacher(Calls, frozen=True):
     """On-policy distillation: a second model scores the policy's tokens. The bounds on calls are for `url`."""
 
     model: str = ""
-    """A local folder or hub name of a causal LM with the policy's tokenizer, on the learner's ranks."""
+    """Folder or hub name of a causal LM with the policy's tokenizer."""
     url: str = ""
-    """Instead of `model`: an SGLang server for the rollout actors, such as http://10.0.0.9:30000."""
+    """Instead of `model`: an SGLang server, http://10.0.0.9:30000."""
     key_env: str = ""
-    """Environment variable with the server's key (its --api-key)."""
+    """Environment variable with the server's key."""
     weight: PositiveFloat = 1.0
     """Weight of log teacher - log proximal of each token."""
     signal: Literal["advantage", "reward"] = "advantage"
-    """Add it to the token's advantage (undiscounted), or to its reward, which the estimator discounts."""
+    """Add it to the advantage, or to the reward, which the estimator discounts."""
     others: NonNegative = 1.0
-    """Weight of the rewards' advantages with signal = "advantage"; 0 means teacher only."""
+    """Weight of the rewards' advantages; 0 is the teacher alone."""
     offload: bool = False
-    """Keep the teacher's `model` in CPU memory; its layers go to the GPU one by one for its pass."""
+    """Keep `model` in CPU memory, and its layers on the GPU one by one."""
 
     def contradictions(self) -> Iterator[str]:
         """Two teachers, settings without a teacher or of the other kind, and two weights for one sum."""

@@ -19,16 +19,16 @@ class Endpoint(Kind, frozen=True, tag="endpoint"):
 
 
 class RayMetrics(Kind, frozen=True, tag="ray"):
-    """Ray's metrics, which a cluster's Prometheus already scrapes; needs ray[default] on the nodes."""
+    """Ray's metrics; needs ray[default] on the nodes."""
 
 
 class Telemetry(Section, frozen=True):
     """Other programs that get the run's metrics. None of them can stop a run or slow it down."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Trackers of metrics and configuration; their own environment variables set server and key."""
+    """Trackers of metrics and configuration."""
     project: str = "streamppo"
-    """Project of Weights & Biases and trackio, experiment of MLflow."""
+    """Project or experiment of the trackers."""
     prometheus: Endpoint | RayMetrics | None = None
     """How Prometheus gets the metrics; none by default."""
 

@@ -7,7 +7,7 @@ from streamppo.config.base import Kind
 
 
 class ObjectStore(Kind, frozen=True, tag="object_store"):
-    """Ray's object store: works everywhere, without settings."""
+    """Ray's object store."""
 
     def refuses_disks(self, *, own: bool) -> Iterator[str]:
         """Reasons against nodes with disks of their `own`: none."""
@@ -18,7 +18,7 @@ class Folder(Kind, frozen=True, tag="folder"):
     """Files in a folder that all nodes see."""
 
     path: str = ""
-    """A folder that every node of ranks and actors sees, with room for three versions; empty is in the run's folder."""
+    """A folder that every node sees, with room for three versions; empty is in the run's folder."""
 
     def refuses_disks(self, *, own: bool) -> Iterator[str]:
         """Reason against nodes with disks of their `own`, if there is one."""
@@ -30,7 +30,7 @@ class Folder(Kind, frozen=True, tag="folder"):
 
 
 class Nixl(Kind, frozen=True, tag="nixl"):
-    """NIXL (extra `nixl`): actors read the ranks' memory through the fastest device that both nodes have."""
+    """NIXL (extra `nixl`): actors read the ranks' memory."""
 
     def refuses_disks(self, *, own: bool) -> Iterator[str]:
         """Reasons against nodes with disks of their `own`: none."""

@@ -265,7 +265,7 @@ RULES = (
     SignRule(
         "steps without a token",
         f"more than {EMPTY:.0%} of the steps",
-        "look at filters, rejections, equal groups and queue.max_lag: together they leave nothing to learn from",
+        "look at filters, rejections, equal groups and queue.max_lag",
         _nothing_to_learn,
     ),
     SignRule(
@@ -283,8 +283,7 @@ RULES = (
     SignRule(
         "cuts rest on the critic",
         f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
-        "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
-        "completions: with max_tokens the policy waits for such a critic",
+        "leave out queue.segments.max_tokens, for which the policy waits, or train on whole completions",
         _cuts_rest_on_the_critic,
     ),
     SignRule(
@@ -316,7 +315,7 @@ RULES = (
     SignRule(
         "policy hardly moves",
         f"several steps an update, no token clipped, and 98% of the ratios within {UNMOVED:g}",
-        "raise learner.lr, or make fewer steps: epochs and minibatches cost time and change nothing",
+        "raise learner.lr, or lower learner.epochs and learner.minibatches",
         _unmoved,
     ),
     SignRule(
@@ -354,13 +353,13 @@ RULES = (
     SignRule(
         "length drifts",
         f"completions {DRIFTED:g} times as long, or short, as in the first {WINDOW} updates",
-        "read samples; a reward may pay for length, an aggregation by sequence may favour it, drops favour short ones",
+        "read samples: a reward, an aggregation by sequence or drops may favour a length",
         _length_drifts,
     ),
     SignRule(
         "reward rises while held-out falls",
         f"two evaluations {progress.SIGMAS:g} standard errors below the best, at a higher reward than the best had",
-        "read samples for answers that please the reward and are wrong, add a [algorithm.kl], stop at the best version",
+        "read samples for wrong answers that please the reward, add [algorithm.kl], stop at the best version",
         _held_out_falls,
     ),
     SignRule(
@@ -378,16 +377,15 @@ RULES = (
     SignRule(
         "blocked engines",
         f"idle more than {IDLE:.0%} of their time ({IDLE_CPU:.0%} without a GPU, where the learner has their cores), "
-        f"with a queue.max_lag of at least {LEAST_AHEAD}, or {LEAST_AHEAD + 1} with segments: below it they take turns "
-        "with the learner",
+        f"with a queue.max_lag of at least {LEAST_AHEAD}, or {LEAST_AHEAD + 1} with segments",
         "raise queue.max_lag or rollout.in_flight, fewer rollout actors, or a faster learner",
         _blocked,
     ),
     SignRule(
         "contexts are computed again",
         f"less than {REUSED:.0%} of the contexts of 64 tokens and more that earlier turns had came from the cache",
-        "more rollout.slots than rollout.in_flight, a larger cache of SGLang, rollout.engine.kv = 'keep', fewer "
-        "updates during an episode, agents that extend their conversation and do not rewrite it",
+        "more rollout.slots than rollout.in_flight, a larger cache of SGLang, rollout.engine.kv = 'keep', agents that "
+        "extend their conversation",
         _computed_again,
     ),
 )
