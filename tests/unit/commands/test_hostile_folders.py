@@ -251,6 +251,18 @@ def test_nobody_waits_at_what_is_no_file(run: Path, name: str, kind: str, capsys
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [*FILES[:-2], *INSIDE[:3], *OTHERS[:6]])
+def test_no_look_and_no_resume_writes_through_a_link(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, place = run.parent.parent / "theirs", run / name
+    content = place.read_bytes() if place.exists() else b"theirs\n" * 1000
+    theirs.write_bytes(content)
+    place.unlink(missing_ok=True)
+    place.symlink_to(theirs)
+    _look_at_all(run, capsys)
+    assert theirs.read_bytes() == content
+
+
+@pytest.mark.timeout(60)
 def test_a_folder_with_a_pipe_is_not_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put("a pipe", run / "journal.sqlite-wal")
     assert look(run, ["eval", "RUN"]) == 1
