@@ -30,9 +30,9 @@ VARIABLE = "STREAMPPO_TRUST"
 BUILT_IN = frozenset(
     f"streamppo.tasks.{name}"
     for name in (
-        *("library.arithmetic:score", "library.calculator:Calculator", "library.gym:score", "scorers.maths:Math"),
-        *("scorers.maths:numeric", "scorers.maths:gsm", "scorers.shape:Overlong", "scorers.code:CodeTests"),
-        "scorers.bubblewrap:Bubblewrap",
+        *("library.arithmetic:score", "library.calculator:Calculator", "library.gym:score", "scorers.code:CodeTests"),
+        *("scorers.maths:Math", "scorers.maths:gsm8k", "scorers.maths:numeric", "scorers.bubblewrap:Bubblewrap"),
+        *("scorers.format_reward:Overlong", "scorers.format_reward:Pattern", "scorers.format_reward:think_answer"),
     )
 )
 """Names that run no foreign code; other names in streamppo (`Local`, `plugins:load`) may."""

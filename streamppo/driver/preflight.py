@@ -1,14 +1,21 @@
 """Checks a run's folder before anything in it changes: a run that cannot be resumed stays byte for byte as it was."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from streamppo import durable
 from streamppo.config.sections import Config
 from streamppo.driver import inputs
+from streamppo.errors import CheckpointError
 from streamppo.learner.checkpoint import remote
 from streamppo.queue import resume_checks
 from streamppo.queue.rules.state import settings_of
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.journal import Journal
+
+OTHERS = ("model", "wandb")
+"""Folders of a run whose links are no fault: files that are only read, and those of wandb, which makes links."""
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
@@ -17,6 +24,8 @@ def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> Non
     Changed data and models are refused too, unless `accept_changes`; then they are recorded as the run's inputs. Raises
     `JournalError`, `CheckpointError` or `RunError`.
     """
+    for link in _links(folder):
+        raise CheckpointError(f"{link}: a link, and a run would write through it: put the file itself in its place")
     resume_checks.refuse_without_journal(folder)
     if (folder / "journal.sqlite").is_file():
         _verify_journal(config, folder)
@@ -35,3 +44,16 @@ def _verify_journal(config: Config, folder: Path) -> None:
     resume_checks.refuse_other(before, config)
     if before is not None:
         resume_checks.refuse_without_shards(folder, config)
+
+
+def _links(run: Path) -> Iterator[Path]:
+    """Links through which a run would change what is elsewhere: to files, and at the temporary names of folders.
+
+    Links to folders, such as checkpoints on another disk, are the user's.
+    """
+    for place, folders, files in os.walk(run):
+        if Path(place) == run:
+            folders[:] = [name for name in folders if name not in OTHERS]
+        for name in sorted([*files, *(name for name in folders if name.endswith(durable.ASIDE))]):
+            if (path := Path(place, name)).is_symlink():
+                yield path

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
+from typing import Annotated, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
@@ -19,13 +19,17 @@ from streamppo.errors import RunError
 METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
+Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+"""A finite number that can be rounded: every one that a line must have."""
+Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]
+"""A lag or an age, as a name in JSON."""
 
 
 class PartLine(TypedDict):
     """A driver begins."""
 
     part: int
-    wall_s: float
+    wall_s: Number
     version: int
 
 
@@ -33,32 +37,32 @@ class UpdateLine(TypedDict):
     """An update was made. The line also has every other metric of the catalogue, each a float."""
 
     update: int
-    wall_s: float
-    reward: NotRequired[float]
-    tokens_trained: float
-    tokens_too_old: float
-    wait_s: float
-    update_s: float
-    push_ms: float
-    lag_histogram: dict[str, int]
+    wall_s: Number
+    reward: NotRequired[Number]
+    tokens_trained: Number
+    tokens_too_old: Number
+    wait_s: Number
+    update_s: Number
+    push_ms: Number
+    lag_histogram: dict[Digits, int]
 
 
 class RemadeLine(TypedDict):
     """An update's line was lost: the metrics that its archived batch gives, including reward components."""
 
     remade: int
-    wall_s: float
-    reward: NotRequired[float]
-    tokens_trained: float
-    tokens_too_old: float
-    lag_histogram: dict[str, int]
+    wall_s: Number
+    reward: NotRequired[Number]
+    tokens_trained: Number
+    tokens_too_old: Number
+    lag_histogram: dict[Digits, int]
 
 
 class RedoneLine(TypedDict):
     """An update was made again."""
 
     redone: int
-    wall_s: float
+    wall_s: Number
 
 
 class EvaluationLine(TypedDict):
@@ -68,8 +72,8 @@ class EvaluationLine(TypedDict):
     """
 
     evaluation: int
-    wall_s: float
-    accuracy: float | None
+    wall_s: Number
+    accuracy: Number | None
     count: int
     failed: int
     versions: tuple[int, int]
@@ -79,15 +83,15 @@ class PhasesLine(TypedDict):
     """The time of a process's phases since it started: calls, wall seconds and CPU seconds of each."""
 
     phases: str
-    wall_s: float
-    spent: dict[str, tuple[int, float, float]]
+    wall_s: Number
+    spent: dict[str, tuple[int, Number, Number]]
 
 
 class QueueLine(TypedDict):
     """Trajectories in the queue: `queue` of them are ready, `in_flight` are being sampled."""
 
     queue: int
-    wall_s: float
+    wall_s: Number
     in_flight: int
 
 
@@ -96,7 +100,7 @@ class SampleLine(TypedDict):
 
     prompt: str
     completion: str
-    reward: float
+    reward: Number
     version: int
 
 
@@ -108,15 +112,15 @@ class EngineLine(TypedDict):
     """
 
     engine: str
-    wall_s: float
+    wall_s: Number
     version: int
     tokens: int
-    busy_s: float
-    idle_s: float
-    prefix_reused: NotRequired[float]
-    context_reused: NotRequired[float]
-    kv_age: NotRequired[float]
-    kv_ages: NotRequired[dict[str, int]]
+    busy_s: Number
+    idle_s: Number
+    prefix_reused: NotRequired[Number]
+    context_reused: NotRequired[Number]
+    kv_age: NotRequired[Number]
+    kv_ages: NotRequired[dict[Digits, int]]
     agents: NotRequired[dict[str, int]]
     sampled: SampleLine | None
 
@@ -125,7 +129,7 @@ class RestartLine(TypedDict):
     """A stage died and is restarted."""
 
     restart: str
-    wall_s: float
+    wall_s: Number
     reason: str
 
 
@@ -133,7 +137,7 @@ class EndLine(TypedDict):
     """The driver ends."""
 
     end: str
-    wall_s: float
+    wall_s: Number
 
 
 Line: TypeAlias = (

@@ -66,6 +66,8 @@ TYPES: dict[str, tuple[str, ...]] = {
     "explanations": ("uint8",),
 }
 """The dtypes of every column except offsets, which are int64."""
+REQUIRED = frozenset((*IDENTITY[:3], "task", "actor", "finish", "reward", "prompt_tokens", *FLAT))
+"""The columns of every batch, beside their offsets."""
 
 
 class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -86,6 +88,10 @@ class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
 
 def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
     """Raise `ValueError` or `LookupError` for columns that `batch_columns` never returns, such as bad offsets."""
+    if missing := REQUIRED - columns.keys():
+        raise ValueError(f"no column {min(missing)!r}")
+    if ("segment" in columns) != ("prefix" in columns):
+        raise ValueError("segments without the tokens before them")
     rows, offsets = len(columns["reward"]), {name for name in columns if name.endswith("offsets")}
     for name, column in columns.items():
         if column.dtype.name not in (("int64",) if name in offsets else TYPES.get(name, ())):

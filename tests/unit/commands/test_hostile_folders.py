@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import random
 import shutil
 import socket
@@ -18,6 +19,7 @@ from typing import NoReturn
 import httpx
 import msgspec
 import pytest
+import strange_values
 from learner_case import SMALL
 from report_case import ALPHABET, run_folder
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -71,7 +73,7 @@ PLANTED: dict[str, bytes] = {
     "nothing": b"",
     "JSON that is nested for ever": b"[" * DEEP,
     "TOML that is nested for ever": b"a = " + b"[" * DEEP,
-    "a pickle": b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x05false\x85R.",
+    "a pickle": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x12: > $STREAMPPO_RAN\x85R.",
     "numbers beyond all": b'{"update": 1e999, "wall_s": -1e999, "engines": 99999999999999999999999999999}\n',
     "orders to a terminal": b'{"end": "\\u001b]0;x\\u0007\\u202e", "update": "\\u001b[2J"}\n',
     "half a surrogate": b'{"end": "\\ud800", "part": "\\udfff"}\n',
@@ -91,6 +93,7 @@ def run(made: Path, tmp_path: Path, math_config: Callable[..., Config], monkeypa
     monkeypatch.setattr(loop, "ray_session", begun)
     monkeypatch.setattr(replay, "init_ray", begun)
     monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
+    monkeypatch.setenv("STREAMPPO_RAN", str(tmp_path / "ran"))
     if not made.exists():
         run_folder(made, math_config(), updates=4)
         vocabulary = len(character_tokenizer(ALPHABET))
@@ -251,6 +254,18 @@ def test_nobody_waits_at_what_is_no_file(run: Path, name: str, kind: str, capsys
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [*FILES[:-2], *INSIDE[:3], *OTHERS[:6]])
+def test_no_look_and_no_resume_writes_through_a_link(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, place = run.parent.parent / "theirs", run / name
+    content = place.read_bytes() if place.exists() else b"theirs\n" * 1000
+    theirs.write_bytes(content)
+    place.unlink(missing_ok=True)
+    place.symlink_to(theirs)
+    _look_at_all(run, capsys)
+    assert theirs.read_bytes() == content
+
+
+@pytest.mark.timeout(60)
 def test_a_folder_with_a_pipe_is_not_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put("a pipe", run / "journal.sqlite-wal")
     assert look(run, ["eval", "RUN"]) == 1
@@ -270,6 +285,16 @@ def test_random_mutations_are_shown_or_told_in_a_sentence(
     _look_at_all(run, capsys)
 
 
+# Every file is whole, and its checksums fit.
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 40))])
+@pytest.mark.parametrize("kind", strange_values.DRAWS)
+def test_values_that_no_run_writes_are_shown_or_told_in_a_sentence(
+    run: Path, kind: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange_values.DRAWS[kind](run, random.Random(f"{kind} {seed}"))
+    _look_at_all(run, capsys)
+
+
 def _look_at_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, answer in asked(run).items():
         assert answer.status_code in (200, 404), (path, answer.text)
@@ -278,6 +303,13 @@ def _look_at_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shown = capsys.readouterr()
         assert "Traceback" not in shown.err and "\x1b]" not in shown.out + shown.err
         assert code == 0 or (shown.out + shown.err).strip(), arguments
+    assert not (run.parent.parent / "ran").exists(), "a pickle was obeyed"
+
+
+@pytest.mark.usefixtures("run")
+def test_the_pickle_leaves_a_file_where_it_is_obeyed(tmp_path: Path) -> None:
+    pickle.loads(PLANTED["a pickle"])
+    assert (tmp_path / "ran").exists()
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:

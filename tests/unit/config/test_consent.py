@@ -1,12 +1,15 @@
 """Code that the configuration of a stranger's run names runs only with consent; one's own run asks nothing."""
 
 import ast
+import importlib
+import inspect
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -25,6 +28,7 @@ from streamppo.config.reward import FunctionScorer, Reward, Scorer, ServiceScore
 from streamppo.config.sections import Config, Rollout
 from streamppo.errors import ConfigError
 from streamppo.queue.store.journal import Journal
+from streamppo.tasks import plugins
 
 EVIL = "from pathlib import Path\nPath({!r}).touch()\ndef score(**_):\n    return 0.0\n"
 
@@ -197,6 +201,25 @@ def test_a_key_for_another_address_is_asked_for_again(tmp_path: Path, math_confi
 @pytest.mark.parametrize("address", ["local", "auto"])
 def test_what_is_built_in_needs_no_consent(address: str, math_config: Callable[..., Config]) -> None:
     assert not consent.code(math_config(f"cluster.address={address}"))
+
+
+@pytest.mark.parametrize("name", sorted(consent.BUILT_IN))
+def test_a_name_that_is_built_in_is_there(name: str) -> None:
+    assert plugins.load(name, "test")
+
+
+def test_every_scorer_of_streamppo_is_built_in() -> None:
+    modules = [
+        importlib.import_module(f"streamppo.tasks.scorers.{name}") for name in ("maths", "format_reward", "code")
+    ]
+    scorers = {
+        f"{module.__name__}:{name}"
+        for module in modules
+        for name, one in vars(module).items()
+        if one.__class__ in (type, FunctionType) and one.__module__ == module.__name__
+        if "trajectory" in inspect.signature(vars(one).get("__call__", one)).parameters
+    }
+    assert len(scorers) >= 7 and scorers <= consent.BUILT_IN
 
 
 def test_a_run_that_was_moved_with_its_own_reward_asks_nothing(foreign: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ Load = Callable[..., Config]
 
 def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
     """A run whose driver died after version 2, with one checkpoint; its log was never folded into the journal."""
+    run.mkdir(exist_ok=True)
     journal, archive = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
     journal.fence()
     journal.configure(0, msgspec.msgpack.encode(config))
@@ -81,6 +82,44 @@ def test_a_run_of_another_version_of_streamppo_is_named(math_config: Load, tmp_p
     KEPT[-1].configure(2, msgspec.msgpack.encode(msgspec.to_builtins(math_config()) | {"gone": 1}))
     error = refusal(math_config(), run)
     assert "a configuration of another version of streamppo: Object contains unknown field `gone`" in str(error)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("metrics.jsonl", "logs/driver.log", "logs/tensorboard.log", "trackers/mlflow.json.tmp"),
+        *(
+            "archive/00000007.zarr.zip.tmp",
+            "checkpoints/00000003.tmp/.metadata",
+            "final.tmp",
+            "checkpoints/00000003.tmp",
+        ),
+    ],
+)
+def test_a_link_that_a_run_would_write_through_is_refused(math_config: Load, tmp_path: Path, name: str) -> None:
+    run = trained(tmp_path / "run", math_config(), checkpoint=2)
+    other = tmp_path / "other"
+    if name.endswith(("final.tmp", "3.tmp")):
+        other.mkdir()
+    else:
+        other.write_text("theirs")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(other)
+    assert f"{run / name}: a link, and a run would write through it" in str(refusal(math_config(), run))
+
+
+def test_folders_of_a_run_on_another_disk_and_links_of_a_model_and_of_wandb_are_no_fault(
+    math_config: Load, tmp_path: Path
+) -> None:
+    run, elsewhere = trained(tmp_path / "run", math_config(), checkpoint=2), tmp_path / "elsewhere"
+    (run / "checkpoints").rename(elsewhere)
+    (run / "checkpoints").symlink_to(elsewhere)
+    (tmp_path / "blob").write_text("{}")
+    for name in ("model/config.json", "wandb/debug.log"):
+        (run / name).parent.mkdir()
+        (run / name).symlink_to(tmp_path / "blob")
+    preflight.verify(math_config(), run)
 
 
 @pytest.mark.parametrize(

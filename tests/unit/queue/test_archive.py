@@ -13,9 +13,11 @@ from conftest import COUNTERS, trajectory
 from test_journal import damage
 from zarr.storage import ZipStore
 
+from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.queue.rules.records import Changes, EndedAttempt, PublishedVersion
-from streamppo.queue.store import archive
+from streamppo.queue.store import archive, zarr_zip
+from streamppo.queue.store import columns as columns_module
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
 from streamppo.types import Batch, Identity, TokenRecord, ints
@@ -203,6 +205,20 @@ def test_200_random_flips_and_truncations_are_all_named(tmp_path: Path) -> None:
             pytest.fail(f"{what} went unnoticed: {found.batch(3)}")
         found.path(3).write_bytes(whole)
     assert found.batch(3) == batch()
+
+
+@pytest.mark.parametrize("name", sorted({*columns_module.batch_columns(batch(), TokenRecord())[0], "prefix"}))
+def test_a_file_without_a_column_is_damaged_though_its_hash_fits(tmp_path: Path, name: str) -> None:
+    first, *others = batch().trajectories
+    segmented = msgspec.structs.replace(first, finish="cut", prefix=2)
+    found = recorded(tmp_path, msgspec.structs.replace(batch(), trajectories=(segmented, *others)))
+    with found.path(3).open("rb") as file:
+        columns, attributes = zarr_zip.unpack(file)
+    del columns[name]
+    found.path(3).write_bytes(zarr_zip.pack(columns, msgspec.json.decode(attributes)))
+    found.checksums[3] = (durable.sha256(found.path(3)),)
+    with pytest.raises(JournalError, match=r"00000003.zarr.zip"):
+        found.batch(3)
 
 
 def test_a_missing_file_and_a_folder_without_a_run_are_named(tmp_path: Path) -> None:

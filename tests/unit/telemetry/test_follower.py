@@ -85,3 +85,24 @@ def test_a_file_that_became_shorter_is_read_from_its_begin(tmp_path: Path, follo
     os.truncate(tmp_path / METRICS, len(queue(1)))
     assert [line.get("queue") for line in follower.read()] == [1]
     assert len(follower.content.lines) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"end": "finished", "wall_s": %s}',
+        '{"queue": 1, "wall_s": %s, "in_flight": 0}',
+        '{"update": 1, "wall_s": 1, "tokens_trained": 1, "tokens_too_old": %s, "wait_s": 1, "update_s": 1, '
+        '"push_ms": 1, "lag_histogram": {}}',
+    ],
+)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e300"])
+def test_a_number_that_cannot_be_rounded_is_damage(line: str, number: str) -> None:
+    assert metrics_file.parse((line % "5.5").encode()) is not None
+    assert metrics_file.parse((line % number).encode()) is None
+
+
+@pytest.mark.parametrize(("lag", "is_one"), [("0", True), ("-3", True), ("x", False), ("1e3", False), ("", False)])
+def test_a_lag_is_a_whole_number(lag: str, is_one: bool) -> None:
+    numbers = dict.fromkeys(("wall_s", "tokens_trained", "tokens_too_old", "wait_s", "update_s", "push_ms"), 1.0)
+    assert metrics_file.is_line({"update": 1, **numbers, "lag_histogram": {lag: 1}}) is is_one
