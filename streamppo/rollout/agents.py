@@ -115,9 +115,9 @@ class Agents:
                 self._endpoint.close(session)
         try:
             return self._ended(session, outcome, prompt)
-        except EnvironmentFailed:
+        except EnvironmentFailed as error:
             self.counts["failed"] += 1
-            raise
+            raise EnvironmentFailed(f"{error}{outcome.output}", error.tokens) from error
 
     def _session(self, key: str, prompt: Prompt, sampling: Sampling) -> Session:
         arguments = {**prompt.template.arguments, **self._config.template}
@@ -144,9 +144,9 @@ class Agents:
                 reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {found.reason}"
             )
         else:
-            outcome = msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)
+            outcome = _read(found)
         # An agent's output may quote the address that it asks; both go into journal, log and page.
-        told = {"reason": outcome.reason, "explanation": outcome.explanation}
+        told = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in told.items()})
 
     def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
@@ -211,7 +211,7 @@ class _OnDemand(Pool):
         """Run a call in some process. Raises `Orphaned`."""
         self._free = [one for one in self._free if not one.ended]
         process = self._free.pop() if self._free else await self._forks.fork()
-        answered = False
+        answered, outcomes = False, tuple[Outcome, ...]()
         try:
             outcomes = await self._ask(process, texts, columns, left_s)
             answered = True
@@ -221,6 +221,15 @@ class _OnDemand(Pool):
             if not answered:
                 # After a cancellation the call is still in it.
                 self._forks.end(process)
+            elif any(one.reward is not None and _read(one).lingers for one in outcomes):
+                # What goes on would find the next run's key in the environment.
+                self._forks.end(process)
             elif not process.ended:
                 self._free.append(process)
         return outcomes
+
+
+def _read(found: Outcome) -> agent.AgentOutcome:
+    """Read what a process answered."""
+    assert found.reward is not None
+    return msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)

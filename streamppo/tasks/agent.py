@@ -19,12 +19,14 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
 import psutil
+from msgspec import structs
 
 from streamppo.config.task import AgentEnvironment, AnySandbox
 from streamppo.errors import TaskError
@@ -42,6 +44,8 @@ KEPT_BYTES = 2**16
 """Of a run's output so much is kept, from its end."""
 SHOWN = 1000
 """Characters of it that a failure quotes."""
+ENDING_S = 1.0
+"""Tasks that a run leaves behind have so much time to end once they are cancelled."""
 LATE = object()
 """In place of what a run returned that was too late."""
 OURS = ("prompt", "base_url", "api_key")
@@ -57,13 +61,19 @@ class AgentCall(WireStruct, frozen=True):
 
 
 class AgentOutcome(WireStruct, frozen=True):
-    """What a run came to: its rewards, or the reason of its failure. Without a reward of its own `score` is None."""
+    """What a run came to: its rewards, or the reason of its failure. Without a reward of its own `score` is None.
+
+    `output` is the end of what it printed, as failures quote it. With `lingers` a thread or task of it goes on: its
+    process takes no other run, whose key it would find in the environment.
+    """
 
     score: float | None = None
     turns: tuple[float, ...] = ()
     components: dict[str, float] = {}  # noqa: RUF012
     explanation: str = ""
     reason: str = ""
+    output: str = ""
+    lingers: bool = False
 
 
 class Agent:
@@ -78,12 +88,14 @@ class Agent:
         self._sandbox = None if chosen is None else agent_sandbox.build(chosen)
         self._function = load(agent) if agent else None
         self._runner: asyncio.Runner | None = None
+        self._threads = _Threads()
 
     def __call__(self, trajectory: ScoredText, **columns: object) -> Reward:
         """Play one run. The text to score is its prompt."""
         call = msgspec.json.decode(str(columns.pop(CALL)), type=AgentCall)
         if self._runner is None:
             self._runner = asyncio.Runner()
+            self._runner.get_loop().set_default_executor(self._threads)
             reaper.adopt_orphans()
         shown = msgspec.json.encode([one.plain() for one in trajectory.messages]).decode()
         given = variables(call, shown if trajectory.messages else trajectory.prompt)
@@ -95,7 +107,14 @@ class Agent:
                 made = self._program(call) if self._sandbox is None else self._in_sandbox(call, given)
         finally:
             end_children()
+        made = structs.replace(made, lingers=self._lingers())
         return Reward(explanation=utf8_safe(msgspec.json.encode(made).decode()))
+
+    def _lingers(self) -> bool:
+        """True if a task or a thread of the run goes on; threads that wait for work do not count."""
+        assert self._runner is not None
+        others = {*threading.enumerate()} - {threading.current_thread(), *self._threads.idle()}
+        return bool(others or asyncio.all_tasks(self._runner.get_loop()))
 
     # --- a function ------------------------------------------------------------------------------------------
 
@@ -110,9 +129,10 @@ class Agent:
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 value = plugins.call("the agent", _run, self._runner, self._function, given, call.timeout_s)
+            made = AgentOutcome(reason=late(call.timeout_s)) if value is LATE else _outcome(value)
         except TaskError as error:
-            return AgentOutcome(reason=f"{error}{output.quoted()}")
-        return AgentOutcome(reason=late(call.timeout_s)) if value is LATE else _outcome(value)
+            made = AgentOutcome(reason=str(error))
+        return structs.replace(made, output=output.quoted())
 
     # --- a program -------------------------------------------------------------------------------------------
 
@@ -132,16 +152,14 @@ class Agent:
         ]
         for thread in threads:
             thread.start()
-        try:
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(call.timeout_s)
-        except subprocess.TimeoutExpired:
-            return AgentOutcome(reason=f"{late(call.timeout_s)}{errors.quoted()}")
-        finally:
-            # Whoever holds the other ends of the pipes, too.
-            end_children()
-            for thread in threads:
-                thread.join(1.0)
-        return _ended(code, printed, errors)
+        # Whoever holds the other ends of the pipes, too.
+        end_children()
+        for thread in threads:
+            thread.join(1.0)
+        return _ended(code, call.timeout_s, printed, errors)
 
     def _in_sandbox(self, call: AgentCall, given: Mapping[str, str]) -> AgentOutcome:
         assert self._sandbox is not None and self._runner is not None
@@ -151,15 +169,33 @@ class Agent:
             ran = plugins.call("the agent's sandbox", _run, *asked)
         except TaskError as error:
             return AgentOutcome(reason=str(error))
-        printed, errors = _Tail(), _Tail()
-        if ran is not LATE:
-            if not isinstance(ran, Ran):
-                return AgentOutcome(reason=f"the agent's sandbox returned {repr(ran)[:SHOWN]}, and no `Ran`")
+        printed, errors, code = _Tail(), _Tail(), None
+        if isinstance(ran, Ran):
             printed.write(ran.stdout)
             errors.write(ran.stderr)
-            if ran.exit_code is not None:
-                return _ended(ran.exit_code, printed, errors)
-        return AgentOutcome(reason=f"{late(call.timeout_s)}{errors.quoted()}")
+            code = ran.exit_code
+        elif ran is not LATE:
+            return AgentOutcome(reason=f"the agent's sandbox returned {repr(ran)[:SHOWN]}, and no `Ran`")
+        return _ended(code, call.timeout_s, printed, errors)
+
+
+class _Threads(ThreadPoolExecutor):
+    """The threads of `asyncio.to_thread`, which stay for the next run unless they are busy."""
+
+    def __init__(self) -> None:
+        super().__init__(thread_name_prefix="agent")
+        self._under_way = set[Future[Any]]()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Executor.submit`."""
+        made = super().submit(fn, *args, **kwargs)
+        self._under_way.add(made)
+        made.add_done_callback(self._under_way.discard)
+        return made
+
+    def idle(self) -> Collection[threading.Thread]:
+        """Return its threads if all of them wait for work, else none."""
+        return () if self._under_way else self._threads
 
 
 class _Tail(io.TextIOBase):
@@ -167,15 +203,24 @@ class _Tail(io.TextIOBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self.text = ""
+        self._parts, self._length = list[str](), 0
+
+    @property
+    def text(self) -> str:
+        """The end."""
+        return "".join(self._parts)[-KEPT_BYTES:]
 
     def writable(self) -> bool:
         """It is written to."""
         return True
 
     def write(self, text: str) -> int:
-        """Keep the last of it."""
-        self.text = (self.text + text[-KEPT_BYTES:])[-KEPT_BYTES:]
+        """Keep the last of it; parts are put together once they are twice as long as what is kept."""
+        self._parts.append(text[-KEPT_BYTES:])
+        self._length += len(self._parts[-1])
+        if self._length > 2 * KEPT_BYTES:
+            self._parts = [self.text]
+            self._length = KEPT_BYTES
         return len(text)
 
     def follow(self, pipe: IO[bytes]) -> None:
@@ -271,16 +316,23 @@ async def _in_time(awaitable: Any, timeout_s: float) -> object:
             raise
         return LATE
     finally:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=ENDING_S)
 
 
-def _ended(code: int, printed: _Tail, errors: _Tail) -> AgentOutcome:
-    """Read the end of a program."""
-    if code:
+def _ended(code: int | None, timeout_s: float, printed: _Tail, errors: _Tail) -> AgentOutcome:
+    """Read the end of a program; without a `code` it took too long."""
+    if code is None:
+        made = AgentOutcome(reason=late(timeout_s))
+    elif code:
         how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-        return AgentOutcome(reason=f"the agent {how}{errors.quoted() or printed.quoted()}")
-    return _outcome(_last_line(printed.text))
+        made = AgentOutcome(reason=f"the agent {how}")
+    else:
+        made = _outcome(_last_line(printed.text))
+    return structs.replace(made, output=errors.quoted() or printed.quoted())
 
 
 def _last_line(text: str) -> object:
@@ -292,7 +344,7 @@ def _last_line(text: str) -> object:
         return None
     if not isinstance(found, dict) or "reward" not in found:
         return None
-    return Done(found["reward"], dict(found.get("components", {}).items()), str(found.get("explanation", "")))
+    return Done(found["reward"], found.get("components", {}), str(found.get("explanation", "")))
 
 
 def _outcome(value: object) -> AgentOutcome:

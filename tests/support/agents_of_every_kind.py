@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -62,6 +63,7 @@ async def until_refused(prompt: str, base_url: str, api_key: str) -> float:
 
 
 async def never_calls(prompt: str, base_url: str, api_key: str) -> float:
+    print("no proxy is set")
     return 1.0
 
 
@@ -96,6 +98,7 @@ async def explains_its_key(prompt: str, base_url: str, api_key: str) -> Done:
 
 
 async def hangs(prompt: str, base_url: str, api_key: str) -> float:
+    print("waiting for the browser")
     await asyncio.sleep(600)
     return 1.0
 
@@ -152,6 +155,46 @@ async def leaves_a_task(prompt: str, base_url: str, api_key: str) -> float:
     return 1.0
 
 
+def asks_from_the_environment() -> None:
+    names = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+    asyncio.run(ask(*(os.environ[name] for name in names), user("from the run before")))
+
+
+async def leaves_a_thread(prompt: str, base_url: str, api_key: str) -> float:
+    """Leave a thread that asks later, with the key that the environment has by then."""
+    await ask(base_url, api_key, user(prompt))
+    if prompt == "first":
+        threading.Timer(0.5, asks_from_the_environment).start()
+    else:
+        await asyncio.sleep(1.5)
+    return float(os.getpid())
+
+
+async def leaves_a_stubborn_task(prompt: str, base_url: str, api_key: str) -> float:
+    """Leave a task that goes on when it is cancelled."""
+
+    async def stubborn() -> None:
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                await asyncio.sleep(2.0)
+                asks_from_the_environment()
+
+    if prompt == "first":
+        asyncio.create_task(stubborn())  # noqa: RUF006
+    await ask(base_url, api_key, user(prompt))
+    await asyncio.sleep(0.0 if prompt == "first" else 2.0)
+    return float(os.getpid())
+
+
+async def works_in_a_thread(prompt: str, base_url: str, api_key: str) -> float:
+    """Use a thread of asyncio's, which waits for work when the run has ended."""
+    await asyncio.to_thread(time.sleep, 0.01)
+    await ask(base_url, api_key, user(prompt))
+    return float(os.getpid())
+
+
 async def reads_the_environment(prompt: str) -> float:
     names = "OPENAI_BASE_URL", "OPENAI_API_KEY"
     await ask(*(os.environ[name] for name in names), user(os.environ["STREAMPPO_PROMPT"]))
@@ -171,7 +214,11 @@ def program(last: str) -> None:
         subprocess.Popen(["sleep", "612"], start_new_session=True)
         last = '{"reward": 1.0}'
     if last == "hang":
+        print("waiting", flush=True)
         time.sleep(600)
+    if last == "chatty":
+        print("x" * 100 + "\n", end="", file=sys.stderr)
+        last = "no reward"
     if last == "fail":
         print("what went wrong", file=sys.stderr)
         sys.exit(3)

@@ -107,7 +107,9 @@ def _play_agents(
             episode = asyncio.run(_run_agent(player, prompt, Sampling(most)))
         except EnvironmentFailed as error:
             reason = f"{source}: with the row's answer to each request it fails: {error}"
-            is_short = limited.timeout_s < environment.timeout_s and str(error) == agent.late(limited.timeout_s)
+            is_short = limited.timeout_s < environment.timeout_s and str(error).startswith(
+                agent.late(limited.timeout_s)
+            )
             if is_short:
                 reason = (
                     f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from jinja2 import TemplateError
 
+from streamppo.rollout.endpoint import json_values
 from streamppo.types import Message
 
 THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_call>"
@@ -116,10 +117,10 @@ def _thoughts(text: str, *, opened: bool) -> tuple[str, str]:
 
 
 def _call(text: str) -> list[ToolCall]:
-    """The calls in one mark: an object, or a list of such; none if it is neither."""
+    """The calls in one mark: an object, or a list of such; none if it is neither, or not JSON for all programs."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = json_values.read(text)
+    except ValueError:
         return []
     listed = found if isinstance(found, list) else [found]
     calls = [made for one in listed if (made := _one_call(one)) is not None]

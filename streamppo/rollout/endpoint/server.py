@@ -13,15 +13,16 @@ name a loopback host, so that no page of a browser reaches it through a name of 
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Generator
 from typing import cast
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -29,7 +30,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from streamppo.errors import RunError, TaskError
-from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint import json_values, refusal
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import Chat
 from streamppo.rollout.endpoint.dialects.messages import Messages
@@ -47,6 +48,7 @@ KEEP_ALIVE_S = 5.0
 REMEMBERED = 10_000
 """Runs that have ended whose keys are still known."""
 CLOSING_S = 1
+KEY_IN_PATH = re.compile("^/key/[^/]*")
 IDLE_S = 300
 """A connection stays open between two requests of a program whose tools take long."""
 
@@ -131,7 +133,29 @@ class Endpoint:
             self._route("/v1/models", chat, _models, "GET"),
             self._route("/v1/models/{name:path}", chat, _model, "GET"),
         ]
-        return Starlette(routes=[*routes, Mount("/key/{key}", routes=routes)])
+        handlers = {404: self._elsewhere, 405: self._elsewhere, 500: self._fault}
+        return Starlette(routes=[*routes, Mount("/key/{key}", routes=routes)], exception_handlers=handlers)
+
+    async def _elsewhere(self, request: HttpRequest, error: Exception) -> Response:
+        """Refuse an address or a method that the endpoint does not have; the key in an address is not repeated."""
+        path = KEY_IN_PATH.sub("", request.url.path)
+        message = (
+            f"the endpoint has no {request.method} {path}: it has chat/completions, responses, messages, "
+            "messages/count_tokens, reward and models below /v1. The base_url of OpenAI's clients ends in /v1, that of "
+            "Anthropic's does not"
+        )
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        return self._refuse(request, RequestRefused(status, "not_found", message, "another address"))
+
+    async def _fault(self, request: HttpRequest, error: Exception) -> Response:
+        """Answer a request that has met a fault of the endpoint, which is logged."""
+        fault = f"the endpoint failed: {type(error).__name__}: {error}"
+        return self._refuse(request, RequestRefused(500, "server_error", fault, "endpoint failed"))
+
+    def _refuse(self, request: HttpRequest, error: RequestRefused) -> Response:
+        self.counts[error.reason] += 1
+        dialect = Messages() if "/v1/messages" in request.url.path else Chat()
+        return JSONResponse(dialect.error(error), status_code=error.status)
 
     def _route(self, path: str, dialect: Dialect, answer: Answering, method: str = "POST") -> Route:
         async def endpoint(request: HttpRequest) -> Response:
@@ -299,8 +323,8 @@ async def _body(request: HttpRequest) -> Body:
             raise RequestRefused(413, "request_too_large", message, "too large a body")
         parts.append(part)
     try:
-        found = msgspec.json.decode(b"".join(parts))
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        found = json_values.plain(json_values.read(b"".join(parts)))
+    except ValueError as error:
         raise refusal.bad(f"the body is no JSON: {error}", "broken JSON") from error
     if not isinstance(found, dict):
         raise refusal.bad("the body is no JSON object", "broken JSON")

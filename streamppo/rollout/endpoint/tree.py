@@ -16,12 +16,12 @@ behind it is new. A request that begins with none, or with other tools, stands a
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
 
+from streamppo.rollout.endpoint import json_values
 from streamppo.types import Message
 
 ROOT = -1
@@ -150,8 +150,8 @@ def _value(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments) if arguments.strip() else None
-    except (ValueError, RecursionError):
+        return json_values.read(arguments) if arguments.strip() else None
+    except ValueError:
         return arguments
 
 

@@ -136,13 +136,14 @@ def test_without_a_reward_of_the_agent_that_of_the_scorers_counts(played: Callab
     assert episode.reward(Reward(score=0.75)).total == 0.75
 
 
+NO_REWARD = "the agent gave no reward: return a number, POST one to /v1/reward, or name a scorer in [reward]"
 FAILURES = {
-    "never_calls": "the agent made no request",
-    "gives_nothing": "the agent gave no reward: return a number, POST one to /v1/reward, or name a scorer in [reward]",
+    "never_calls": "the agent made no request; its output ends: 'no proxy is set'",
+    "gives_nothing": NO_REWARD,
     "gives_a_text": "the agent returned 'good', with a value that is not a finite number",
     "gives_nan": "the agent returned nan, with a value that is not a finite number",
     "raises": "the agent: agents_of_every_kind.py:LINE: ValueError: no such tool; its output ends: 'about to fail'",
-    "hangs": "the agent took longer than 0.5 s (environment.timeout_s)",
+    "hangs": "the agent took longer than 0.5 s (environment.timeout_s); its output ends: 'waiting for the browser'",
     "dies": "the agent: its process died: exit code 3",
     "wants_a_column": "the agent asks for the column 'colour'; columns are answer",
 }
@@ -164,6 +165,24 @@ def test_a_run_that_holds_its_process_is_killed_and_the_next_one_is_played(
     monkeypatch.setattr("streamppo.rollout.agents.GRACE_S", 0.2)
     reason, *_ = played("hangs_without_awaiting", failing, timeout_s=0.3)
     assert reason == "the agent took longer than 0.3 s (environment.timeout_s)"
+
+
+@pytest.mark.parametrize("name", ["leaves_a_thread", "leaves_a_stubborn_task"])
+def test_what_goes_on_after_a_run_does_not_reach_the_next_one(name: str, played: Callable[..., Any]) -> None:
+    """It would find the next run's key in the environment, if that run had the same process."""
+
+    async def ask(player: Player) -> list[Episode]:
+        return [await player.play(Prompt(text=text, columns={}), Sampling(32)) for text in ("first", "second")]
+
+    first, second = played(name, ask)
+    assert second.turns == ("hi",) and first.turn_rewards != second.turn_rewards
+
+
+def test_a_process_whose_threads_wait_for_work_plays_the_next_run(played: Callable[..., Any]) -> None:
+    async def ask(player: Player) -> list[Episode]:
+        return [await player.play(PROMPT, Sampling(32)) for _ in range(3)]
+
+    assert len({one.turn_rewards for one in played("works_in_a_thread", ask)}) == 1
 
 
 def test_what_nobody_received_is_counted_and_not_trained_on(played: Callable[..., Any]) -> None:
@@ -238,10 +257,12 @@ def test_a_program_is_an_agent_and_its_last_line_may_be_its_reward(last: str, pl
 
 
 PROGRAMS = {
-    "no reward": "the agent gave no reward: return a number, POST one to /v1/reward, or name a scorer in [reward]",
+    "no reward": f"{NO_REWARD}; its output ends: 'no reward'",
     '{"reward": "much"}': "the agent returned Done(reward='much'",
+    '{"reward": 1, "components": 5}': "the agent returned Done(reward=1, components=5, explanation=''), whose",
+    "chatty": f"{NO_REWARD}; its output ends: 'xxxx",
     "fail": "the agent ended with exit code 3; its output ends: 'what went wrong'",
-    "hang": "the agent took longer than 3 s (environment.timeout_s)",
+    "hang": "the agent took longer than 3 s (environment.timeout_s); its output ends: 'waiting'",
 }
 
 

@@ -11,8 +11,6 @@ from streamppo.rollout.endpoint.session import Request, Turn
 from streamppo.types import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-STOP = "rollout.stop sets the strings that end a turn, for all of them"
-FORMAT = "the policy is sampled without a grammar: ask for the form in the messages, and reward it"
 
 
 class Chat:
@@ -22,11 +20,10 @@ class Chat:
 
     def read(self, body: Body) -> Request:
         """See `Dialect.read`."""
-        wire.refuse(body, "n", "send one request for each answer", 1)
-        wire.refuse(body, "stop", STOP)
-        wire.refuse(body, "logit_bias", "the policy's own probabilities are trained")
-        wire.refuse(body, "logprobs", "they are kept with the run's trajectories")
-        wire.refuse(body, "response_format", FORMAT, {"type": "text"})
+        wire.refuse_absent(body)
+        for name in ("n", "best_of"):
+            wire.refuse(body, name, "send one request for each answer", 1)
+        wire.refuse(body, "response_format", wire.FORMAT, {"type": "text"})
         wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
         listed = wire.listed(body.get("messages"), "messages")
         if not listed:
@@ -105,16 +102,14 @@ class ChatStream:
 
 
 def _message(item: Body) -> Message:
-    role = item.get("role")
-    if role not in ROLES:
-        raise refusal.bad(f"a message's role is one of {', '.join(ROLES)}, not {role!r}")
-    content = wire.text(item.get("content"), f"a message of the {role}")
+    role = wire.role(item, ROLES)
+    content = wire.text(item.get("content"), f"a message of the {item['role']}")
     name = item.get("name")
     if role == "assistant":
         calls = [_read_call(one) for one in wire.listed(item.get("tool_calls") or [], "tool_calls")]
         return reply.assistant(content, calls, item.get("reasoning_content") or item.get("reasoning"))
     return Message(
-        role=ROLES[role],
+        role=role,
         content=content,
         name=name if isinstance(name, str) else None,
         tool_call_id=str(item["tool_call_id"]) if item.get("tool_call_id") else None,

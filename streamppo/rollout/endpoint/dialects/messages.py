@@ -1,18 +1,17 @@
 """Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from streamppo.rollout.endpoint import refusal, reply
+from streamppo.rollout.endpoint import json_values, refusal, reply
 from streamppo.rollout.endpoint.dialects import wire
-from streamppo.rollout.endpoint.dialects.chat import STOP
 from streamppo.rollout.endpoint.dialects.wire import Body
 from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.session import Request, Turn
 from streamppo.types import Message
 
+ROLES = {one: one for one in ("user", "assistant", "system")}
 ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -29,7 +28,10 @@ class Messages:
 
     def read(self, body: Body) -> Request:
         """See `Dialect.read`."""
-        wire.refuse(body, "stop_sequences", STOP)
+        wire.refuse_absent(body)
+        settings = body.get("output_config")
+        if isinstance(settings, dict):
+            wire.refuse(settings, "format", wire.FORMAT)
         choice = body.get("tool_choice") or {"type": "auto"}
         kind = choice.get("type") if isinstance(choice, dict) else choice
         if kind not in ("auto", "none"):
@@ -130,9 +132,7 @@ class MessageStream:
 
 def _messages(item: Body) -> Iterator[Message]:
     """The messages in one of the dialect's: results of tools are messages of their own, before the user's text."""
-    role, content = item.get("role"), item.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise refusal.bad(f"a message's role is user or assistant, not {role!r}")
+    role, content = wire.role(item, ROLES), item.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else wire.listed(content, "content")
     if role == "assistant":
         yield _assistant(blocks)
@@ -175,8 +175,8 @@ def _blocks(found: Reply) -> list[Body]:
 
 def _input(arguments: str) -> object:
     try:
-        values = json.loads(arguments)
-    except (ValueError, RecursionError):
+        values = json_values.read(arguments)
+    except ValueError:
         return {"arguments": arguments}
     return values if isinstance(values, dict) else {"arguments": values}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from streamppo.rollout.endpoint import refusal, reply
 from streamppo.rollout.endpoint.dialects import wire
-from streamppo.rollout.endpoint.dialects.chat import FORMAT, ROLES, Chat
+from streamppo.rollout.endpoint.dialects.chat import ROLES, Chat
 from streamppo.rollout.endpoint.dialects.wire import Body
 from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
@@ -23,12 +23,13 @@ class Responses:
 
     def read(self, body: Body) -> Request:
         """See `Dialect.read`."""
+        wire.refuse_absent(body)
         wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
         wire.refuse(body, "background", "an answer comes on the connection that asks for it")
         wire.refuse(body, "conversation", "send the messages, or previous_response_id")
         form = body.get("text") or {}
         if isinstance(form, dict):
-            wire.refuse(form, "format", FORMAT, {"type": "text"})
+            wire.refuse(form, "format", wire.FORMAT, {"type": "text"})
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else wire.listed(given, "input")
         instructions = wire.text(body.get("instructions"), "the instructions")
@@ -165,10 +166,10 @@ def _message(item: Body, kind: str) -> Message:
         return Message(
             role="tool", content=wire.text(item.get("output"), "a tool's output"), tool_call_id=str(item.get("call_id"))
         )
-    role = item.get("role")
-    if kind != "message" or role not in ROLES:
+    if kind != "message":
         raise refusal.bad(f"an item of the input is a message, a function call or its output, not {kind or item!r}")
-    return Message(role=ROLES[role], content=wire.text(item.get("content"), f"a message of the {role}"))
+    role = wire.role(item, ROLES)
+    return Message(role=role, content=wire.text(item.get("content"), f"a message of the {item['role']}"))
 
 
 def _assistant(parts: Sequence[Body]) -> Message:

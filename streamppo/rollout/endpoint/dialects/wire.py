@@ -5,15 +5,33 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint import json_values, refusal
 from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.session import Request, Turn
 
 MODEL = "policy"
 """The model's name, where a request has none."""
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
+    *("min_tokens", "ignore_eos"),
+)
 """Parameters that are the run's to choose: of a request they are counted and left out."""
+FORMAT = "the policy is sampled without a grammar: ask for the form in the messages, and reward it"
+LOGPROBS = "they are kept with the run's trajectories"
+STOP = "rollout.stop sets the strings that end a turn, for all of them"
+ABSENT = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), FORMAT),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "output_format"), FORMAT),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), LOGPROBS),
+    **dict.fromkeys(("stop", "stop_sequences", "stop_token_ids"), STOP),
+    **dict.fromkeys(("functions", "function_call"), "describe functions as tools"),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids"), "the policy's own probabilities are trained"),
+    **dict.fromkeys(("audio", "image"), "the policy reads and writes text"),
+    **dict.fromkeys(("web_search_options", "mcp_servers", "container"), "tools are the program's: describe them"),
+    "prompt": "nothing is stored beside this run: send the messages",
+}
+"""Parameters of some dialect, or of other servers, that would change what is answered, and why they are refused."""
 Body = Mapping[str, Any]
 
 
@@ -55,6 +73,14 @@ class Dialect(Protocol):
         ...
 
 
+def refuse_absent(body: Body) -> None:
+    """Raise `RequestRefused` for a request with one of the parameters that are in no dialect here."""
+    for name, why in ABSENT.items():
+        refuse(body, name, why)
+    if body.get("modalities") not in (None, [], ["text"]):
+        raise refusal.bad("modalities is not possible here: the policy reads and writes text", "unusable parameter")
+
+
 def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
     """Raise `RequestRefused` for a request that sets a parameter to something but `allowed`, nothing or a default."""
     given = body.get(name)
@@ -64,7 +90,16 @@ def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
 
 def ignored(body: Body) -> tuple[str, ...]:
     """Name the parameters of sampling that a request has."""
-    return tuple(name for name in SAMPLING if body.get(name) is not None)
+    alone = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
+    return (*(name for name in SAMPLING if body.get(name) is not None), *alone)
+
+
+def role(item: Body, known: Mapping[str, str]) -> str:
+    """Return the role of a message, as templates call it. Raises `RequestRefused` for an unknown one."""
+    given = item.get("role")
+    if not isinstance(given, str) or given not in known:
+        raise refusal.bad(f"a message's role is one of {', '.join(known)}, not {str(given)[:100]!r}")
+    return known[given]
 
 
 def listed(value: object, name: str) -> Sequence[Body]:
@@ -93,10 +128,11 @@ def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise refusal.bad("a tool call has no name")
     try:
-        values = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
+        values = json_values.plain(json_values.read(arguments)) if isinstance(arguments, str) else arguments
+    except ValueError:
         values = arguments
-    return {"id": one_id, "type": "function", "function": {"name": name, "arguments": values or {}}}
+    named = one_id if one_id is None else str(one_id)
+    return {"id": named, "type": "function", "function": {"name": name, "arguments": values or {}}}
 
 
 def tool(name: object, description: object, parameters: object) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""JSON of programs and of the policy, read strictly: not every reader takes NaN, 1e999 or half of a character."""
+
+import math
+
+import msgspec
+
+LARGEST = 2**63
+"""Whole numbers from here on cross no process."""
+FLOAT_BITS = 1023
+"""Whole numbers of more bits are infinite as floats."""
+DEPTH = 100
+"""Values are nested no deeper."""
+
+
+def read(text: str | bytes) -> object:
+    """Read a value. Raises `ValueError` for what is no JSON, or nested deeper than `DEPTH`."""
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise ValueError(str(error)) from error
+    plain(found)
+    return found
+
+
+def plain(value: object, depth: int = DEPTH) -> object:
+    """Return a value whose numbers cross processes: larger whole ones become floats.
+
+    Raises `ValueError` if it is nested deeper than `depth`.
+    """
+    if not depth:
+        raise ValueError(f"it is nested deeper than {DEPTH} times")
+    match value:
+        case dict():
+            return {name: plain(one, depth - 1) for name, one in value.items()}
+        case list():
+            return [plain(one, depth - 1) for one in value]
+        case int() if abs(value) >= LARGEST:
+            return float(value) if value.bit_length() <= FLOAT_BITS else math.inf if value > 0 else -math.inf
+    return value
