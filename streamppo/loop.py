@@ -90,7 +90,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
         log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
-        with _write_summary(record) as reports:
+        with _write_summary(record, config) as reports:
             ending.enter_context(ray_session(config, interrupts))
             stages = Stages(config, folder, record, interrupts)
             ending.callback(stages.end)
@@ -100,7 +100,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 
 @contextmanager
-def _write_summary(record: RunRecord) -> Generator[list[Reports]]:
+def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]]:
     """Write summary.json and report.html in every outcome of the block, which appends the last counters to the list.
 
     This happens before Ray is shut down, which may hang.
@@ -120,7 +120,7 @@ def _write_summary(record: RunRecord) -> Generator[list[Reports]]:
         raise
     finally:
         queue, engines = reports[-1] if reports else (None, [])
-        summary = record.close(outcome, queue, engines)
+        summary = record.close(outcome, queue, engines, attempts=report.attempts(record.folder, config))
         report.write_after(record.folder)
     log.info(final_line(summary))
 

@@ -19,6 +19,7 @@ from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError, RunError
+from streamppo.queue import attempts as queue_attempts
 from streamppo.queue import pairs, report
 from streamppo.queue.pairs import PairedDifference
 from streamppo.queue.rules.state import settings_of
@@ -26,6 +27,7 @@ from streamppo.queue.store import archive, snapshot
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
+from streamppo.telemetry.attempts import AttemptTable
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
 from streamppo.telemetry.report.view import NamedNumber, RunsTable, TextPiece, TrainedSample, View, attempt
@@ -63,6 +65,14 @@ def write(found: Sequence[Path], to: Path, told: "Sequence[RunDifference]" = ())
     with durable.naming(to, RunError):
         durable.write(to, text.encode(errors="replace"))
     return to
+
+
+def attempts(folder: Path, config: Config) -> AttemptTable | None:
+    """What became of every attempt of a run; None, with a log line, if journal or archive cannot be read."""
+    found, why = attempt(lambda: queue_attempts.table(folder, config, metrics_file.read(folder)))
+    if found is None:
+        log.info("attempts are not counted: %s", why)
+    return found
 
 
 class RunDifference(NamedTuple):
@@ -152,6 +162,7 @@ def _run(folder: Path) -> View:
     if config is not None:
         view.findings = try_part(view, lambda: diagnosis.diagnose_lines(config, view.lines, view.summary)) or ()
         view.samples = try_part(view, lambda: _samples(config, folder)) or []
+        view.attempts = try_part(view, lambda: queue_attempts.table(folder, config, view.lines))
     return view
 
 

@@ -18,6 +18,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from msgspec import structs
+
 from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
@@ -135,6 +137,7 @@ class Worker:
         self._config, self._name, self._queue, self._shards = config, name, queue, shards
         self._task, self._player, self._rewards, self._teacher = task, player, rewards, teacher
         self._follower, self._engine = follower, follower.engine
+        self._has_sources = len(task.sources()) > 1
         self._sampling = build.sampling(config)
         self._limit = length_limit.load(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
@@ -240,23 +243,25 @@ class Worker:
     async def _sample(self, ticket: Ticket) -> None:
         """Sample and score the trajectory of one ticket, and hand it to the next delivery."""
         episode: Episode | None = None
+        begun, source = self._engine.version, ""
         handing = SegmentWriter(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
         self._under_way.add(handing)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
+            source = prompt.source if self._has_sources else ""
             seed = random_numbers.seed_of(self._config.seed, ticket.identity)
             sampling = self._with_length_limit(self._sampling._replace(seed=seed), prompt, ticket.identity)
             episode = await self._player.play(prompt, sampling, handing if self._config.queue.segments else None)
             handing.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
             last = episode.trajectory(handing.identity, self._name, reward, teacher_logprobs, prefix=handing.prefix)
-            self._hand_over(last)
+            self._hand_over(structs.replace(last, source=source) if source else last)
             self._trajectories += 1
         except FAILURES as error:
             stage, reason = _stage(error), utf8_safe(error)
             sampled = int(episode.mask[handing.prefix :].sum()) if episode else getattr(error, "tokens", 0)
             failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
-            self._hand_over(failure)
+            self._hand_over(structs.replace(failure, version=begun, source=source))
         self._under_way.remove(handing)
         self._room += 1
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import NamedTuple
 
-from streamppo.telemetry import context_reuse, progress
+from streamppo.telemetry import attempts, context_reuse, progress
 from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
 
 EARLY = 3
@@ -262,6 +262,7 @@ RULES = (
         "`streamppo reward-test` and the reasons below; raise timeout_s or attempts of the scorer",
         _rewards_fail,
     ),
+    SignRule("failures depend on length", attempts.FIRES, attempts.ADVICE, Evidence.failures_by_length),
     SignRule(
         "steps without a token",
         f"more than {EMPTY:.0%} of the steps",

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
 from streamppo.config.sections import Config
-from streamppo.telemetry import progress
+from streamppo.telemetry import attempts, progress
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine
 from streamppo.telemetry.summary import Summary
 
@@ -41,6 +41,11 @@ class Evidence(NamedTuple):
     def mean(self, name: str) -> float | None:
         """The mean of a metric over the recent updates; None if none has it."""
         return fmean(values) if (values := self.series(name)) else None
+
+    def failures_by_length(self) -> str | None:
+        """The numbers by which failures depend on the length of a completion; None if they need not."""
+        table = self.summary and self.summary.get("attempts")
+        return attempts.dependence(table["length_test"]) if table else None
 
     def share(self, part: str, whole: str) -> float:
         """sum(part) / sum(whole) over the recent updates; 0 without values of `part`."""

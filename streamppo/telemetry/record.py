@@ -21,6 +21,7 @@ import msgspec
 from streamppo import durable
 from streamppo.errors import UNREADABLE, RunError
 from streamppo.telemetry import context_reuse, metrics_file, summary
+from streamppo.telemetry.attempts import AttemptTable
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import Display, PlainLines
 from streamppo.telemetry.metrics_file import FINISHED, Line
@@ -230,7 +231,14 @@ class RunRecord:
     def _open(self) -> TextIOWrapper:
         return (self.folder / metrics_file.METRICS).open("a", buffering=1)
 
-    def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> Summary:
+    def close(
+        self,
+        outcome: str,
+        queue: QueueReport | None,
+        engines: Sequence[EngineReport],
+        *,
+        attempts: AttemptTable | None = None,
+    ) -> Summary:
         """Write summary.json and return it. `outcome` is `FINISHED` or the reason for an early end.
 
         Raises `RunError` if it cannot be written; if the run had failed before, that is only logged.
@@ -255,6 +263,8 @@ class RunRecord:
                 "seed": self.seed,
                 "versions": {name: metadata.version(name) for name in PACKAGES},
             }
+            if attempts is not None:
+                content["attempts"] = attempts
             with self._after(outcome), durable.naming(path, RunError):
                 durable.write(path, (json.dumps(content, indent=2) + "\n").encode())
         finally:

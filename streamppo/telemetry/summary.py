@@ -11,6 +11,7 @@ from typing import NotRequired, TypedDict
 import msgspec
 
 from streamppo.telemetry import context_reuse, metrics_file, progress
+from streamppo.telemetry.attempts import AttemptTable
 from streamppo.telemetry.context_reuse import ReuseNumbers
 from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
 from streamppo.types import EngineReport, QueueReport
@@ -100,13 +101,17 @@ class OfEngines(ReuseNumbers):
 
 
 class Summary(OfLines, OfQueue):
-    """The content of summary.json. `outcome` is "finished" or the reason for an early end."""
+    """The content of summary.json. `outcome` is "finished" or the reason for an early end.
+
+    `attempts` is not there if the journal or the archive could not be read.
+    """
 
     outcome: str
     engines: OfEngines | None
     checksum: str
     seed: int
     versions: dict[str, str]
+    attempts: NotRequired[AttemptTable]
 
 
 def summarise(lines: Sequence[Line]) -> OfLines:

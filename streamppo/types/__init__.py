@@ -203,7 +203,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     `branches` make the row (prompt and completion) a tree (types/branches.py): int32 pairs (start, parent). Token
     `start` of the row, which was not sampled, follows token `parent`, or no token (-1). Without branches each token
     follows the one before it. Tokens are in order of time. `turns` are the turns of an agent's run, also those
-    that were not delivered (types/turns.py).
+    that were not delivered (types/turns.py). `source` is the prompt's, where a task has several.
 
     A segment that is followed by others has `finish` "cut" and no reward; the last segment has the reward of the whole.
     The last `prefix` of its `prompt_tokens` are the tokens of earlier segments.
@@ -229,6 +229,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     components: dict[str, float] = {}
     explanation: str = ""
     versions_known: bool = True
+    source: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -247,13 +248,18 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 
 
 class Failure(WireStruct, frozen=True):
-    """A failed ticket: its stage, the reason, and the number of tokens in completions that were finished."""
+    """A failed ticket: its stage, the reason, and the number of tokens in completions that were finished.
+
+    `version` is the engine's when it began, -1 if that is not known; `source` is as in `Trajectory`.
+    """
 
     identity: Identity
     actor: str
     stage: Literal["engine", "environment", "reward", "teacher", "task"]
     reason: str
     tokens: int = 0
+    version: int = -1
+    source: str = ""
 
 
 class Batch(WireStruct, frozen=True):

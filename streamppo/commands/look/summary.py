@@ -6,6 +6,7 @@ from pathlib import Path
 
 from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
+from streamppo.driver import report
 from streamppo.driver.folder import lock
 from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file, progress
@@ -49,7 +50,10 @@ def summary(run: Path, *, as_json: bool) -> int:
 def current_summary(run: Path) -> dict[str, object]:
     """The content of summary.json; without that file its numbers that metrics.jsonl gives, and the run's state."""
     shown = _view(run)
-    return {**(shown.summary or {"outcome": condition(run, shown), **summaries.summarise(shown.lines)})}
+    known = {**(shown.summary or {"outcome": condition(run, shown), **summaries.summarise(shown.lines)})}
+    if "attempts" not in known and (found := report.attempts(run, configfile.load(run / configfile.CONFIG))):
+        known["attempts"] = found
+    return known
 
 
 def list_runs(runs: Path) -> int:

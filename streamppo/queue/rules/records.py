@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from streamppo.queue.rules.slot import ISSUED, OPEN, READY, SlotState, TrajectoryRecord
+from streamppo.queue.rules.slot import ISSUED, OPEN, READY, Slot, SlotState, TrajectoryRecord
 from streamppo.types import Identity, Trajectory, WireStruct
 
 Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "resampled"]
@@ -72,13 +72,40 @@ class Lease(WireStruct, frozen=True):
     slots: tuple[tuple[int, int], ...]
 
 
-class EndedAttempt(WireStruct, frozen=True):
-    """An attempt that ended without being trained on, and the reason; the archive has the attempts trained on."""
+class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
+    """An attempt that ended without being trained on, and the reason; the archive has the attempts trained on.
+
+    `version` is the queue's at the end. If the attempt itself failed, `stage` is where. `tokens` were sampled, by
+    versions from `oldest` on; 0 and -1 if that is not known.
+    """
 
     number: int
     identity: Identity
     state: Ending
     reason: str
+    version: int = 0
+    stage: str = ""
+    tokens: int = 0
+    oldest: int = -1
+    source: str = ""
+
+
+def ended_attempt(slot: Slot, state: Ending, reason: str, version: int) -> EndedAttempt:
+    """The record of the attempt at `slot`, before the slot is reopened or abandoned."""
+    stage, tokens, oldest, source = slot.failed or ("", 0, -1, "")
+    if (known := slot.trajectory) is not None:
+        tokens, oldest, source = known.num_sampled, known.oldest_version, known.source
+    return EndedAttempt(
+        number=slot.number,
+        identity=slot.identity,
+        state=state,
+        reason=reason,
+        version=version,
+        stage=stage,
+        tokens=tokens,
+        oldest=oldest,
+        source=source,
+    )
 
 
 class DeadLetter(WireStruct, frozen=True):

@@ -32,12 +32,13 @@ from streamppo.errors import QueueError
 from streamppo.process import phase
 from streamppo.queue.rules import segments
 from streamppo.queue.rules.failures import FailureWindow
-from streamppo.queue.rules.records import DeadLetter, EndedAttempt, Ending
+from streamppo.queue.rules.records import DeadLetter, Ending, ended_attempt
 from streamppo.queue.rules.slot import (
     ABANDONED,
     ISSUED,
     OPEN,
     READY,
+    FailedAttempt,
     Slot,
     TrajectoryRecord,
     Unit,
@@ -141,7 +142,7 @@ class QueueRules:
             self._count_delivered(trajectory.num_sampled, "dead_letters")
             self.state.pending_changes.dead_letters.append(DeadLetter(trajectory=trajectory, reason=reason))
             self.state.counts["dead_letters"] += 1
-            self._fail(slot, "dead_letter", "engine", reason)
+            self._fail(slot, "dead_letter", reason, FailedAttempt.refused(trajectory))
             return False
         self._count_delivered(trajectory.num_sampled)
         if trajectory.finish == "cut":
@@ -166,7 +167,7 @@ class QueueRules:
         slot = self._find_issued(failure.identity)
         self._count_delivered(failure.tokens, "failed" if slot else "duplicates")
         if slot is not None:
-            self._fail(slot, "failed", failure.stage, failure.reason)
+            self._fail(slot, "failed", failure.reason, FailedAttempt.of(failure))
 
     def mark_dead(self, actor: str) -> None:
         """Mark `actor` dead for good and reopen its slots; this does not count as a failure of the slots."""
@@ -271,9 +272,9 @@ class QueueRules:
             return None
         return slot
 
-    def _fail(self, slot: Slot, ending: Ending, stage: str, reason: str) -> None:
-        self.state.failed[stage] += 1
-        why = f"{stage}: {reason}"
+    def _fail(self, slot: Slot, ending: Ending, reason: str, known: FailedAttempt) -> None:
+        self.state.failed[known.stage] += 1
+        slot.failed, why = known, f"{known.stage}: {reason}"
         self._recent.add(slot, why)
         slot.failures += 1
         if slot.failures < self.settings.max_attempts:
@@ -375,8 +376,7 @@ class QueueRules:
         if ending != "too_old":
             # The attempt's earlier segments are trained on all the same: their tokens stay valid.
             self.state.counts["orphaned"] += slot.identity.segment
-        ended = EndedAttempt(number=slot.number, identity=slot.identity, state=ending, reason=reason)
-        self.state.pending_changes.ended.append(ended)
+        self.state.pending_changes.ended.append(ended_attempt(slot, ending, reason, self.state.version))
 
     def _touch(self, slot: Slot) -> None:
         self.state.pending_changes.slots[slot.place] = slot

@@ -19,12 +19,12 @@ abandoned   it is not sampled again
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from streamppo.types import Identity, Trajectory, flags, ints
+from streamppo.types import Failure, Identity, Trajectory, flags, ints
 
 NO_CALL = -1
 """The request number of a part that continues a completion: no request got its ticket."""
@@ -119,12 +119,32 @@ def record_of(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
     )
 
 
+class FailedAttempt(NamedTuple):
+    """What is known of an attempt that failed in `stage`: its sampled tokens, its oldest version, its source."""
+
+    stage: str
+    tokens: int
+    oldest: int
+    source: str
+
+    @classmethod
+    def of(cls, failure: Failure) -> "FailedAttempt":
+        """What a failure says of its attempt."""
+        return cls(failure.stage, failure.tokens, failure.version, failure.source)
+
+    @classmethod
+    def refused(cls, trajectory: Trajectory) -> "FailedAttempt":
+        """What a trajectory that cannot be trained on says of its attempt."""
+        return cls("engine", trajectory.num_sampled, -1, trajectory.source)
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """Room for one trajectory. Slots are numbered in the order of opening.
 
-    While the slot is issued, `actor` has its ticket, by request `call`. `part` counts the segments of a slot, including
-    those of failed attempts. `place` = (number, part) identifies the part and sorts by age.
+    While the slot is issued, `actor` has its ticket, by request `call`. `failed` is set between a failure and its end.
+    `part` counts the segments of a slot, including those of failed attempts. `place` = (number, part) identifies the
+    part and sorts by age.
     """
 
     number: int
@@ -136,6 +156,7 @@ class Slot:
     failures: int = 0
     trajectory: Trajectory | None = None
     part: int = 0
+    failed: FailedAttempt | None = None
     place: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,7 +193,7 @@ class Slot:
         self.move(OPEN)
         old = self.identity
         self.identity = Identity(task=old.task, prompt=old.prompt, sample=old.sample, attempt=old.attempt + 1)
-        self.actor = self.trajectory = None
+        self.actor = self.trajectory = self.failed = None
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,10 @@ B trajectories are concatenated in flat columns: trajectory i has the entries `o
     turns                           of agents' runs: (start, end, reused, delivered) of each turn, types/turns.py
     explanations                    the text that explains the rewards, in UTF-8
 
-`components` is a table [B, components] of reward components; NaN if a trajectory lacks one. The learner's record has
-one number per token, as of the update's start: `values`, the critic's expectation before the token, if there is a
-critic; `proximal_logprobs`, if a pass computed them; `advantages`.
+`components` is a table [B, components] of reward components; NaN if a trajectory lacks one. `source` is the data set of
+each prompt, where a task has several. The learner's record has one number per token, as of the update's start:
+`values`, the critic's expectation before the token, if there is a critic; `proximal_logprobs`, if a pass computed them;
+`advantages`.
 
 The attribute `rows` of a part lists the indices of its trajectories in the batch; the parts are read as one batch.
 With segments, `segment` is a trajectory's number in its completion, and `prefix` is the number of tokens at the end of

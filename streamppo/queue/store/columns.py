@@ -55,7 +55,7 @@ IDENTITY = ("prompt", "sample", "attempt", "segment")
 
 
 TYPES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*IDENTITY, "prefix", "task", "actor", "finish"), ("int64",)),
+    **dict.fromkeys((*IDENTITY, "prefix", "task", "actor", "finish", "source"), ("int64",)),
     **dict.fromkeys(("tokens", "versions", "prompt_tokens"), ("int32",)),
     **dict.fromkeys(("candidates", "candidate_counts", "branches", "turns"), ("int32",)),
     **dict.fromkeys(("logprobs", "token_rewards", "teacher_logprobs"), ("float32",)),
@@ -80,10 +80,12 @@ class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     finishs: list[Finish]
     component_names: list[str] = []
     rows: list[int] = []
+    sources: list[str] = []
 
     def words(self) -> dict[str, Sequence[str]]:
         """The words, by the name of the column that indexes them."""
-        return {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
+        named = {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
+        return {**named, "source": self.sources} if self.sources else named
 
 
 def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
@@ -171,6 +173,8 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
         "task": [trajectory.identity.task for trajectory in trajectories],
         "actor": [trajectory.actor for trajectory in trajectories],
     }
+    if any(trajectory.source for trajectory in trajectories):
+        words["source"] = [trajectory.source for trajectory in trajectories]
     known = {name: sorted(set(column)) for name, column in words.items()}
     known["finish"], words["finish"] = list(FINISH), [trajectory.finish for trajectory in trajectories]
     columns: dict[str, Column] = {
@@ -194,6 +198,7 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
         tasks=known["task"],
         actors=known["actor"],
         finishs=list(FINISH),
+        sources=known.get("source", []),
     )
     for name, read in RAGGED.items():
         if any(parts := [getattr(trajectory, name) for trajectory in trajectories]):
@@ -262,6 +267,7 @@ def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 components={} if components is None else _present(attributes.component_names, components[row]),
                 prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
                 explanation=texts[row],
+                source=words["source"][row] if "source" in words else "",
                 versions_known=known is None or bool(known[row]),
                 **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
                 **ragged,

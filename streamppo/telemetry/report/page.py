@@ -138,6 +138,7 @@ def render(views: Sequence[View], differences: Sequence[tuple[str, RunsTable]] =
         "beside": view.compare_headlines,
         "ledger": view.ledger,
         "lengths": view.lengths,
+        "attempts": view.attempts,
         "reuse": view.reuse,
         "agents": view.agents,
     }

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from streamppo.errors import StreamppoError
 from streamppo.telemetry import context_reuse, progress, timeline
 from streamppo.telemetry import summary as summaries
+from streamppo.telemetry.attempts import AttemptTable
 from streamppo.telemetry.diagnosis import Sign
 from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine
 from streamppo.telemetry.progress import WORSE
@@ -81,6 +82,7 @@ class View:
     summary: Summary | None = None
     config: str = ""
     queue: QueueReport | None = None
+    attempts: AttemptTable | None = None
     samples: list[TrainedSample] = field(default_factory=list[TrainedSample])
     failures: Sequence[NamedNumber] = ()
     findings: Sequence[Sign] = ()
@@ -244,6 +246,43 @@ def lengths(view: View) -> list[NamedNumber]:
     if dropped:
         rows.append(NamedNumber("dropped: too old", f"{queue.mean_tokens_dropped:.2f}", f"{dropped:,} completions"))
     return [*rows, NamedNumber("both", f"{sampled:.2f}", f"bias of the trained ones {bias:+.1%}")]
+
+
+ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "reward", "all others 0")
+"""Columns of the table of attempts."""
+
+
+def attempts(view: View) -> tuple[str, RunsTable] | None:
+    """What became of the attempts, in a sentence and a table; None if that is not known."""
+    if (found := view.attempts) is None:
+        return None
+    rows = [
+        (
+            f"{row['by']} {row['name']}".strip(),
+            (
+                f"{row['attempts']:,}",
+                *(f"{row[name]:.1%}" if row[name] else "" for name in ("failed", "dropped", "lost", "masked")),
+                f"{row['undelivered']:.1%}" if row["undelivered"] else "",
+                *("" if value is None else f"{value:.4f}" for value in (row["reward"], row["as_zero"])),
+            ),
+        )
+        for row in found["rows"]
+    ]
+    whole, shift = found["rows"][0], found["advantage_shift"]
+    if whole["reward"] is None or whole["as_zero"] is None or shift is None:
+        return "Nothing was trained on.", RunsTable(ATTEMPTS, rows)
+    text = (
+        f"With 0 for each attempt that came to nothing the mean reward would be {whole['as_zero']:.4f}, and not "
+        f"{whole['reward']:.4f}; advantages would be {shift:+.4f} on average"
+    )
+    if found["advantage_deviation"]:
+        text += f", {shift / found['advantage_deviation']:.2f} of their standard deviation"
+    if found["read"] < found["batches"]:
+        text += f". Trained ones are counted of {found['read']:,} of {found['batches']:,} batches"
+    if test := found["length_test"]:
+        text += f". Failed completions are longer than trained ones in {test['longer']:.0%} of the pairs"
+        text += f" (z = {test['z']:.1f})"
+    return f"{text}.", RunsTable(ATTEMPTS, rows)
 
 
 def reuse(view: View) -> list[NamedNumber]:

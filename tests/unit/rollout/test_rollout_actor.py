@@ -194,8 +194,9 @@ class Tickets:
 
 def working(config: Config, *texts: str) -> tuple[Worker, Tickets]:
     """A worker on a task with these prompts, and its queue."""
-    prompts = [Prompt(text=text, columns={"answer": "2"}) for text in texts]
+    prompts = [Prompt(text=text, columns={"answer": "2"}, source="sums") for text in texts]
     task: Any = SimpleNamespace(held_out=lambda limit: prompts, prompt=lambda number: prompts[number])
+    task.sources = lambda: {"sums", "products"}
     player: Any = Player()
     rewards: Any = Rewards()
     queue: Any = Tickets(len(texts))
@@ -236,6 +237,7 @@ def test_a_trajectory_that_fails_is_delivered_as_a_failure_of_its_stage(
     (trajectory,), (failure,) = queue.trajectories, queue.failures
     assert (trajectory.reward, trajectory.actor, trajectory.identity.prompt) == (1.0, "rollout-0", 0)
     assert (failure.stage, failure.identity.prompt) == (FAULTS[fault][1], 1)
+    assert (failure.version, failure.source, trajectory.source) == (7, "sums", "sums")
     in_flight = math_config().rollout.in_flight
     assert queue.asked[0] == (in_flight, 0)
     # Tickets that have arrived end the call, and the room that they took comes back.

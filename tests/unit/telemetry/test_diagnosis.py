@@ -148,6 +148,11 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "completions are cut off": (after(truncated=0.4), None, "40% of the completions"),
     "equal groups": (after(equal_groups=0.95), None, "95% of the trajectories"),
     "failures": (updates(WINDOW), summary(failed={"reward": 100}), "100 attempts failed, 1000 trajectories"),
+    "failures depend on length": (
+        updates(WINDOW),
+        summary(attempts={"length_test": {"failed": 44, "trained": 900, "z": 6.5, "longer": 0.81}}),
+        "longer than trained ones in 81% of the pairs (z = 6.5, 44 prompts against 900)",
+    ),
     "steps without a token": (after(empty_steps=4.0, steps=1.0), None, "80 of 100 steps"),
     "starved learner": (after(wait_s=0.97), None, "waits 97%"),
     "blocked engines": (updates(WINDOW), summary(engines={"idle_share": 0.8}), "80% of their time"),

@@ -1,0 +1,88 @@
+"""Reads what became of every attempt of a run from its journal and its archive (telemetry/attempts.py)."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from streamppo.config.sections import Config
+from streamppo.queue.rules.records import EndedAttempt
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.telemetry import attempts
+from streamppo.telemetry.attempts import Attempt, AttemptTable, End
+from streamppo.telemetry.metrics_file import Line
+from streamppo.types import Batch, turns
+
+MOST_BATCHES = 200
+"""Batches that are read; of more, so many that are evenly spaced."""
+
+
+def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
+    """Count the attempts of the run in the folder `run`; its `lines` tell the hours. Raises `JournalError`."""
+    with closing(Journal.open_run(run)) as journal:
+        ended, made = journal.ended_attempts(), journal.versions()
+    archive = Archive(run / "archive", checksums(made.values()))
+    versions = archive.versions()
+    chosen = versions[:: -(-len(versions) // MOST_BATCHES) or 1]
+    clock = _Clock(lines)
+    found = [_ended(one, clock) for one in ended]
+    for version in chosen:
+        found += _trained(archive.batch(version), clock)
+    return attempts.table(
+        found,
+        len(versions),
+        len(chosen),
+        compared=config.algorithm.compares_samples is not None,
+        whole=config.queue.segments is None,
+    )
+
+
+class _Clock:
+    """Tells the hour of the run at which a version began, of the lines of updates."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        known = sorted((line["update"], line["wall_s"]) for line in lines if "update" in line)
+        self._versions: Sequence[int] = [version for version, _ in known]
+        self._hours: Sequence[int] = [int(wall_s // 3600) for _, wall_s in known]
+
+    def hour(self, version: int) -> int | None:
+        place = bisect_right(self._versions, version) - 1
+        return self._hours[max(place, 0)] if self._hours else None
+
+
+def _ended(one: EndedAttempt, clock: _Clock) -> Attempt:
+    end: End = "failed" if one.stage else "lost" if one.state == "lost" else "dropped"
+    # The reasons of other endings have numbers, so that they hardly repeat.
+    reason = one.reason.partition(" times: ")[2] if one.state == "abandoned" and one.stage else one.reason
+    first = (reason.strip().splitlines() or [""])[0][:200]
+    return Attempt(
+        end=end,
+        prompt=one.identity.prompt,
+        version=one.version,
+        tokens=one.tokens,
+        reason=first if end == "failed" else one.state.replace("_", " "),
+        lag=None if one.oldest < 0 else one.version - one.oldest,
+        source=one.source,
+        hour=clock.hour(one.version),
+    )
+
+
+def _trained(batch: Batch, clock: _Clock) -> Iterator[Attempt]:
+    hour = clock.hour(batch.version)
+    for one in batch.trajectories:
+        # The end of a completion stands for its segments.
+        if one.finish != "cut":
+            oldest = one.oldest_version
+            yield Attempt(
+                end="trained",
+                prompt=one.identity.prompt,
+                version=batch.version,
+                tokens=one.num_sampled,
+                lag=batch.version - oldest,
+                source=one.source,
+                hour=hour,
+                reward=one.reward,
+                masked=oldest < batch.min_version,
+                undelivered=bool(turns.undelivered(one.turns)),
+            )

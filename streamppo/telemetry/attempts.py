@@ -1,0 +1,254 @@
+"""What became of every attempt, and what those that came to nothing would have done as zeros. Pure: no disk, no clock.
+
+trained    in a batch; of its tokens some may be masked (too old), or undelivered (sampled, and received by nobody)
+failed     a stage raised, or the trajectory could not be trained on
+dropped    it was too old, its group was given up, or its group taught nothing
+lost       its actor died
+
+Example: two samples of a prompt have the rewards 1 and 0.5, and a third fails. The mean is 0.75; with the third as 0 it
+is 0.5, and every advantage of the two is 0.25 larger.
+
+The length test asks if failed completions are longer or shorter than trained ones: then what is trained on is a biased
+choice. It is the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that neither a length nor a
+failure rate that drifts is taken for a dependence. A prompt counts once on either side of a window, by its first
+attempt: a prompt that always fails is one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and
+m trained prompts, N = n + m:
+
+    z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)      U = q n m
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from statistics import fmean, pstdev
+from typing import Literal, NamedTuple, TypeAlias, TypedDict
+
+End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
+WINDOW = 20
+"""Versions of a window of the length test."""
+LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
+"""The sign of the length test: failed prompts, |z|, and how far the chance is from one half, at least."""
+FIRES = (
+    f"failed completions are longer than trained ones in more than {0.5 + LEAST_SHIFT:.0%} of the pairs, or in less "
+    f"than {0.5 - LEAST_SHIFT:.0%}, at a z beyond ±{LEAST_Z:g} (by chance in one run of 15,000), with {LEAST_FAILED} "
+    "failed prompts or more"
+)
+ADVICE = (
+    "the report has failures by length; raise the timeout or limit that long ones meet, or score them: what is left to "
+    "train on is a biased choice"
+)
+MOST_NAMES, MOST_HOURS, EXACT = 12, 24, 8
+"""Most rows of reasons and of sources, most rows of hours, and lags that have a row each."""
+
+
+class Attempt(NamedTuple):
+    """One attempt. `version` is the one that its batch began with, or the queue's at its end.
+
+    `tokens` were sampled, 0 if that is not known; `lag` is that of the oldest one; `hour` of the run is when it ended.
+    """
+
+    end: End
+    prompt: int
+    version: int
+    tokens: int = 0
+    reason: str = ""
+    lag: int | None = None
+    source: str = ""
+    hour: int | None = None
+    reward: float = 0.0
+    masked: bool = False
+    undelivered: bool = False
+
+
+class AttemptRow(TypedDict):
+    """Some attempts: their number, and the share of each end; of the trained ones, shares masked and undelivered.
+
+    `reward` is the mean of the trained ones, `as_zero` the mean of all, with 0 for those that came to nothing.
+    """
+
+    by: str
+    name: str
+    attempts: int
+    failed: float
+    dropped: float
+    lost: float
+    masked: float
+    undelivered: float
+    reward: float | None
+    as_zero: float | None
+
+
+class LengthTest(TypedDict):
+    """Prompts that were compared, the statistic, and the chance that a failed completion is the longer one."""
+
+    failed: int
+    trained: int
+    z: float
+    longer: float
+
+
+class AttemptTable(TypedDict):
+    """All attempts of a run, by different names; the trained ones are counted of `read` of its `batches`.
+
+    `advantage_shift` is the mean by which advantages of trained completions would rise, `advantage_deviation` their
+    standard deviation; both are rewards less the mean of the prompt, or of the batch where samples are not compared.
+    """
+
+    batches: int
+    read: int
+    rows: list[AttemptRow]
+    advantage_shift: float | None
+    advantage_deviation: float | None
+    length_test: LengthTest | None
+
+
+def table(found: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole: bool) -> AttemptTable:
+    """Count attempts; the trained ones are of `read` batches of `batches`.
+
+    `compared` if samples of a prompt are compared; `whole` if trained completions are whole: lengths are not compared
+    where they are segments.
+    """
+    scale = batches / max(read, 1)
+    rows = [_row("all", "", found, scale), *_reasons(found, scale)]
+    rows += _rows("length", found, scale, lambda one: (one.tokens, _power(one.tokens)) if one.tokens else None)
+    sources = {name for name, _ in Counter(one.source for one in found if one.source).most_common(MOST_NAMES)}
+    rows += _rows("source", found, scale, lambda one: (0, one.source) if one.source in sources else None)
+    rows += _rows("lag", found, scale, lambda one: None if one.lag is None else (one.lag, _power(one.lag, EXACT)))
+    width = 1 + max((one.hour or 0 for one in found), default=0) // MOST_HOURS
+    rows += _rows("hour", found, scale, lambda one: None if one.hour is None else (one.hour, _hours(one.hour, width)))
+    shift, deviation = _advantages(found, lambda one: one.prompt if compared else one.version)
+    return {
+        "batches": batches,
+        "read": read,
+        "rows": rows,
+        "advantage_shift": shift,
+        "advantage_deviation": deviation,
+        "length_test": length_test(found) if whole else None,
+    }
+
+
+def length_test(found: Iterable[Attempt]) -> LengthTest | None:
+    """Compare the lengths of failed and of trained completions; None without a window that has both."""
+    windows: dict[int, tuple[dict[int, int], dict[int, int]]] = defaultdict(lambda: ({}, {}))
+    for one in found:
+        if one.tokens and one.end in ("failed", "trained"):
+            windows[one.version // WINDOW][one.end == "trained"].setdefault(one.prompt, one.tokens)
+    total = variance = wins = 0.0
+    pairs = failed = trained = 0
+    for lost, kept in windows.values():
+        n, m = len(lost), len(kept)
+        if not n or not m:
+            continue
+        u, ties = _mann_whitney([*lost.values()], [*kept.values()])
+        weight = 1 / (n + m + 1)
+        total += weight * (u - n * m / 2)
+        variance += weight**2 * n * m * (n + m + 1 - ties) / 12
+        wins, pairs, failed, trained = wins + u, pairs + n * m, failed + n, trained + m
+    if not pairs:
+        return None
+    z = total / math.sqrt(variance) if variance else 0.0
+    return {"failed": failed, "trained": trained, "z": z, "longer": wins / pairs}
+
+
+def dependence(test: LengthTest | None) -> str | None:
+    """The numbers of a test by which failures depend on length; None if they need not."""
+    if test is None or test["failed"] < LEAST_FAILED or abs(test["z"]) < LEAST_Z:
+        return None
+    if abs(test["longer"] - 0.5) < LEAST_SHIFT:
+        return None
+    return (
+        f"failed completions are longer than trained ones in {test['longer']:.0%} of the pairs (z = {test['z']:.1f}, "
+        f"{test['failed']} prompts against {test['trained']})"
+    )
+
+
+def _mann_whitney(lost: Sequence[int], kept: Sequence[int]) -> tuple[float, float]:
+    """(pairs in which the failed one is longer, equal ones half, and what ties take of N + 1 in the variance)."""
+    count, rank, ranks, ties = len(lost) + len(kept), 0, 0.0, 0
+    ordered = sorted([*((length, True) for length in lost), *((length, False) for length in kept)])
+    for _, same in groupby(ordered, key=lambda one: one[0]):
+        are_lost = [is_lost for _, is_lost in same]
+        size = len(are_lost)
+        ranks += sum(are_lost) * (rank + (size + 1) / 2)
+        rank, ties = rank + size, ties + size**3 - size
+    return ranks - len(lost) * (len(lost) + 1) / 2, ties / (count * (count - 1))
+
+
+# --- the pieces ----------------------------------------------------------------------------------------------
+
+
+def _row(by: str, name: str, some: Sequence[Attempt], scale: float) -> AttemptRow:
+    trained = [one for one in some if one.end == "trained"]
+    ends = Counter(one.end for one in some)
+    kept = scale * len(trained)
+    count = kept + len(some) - len(trained)
+    rewards = scale * sum(one.reward for one in trained)
+    return {
+        "by": by,
+        "name": name,
+        "attempts": round(count),
+        "failed": ends["failed"] / max(count, 1),
+        "dropped": ends["dropped"] / max(count, 1),
+        "lost": ends["lost"] / max(count, 1),
+        "masked": sum(one.masked for one in trained) / max(len(trained), 1),
+        "undelivered": sum(one.undelivered for one in trained) / max(len(trained), 1),
+        "reward": rewards / kept if kept else None,
+        "as_zero": rewards / count if count else None,
+    }
+
+
+def _rows(
+    by: str, found: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
+) -> Iterable[AttemptRow]:
+    """A row for each name, in the order of the numbers; none if all attempts have one name. `key` returns both."""
+    named: dict[str, list[Attempt]] = defaultdict(list)
+    places: dict[str, int] = {}
+    for one in found:
+        if (known := key(one)) is not None:
+            named[known[1]].append(one)
+            places[known[1]] = known[0]
+    if len(named) < 2:
+        return []
+    return [_row(by, name, named[name], scale) for name in sorted(named, key=lambda name: (places[name], name))]
+
+
+def _reasons(found: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
+    """A row for each reason, the most frequent first, and one for the others; as zeros only its own attempts count."""
+    trained = [one for one in found if one.end == "trained"]
+    counted = Counter(one.reason for one in found if one.end != "trained").most_common()
+    chosen = [(reason, {reason}) for reason, _ in counted[:MOST_NAMES]]
+    if others := {reason for reason, _ in counted[MOST_NAMES:]}:
+        chosen.append((f"{len(others)} other reasons", others))
+    for name, reasons in chosen:
+        some = [one for one in found if one.end != "trained" and one.reason in reasons]
+        alone, beside = _row("reason", name, some, scale), _row("reason", name, [*trained, *some], scale)
+        yield {**alone, "as_zero": beside["as_zero"]}
+
+
+def _advantages(found: Iterable[Attempt], group: Callable[[Attempt], int]) -> tuple[float | None, float | None]:
+    rewards: dict[int, list[float]] = defaultdict(list)
+    nothing = Counter[int]()
+    for one in found:
+        if one.end == "trained":
+            rewards[group(one)].append(one.reward)
+        else:
+            nothing[group(one)] += 1
+    if not rewards:
+        return None, None
+    means = {key: fmean(some) for key, some in rewards.items()}
+    shifts = [means[key] * nothing[key] / (len(some) + nothing[key]) for key, some in rewards.items() for _ in some]
+    return fmean(shifts), pstdev(reward - means[key] for key, some in rewards.items() for reward in some)
+
+
+def _power(number: int, exact: int = 1) -> str:
+    """The range of a number between powers of two: 5 -> "4 to 7"; below `exact` the number alone."""
+    if number < exact:
+        return f"{number}"
+    low = 1 << (number.bit_length() - 1)
+    return f"{low} to {2 * low - 1}" if low > 1 else "1"
+
+
+def _hours(hour: int, width: int) -> str:
+    first = hour // width * width
+    return f"{first}" if width == 1 else f"{first} to {first + width - 1}"
