@@ -73,13 +73,13 @@ def sources(repository: Path = REPOSITORY) -> list[Source]:
 
 
 def unit(name: str) -> str:
-    """The room or the file at the top of streamppo/ to which a module belongs."""
+    """The folder or file at the top of streamppo/ that has a module."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
 
 def imports(source: Source, known: set[str]) -> Iterator[str]:
-    """The modules of ours that a file imports, anywhere in it."""
+    """The modules of streamppo that a file imports, anywhere in it."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "streamppo")
@@ -209,7 +209,7 @@ def _has_any(text: str) -> bool:
 
 
 def broad_excepts(found: Sequence[Source]) -> list[str]:
-    """Handlers of every exception there is, as module:line."""
+    """Handlers of all exceptions, as module:line."""
     return [
         f"{source.name}:{node.lineno}"
         for source in found
@@ -246,7 +246,7 @@ def config_fields(found: Sequence[Source]) -> list[str]:
 
 
 def breaks_in_path(found: Sequence[Source], path: Sequence[tuple[str, str]] = PATH_TO_BACKWARD) -> list[str]:
-    """Steps of `path` that are not in the code: a function that is not there, or that does not call the next one."""
+    """Steps of `path` that the code lacks: a missing function, or one that does not call the next."""
     by_name = {source.name: source for source in found}
     wrong = []
     for (module, name), after in zip(path, [*path[1:], ("", "backward")], strict=True):
@@ -267,14 +267,14 @@ def _called(body: ast.AST) -> set[str]:
 
 
 class Measure(NamedTuple):
-    """A number, and the places that it is made of or was found at."""
+    """A number, and the places behind it."""
 
     value: float
     places: Sequence[str] = ()
 
 
 def count(places: Sequence[str]) -> Measure:
-    """As many as there are places."""
+    """The number of places."""
     return Measure(len(places), places)
 
 
@@ -284,7 +284,7 @@ def largest(sizes: dict[str, int]) -> Measure:
 
 
 def homonyms(found: Sequence[Source]) -> list[str]:
-    """Class names that stand for several things. A table of the configuration may be called as what it describes."""
+    """Class names with several meanings. A table of the configuration may have the name of its object."""
     places: dict[str, list[str]] = {}
     for source in found:
         for node in ast.walk(source.tree):

@@ -95,13 +95,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
 
 @pytest.fixture(scope="session", autouse=True)
 def state_of_user(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A state folder, also for child processes, with another secret for the consent to runs' code than the user's."""
+    """A state folder, also for child processes, with its own secret for the consent to runs' code."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)
 def no_log_lines_of_another_process() -> Iterator[None]:
-    """Restore the log handlers after each test: actors that a test makes in its own process install some."""
+    """Restore the log handlers after each test: actors in the test's process install some."""
     ours = logging.getLogger("streamppo")
     before = list(ours.handlers), ours.level, ours.propagate
     yield
@@ -111,7 +111,7 @@ def no_log_lines_of_another_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def databases_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the SQLite connections of each test: queues that it makes in its own process never close theirs."""
+    """Close the SQLite connections of each test: queues in its process never close theirs."""
     opened = list[sqlite3.Connection]()
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
 

@@ -23,7 +23,7 @@ class Question(NamedTuple):
     changes: tuple[str, ...] = ()
 
     def refuse(self) -> None:
-        """Raise `ConfigError` for a question that asks nothing, or two things."""
+        """Raise `ConfigError` for a question without a condition, or with two."""
         bounds = [bound for bound in (self.above, self.below) if bound is not None]
         if bool(self.metric) == (self.test is not None):
             raise ConfigError("`streamppo bisect` wants --metric NAME with a bound, or --test FILE.py, and not both")
@@ -35,7 +35,7 @@ class Question(NamedTuple):
             raise ConfigError("a bound must be a number")
 
     def holds(self, value: float) -> bool:
-        """Tell if the bound holds of a value; it holds of none that is not a number."""
+        """Tell if a value meets the bound; NaN never does."""
         return value > self.above if self.above is not None else value < (self.below or 0.0)
 
     def words(self) -> str:
@@ -47,11 +47,11 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The first `version` at which the condition holds, None if it holds at none that was looked at.
+    """The first `version` at which the condition holds; None if it holds at no examined version.
 
-    `looked` versions were looked at, of which it holds at `holding`, and `remade` updates were made again for it. It is
-    `certain` if every version up to the first one was looked at, and `monotone` if it holds at all that were looked at
-    behind it; None of the latter if none was. `sure` says so in words.
+    `looked` versions were examined; the condition holds at `holding` of them, and `remade` updates were made again. It
+    is `certain` if every version up to the first was examined, and `monotone` if the condition holds at all later ones;
+    None without later ones. `sure` says so in words.
     """
 
     condition: str
@@ -66,12 +66,12 @@ class Answer(NamedTuple):
 
 
 PARAMETERS = ("version", "metrics", "batch", "model")
-"""The names under which a test is given what it asks for."""
+"""The names of a test's possible parameters."""
 Metrics: TypeAlias = Mapping[str, float]
 
 
 class Looked(NamedTuple):
-    """A version that was looked at, whether the condition holds there, and the metric's value."""
+    """An examined version, whether the condition holds there, and the metric's value."""
 
     version: int
     holds: bool
@@ -79,14 +79,14 @@ class Looked(NamedTuple):
 
 
 class UserTest(NamedTuple):
-    """A user's function, and the names of what it asks for."""
+    """A user's function, and the names of its parameters."""
 
     name: str
     function: Callable[..., object]
     wants: frozenset[str]
 
     def holds(self, **given: object) -> bool:
-        """Ask it. Raises `TaskError` if it fails, and `ConfigError` for an answer that is no bool."""
+        """Call it. Raises `TaskError` if it fails, and `ConfigError` for an answer other than a bool."""
         named = {name: value for name, value in given.items() if name in self.wants}
         answer = plugins.call(f"--test {self.name}", lambda: self.function(**named))
         if not isinstance(answer, bool | np.bool_):
@@ -95,13 +95,13 @@ class UserTest(NamedTuple):
 
 
 def lines_of(run: Path) -> dict[int, Metrics]:
-    """The numbers of every update's line, by the version that it made."""
+    """The numbers of every update's line, by version."""
     lines = summary.updates_in_order(metrics_file.read(run))
     return {line["remade"] if "remade" in line else line["update"]: metrics_file.numbers(line) for line in lines}
 
 
 def refuse_metric(metric: str, known: Sequence[str], begin: str) -> NoReturn:
-    """Raise `ConfigError`, which begins with `begin`, for a metric that is not `known`, with the nearest name."""
+    """Raise `ConfigError` for an unknown metric: `begin`, and the nearest of the `known` names."""
     near = difflib.get_close_matches(metric, known, 1)
     raise ConfigError(begin + (f"; is {near[0]!r} meant?" if near else f"; it has {', '.join(known) or 'none'}"))
 
@@ -118,18 +118,18 @@ def conclude(
     what: str,
     begin: int = 0,
 ) -> Answer:
-    """The answer of what was looked at, in order; the rest is what is known of versions in between."""
-    first = next((one for one in looked if one.holds), None)
-    behind = [one.holds for one in looked if first is not None and one.version > first.version]
-    holding = sum(one.holds for one in looked)
+    """Make the answer from the examined versions, in order."""
+    first = next((version for version in looked if version.holds), None)
+    behind = [version.holds for version in looked if first is not None and version.version > first.version]
+    holding = sum(version.holds for version in looked)
     monotone = all(behind) if behind else None
-    told = f"{len(looked)} {what} looked at"
+    count = f"{len(looked)} {what} looked at"
     if first is None:
-        sure = f"{told}, and it holds at none of them"
+        sure = f"{count}, and it holds at none of them"
     elif certain:
-        sure = f"{told}, all before it among them: it is the first"
+        sure = f"{count}, all before it among them: it is the first"
     else:
-        sure = f"{told}: it is the first behind version {begin}, and between earlier ones it may have held"
+        sure = f"{count}: it is the first behind version {begin}, and between earlier ones it may have held"
     if monotone:
         sure += f"; it holds at all {len(behind)} behind it too"
     elif behind:

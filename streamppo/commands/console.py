@@ -1,4 +1,4 @@
-"""How a command prints its result: rich on a terminal, plain text into a file or a pipe. Log lines go to stderr."""
+"""Printing of a command's result: rich on a terminal, plain text into a file or a pipe. Log lines go to stderr."""
 
 import logging
 import os
@@ -19,13 +19,13 @@ PLAIN_WIDTH = 10_000
 
 class _PlainConsole(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Write the message so that none of it is obeyed."""
+        """Write the message without control sequences."""
         return lines(super().format(record))
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let `cli.main` end the command: its reader has seen enough."""
+        """Let `cli.main` end the command: its reader is gone."""
         raise BrokenPipeError
 
 
@@ -68,7 +68,7 @@ def flush() -> None:
 
 @contextmanager
 def log_to_stderr() -> Generator[None]:
-    """Write log lines and whatever rewards print to standard error during the block: standard output has the result."""
+    """Write log lines and prints of rewards to standard error during the block: standard output has the result."""
     ours = logging.getLogger("streamppo")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PlainConsole("%(message)s"))

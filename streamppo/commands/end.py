@@ -1,7 +1,7 @@
-"""The end of a process that has called other people's code: no thread, process or exit hook of theirs keeps it.
+"""Ends a process that has called other people's code: none of their threads, processes and exit hooks delays it.
 
 threads in the user's code      have `GRACE_S` together, then the process ends without them
-everything that Python ends     threads of libraries, executors, processes of multiprocessing, exit hooks: `HOOKS_S`
+everything else at exit     threads of libraries, executors, processes of multiprocessing, exit hooks: `HOOKS_S`
 """
 
 import multiprocessing
@@ -31,21 +31,23 @@ def leave(code: int) -> NoReturn:
 
 
 def _lasting() -> list[threading.Thread]:
-    """List the threads, besides this one, that Python waits for at its end."""
-    return [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
+    """List the other threads that Python waits for at exit."""
+    return [
+        thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.current_thread()
+    ]
 
 
 def _end_late(code: int) -> None:
-    # The main thread itself waits for them, or is in an exit hook.
-    kept = [one.name for one in _lasting() if one is not threading.main_thread()]
-    kept += [one.name for one in multiprocessing.active_children()]
+    # The main thread waits for them, or is in an exit hook.
+    kept = [thread.name for thread in _lasting() if thread is not threading.main_thread()]
+    kept += [child.name for child in multiprocessing.active_children()]
     what = f"by {', '.join(kept)}" if kept else "by an exit hook (atexit)"
     _end(code, f"the end is held up {what}, and is not waited for")
 
 
 def _end(code: int, reason: str) -> NoReturn:
     complain(reason)
-    for one in multiprocessing.active_children():
-        one.kill()
+    for child in multiprocessing.active_children():
+        child.kill()
     flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The words of commands that say what they are about: runs and replays, a model, one more configuration."""
+"""Reads the arguments of commands: runs and replays, a model, one more configuration."""
 
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -26,35 +26,35 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
         raise ConfigError(f"{model}: no run is there, and {why}")
     if is_run:
         configfile.existing(model)
-    own = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
-    return own, configfile.load(Path(files[0]), overrides) if files else None
+    run_config = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
+    return run_config, configfile.load(Path(files[0]), overrides) if files else None
 
 
-def runs_and_replays(command: str, found: Sequence[Path]) -> list[Path]:
+def runs_and_replays(command: str, paths: Sequence[Path]) -> list[Path]:
     """Return the folders of runs and the files of replays in full. Raises for none, and for one that is not there."""
-    if not found:
+    if not paths:
         raise ConfigError(f"`streamppo {command}` wants at least one folder of a run")
-    return [path.resolve() if path.is_file() else configfile.existing(path) for path in found]
+    return [path.resolve() if path.is_file() else configfile.existing(path) for path in paths]
 
 
 def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
-    """Refuse the run in `run` if it names code, or its updates did, that nobody agreed to. Raises `ConfigError`.
+    """Refuse a run whose present or earlier configurations name code without consent. Raises `ConfigError`.
 
-    It goes on with `present`, by default with its own configuration: files of earlier ones may have moved with the run.
+    `present` is the configuration to go on with, by default the run's: paths of earlier ones may have moved with it.
     """
     from streamppo.queue.store.journal import Journal
 
-    own = configfile.load(run / configfile.CONFIG)
-    configs = [own]
-    # A run that was never begun has no journal; one that cannot be read is told where it is needed.
+    run_config = configfile.load(run / configfile.CONFIG)
+    configs = [run_config]
+    # A run that never began has no journal; an unreadable one is reported where it is needed.
     with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
-        recorded = [msgspec.msgpack.decode(one, type=Config) for one in journal.configs().values()]
-        configs += [diff.as_present(one, present or own) for one in recorded]
+        recorded = [msgspec.msgpack.decode(content, type=Config) for content in journal.configs().values()]
+        configs += [diff.as_present(config, present or run_config) for config in recorded]
     consent.ask(run, configs, trust=trust)
 
 
 def refuse(config: Config) -> None:
-    """Say what a run of `config` lacks, before it has a folder or a process. Raises what is wrong."""
+    """Raise the errors of a run of `config`, before it has a folder or a process."""
     from streamppo.commands.checks import light_checks
 
     light_checks.refuse(config)

@@ -1,4 +1,4 @@
-"""`streamppo scale`: another number of rollout actors for a run that is running."""
+"""`streamppo scale`: changes the number of rollout actors of a running run."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from streamppo.errors import RunError
 
 
 def scale(folder: Path, rollouts: int) -> int:
-    """Ask the run in `folder` for `rollouts` rollout actors and print the number that it has then.
+    """Ask the run in `folder` for `rollouts` rollout actors, and print its new number.
 
     The exit code is 0. Raises `ConfigError` for a number that the configuration does not allow, and `RunError` if the
     run is not running, does not answer or refuses.
     """
     path = folder / configfile.CONFIG
     before = configfile.load(path).rollout.actors
-    # A number that no run may have is refused here, and never reaches the run.
+    # An invalid number never reaches the run.
     configfile.load(path, [f"rollout.actors={rollouts}"])
     lock.scale(folder, rollouts)
     present = configfile.load(path).rollout.actors

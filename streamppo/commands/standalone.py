@@ -1,4 +1,4 @@
-"""Parts of a run that a command needs without one: an engine in this process, and reward models."""
+"""Parts of a run for commands without a run: an engine in this process, and reward models."""
 
 import logging
 from collections.abc import Generator, Mapping
@@ -34,7 +34,7 @@ async def engine(
 
 @contextmanager
 def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardModel]]]":
-    """Run the reward models of a configuration, with a Ray for them alone; without any there is no Ray."""
+    """Run the reward models of a configuration on a Ray of their own; without any there is no Ray."""
     wanted = config.reward.models()
     if not wanted:
         yield {}

@@ -7,8 +7,8 @@ A function gets the parameters that it names; `prompt` is a text, or messages. O
 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and STREAMPPO_PROMPT are set for both. It returns a number, a `Reward`, a `Done`,
 or None, where its reward comes from elsewhere; the last line of a program's output may be {"reward": 1.0}.
 
-The pool of processes is that of rewards (tasks/rewards/processes): what a run came to travels as an `AgentOutcome` in
-the explanation of a reward.
+The pool of processes is that of rewards (tasks/rewards/processes): a run's result travels as an `AgentOutcome` in the
+explanation of a reward.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 CALL = "streamppo/call"
 """The column with the JSON of an `AgentCall`."""
 KEPT_BYTES = 2**16
-"""Of a run's output so much is kept, from its end."""
+"""Bytes of a run's output that are kept, from its end."""
 SHOWN = 1000
 """Characters of it that a failure quotes."""
 ENDING_S = 1.0
 """Tasks that a run leaves behind have so much time to end once they are cancelled."""
 LATE = object()
-"""In place of what a run returned that was too late."""
+"""The result of a run beyond its time limit."""
 OURS = ("prompt", "base_url", "api_key")
 """Parameters that are no columns."""
 
@@ -61,10 +61,10 @@ class AgentCall(WireStruct, frozen=True):
 
 
 class AgentOutcome(WireStruct, frozen=True):
-    """What a run came to: its rewards, or the reason of its failure. Without a reward of its own `score` is None.
+    """The result of a run: its rewards, or the reason of its failure. `score` is None without a reward.
 
-    `output` is the end of what it printed, as failures quote it. With `lingers` a thread or task of it goes on: its
-    process takes no other run, whose key it would find in the environment.
+    `output` is the end of its printed text, quoted in failures. `lingers`: a thread or task goes on, so the process
+    takes no other run, whose key it would find in the environment.
     """
 
     score: float | None = None
@@ -77,9 +77,9 @@ class AgentOutcome(WireStruct, frozen=True):
 
 
 class Agent:
-    """Runs one agent again and again: the function `agent`, or the program whose words `command` has as JSON.
+    """Runs one agent repeatedly: the function `agent`, or the program `command`, a JSON list of words.
 
-    The program runs in a `sandbox`, also as JSON, if there is one.
+    `sandbox` is the JSON of the program's sandbox, or null.
     """
 
     def __init__(self, agent: str = "", command: str = "[]", sandbox: str = "null") -> None:
@@ -97,18 +97,18 @@ class Agent:
             self._runner = asyncio.Runner()
             self._runner.get_loop().set_default_executor(self._threads)
             reaper.adopt_orphans()
-        shown = msgspec.json.encode([one.plain() for one in trajectory.messages]).decode()
+        shown = msgspec.json.encode([message.plain() for message in trajectory.messages]).decode()
         given = variables(call, shown if trajectory.messages else trajectory.prompt)
         os.environ |= given
         try:
             if self._function is not None:
-                made = self._called(trajectory, call, columns)
+                outcome = self._called(trajectory, call, columns)
             else:
-                made = self._program(call) if self._sandbox is None else self._in_sandbox(call, given)
+                outcome = self._program(call) if self._sandbox is None else self._in_sandbox(call, given)
         finally:
             end_children()
-        made = structs.replace(made, lingers=self._lingers())
-        return Reward(explanation=utf8_safe(msgspec.json.encode(made).decode()))
+        outcome = structs.replace(outcome, lingers=self._lingers())
+        return Reward(explanation=utf8_safe(msgspec.json.encode(outcome).decode()))
 
     def _lingers(self) -> bool:
         """True if a task or a thread of the run goes on; threads that wait for work do not count."""
@@ -120,7 +120,7 @@ class Agent:
 
     def _called(self, trajectory: ScoredText, call: AgentCall, columns: Mapping[str, object]) -> AgentOutcome:
         assert self._function is not None and self._runner is not None
-        prompt = [one.plain() for one in trajectory.messages] if trajectory.messages else trajectory.prompt
+        prompt = [message.plain() for message in trajectory.messages] if trajectory.messages else trajectory.prompt
         ours = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
         if missing := _missing(self._function, {**columns, **ours}):
             return AgentOutcome(reason=missing)
@@ -207,11 +207,11 @@ class _Tail(io.TextIOBase):
 
     @property
     def text(self) -> str:
-        """The end."""
+        """The last `KEPT_BYTES` characters."""
         return "".join(self._parts)[-KEPT_BYTES:]
 
     def writable(self) -> bool:
-        """It is written to."""
+        """Always true."""
         return True
 
     def write(self, text: str) -> int:
@@ -230,13 +230,13 @@ class _Tail(io.TextIOBase):
                 self.write(chunk.decode(errors="replace"))
 
     def quoted(self) -> str:
-        """Its end as a failure quotes it; nothing if nothing was written."""
+        """The end of the text, quoted for a failure; empty without text."""
         text = self.text.strip()
         return f"; its output ends: {text[-SHOWN:]!r}" if text else ""
 
 
 def check(config: AgentEnvironment) -> None:
-    """Load the agent's function, or the sandbox of its program. Raises `TaskError` if that cannot be had here."""
+    """Load the agent's function, or the sandbox of its program. Raises `TaskError` if it is not available here."""
     if config.agent:
         load(config.agent)
     elif config.sandbox is not None:
@@ -246,23 +246,23 @@ def check(config: AgentEnvironment) -> None:
 
 
 def load(name: str) -> Callable[..., object]:
-    """Load an agent's function. Raises `TaskError` if it is none, or does not take what it is to be called with."""
-    found = plugins.function(name, "environment.agent")
-    kinds = inspect.signature(found).parameters.values()
-    if any(one.kind is one.POSITIONAL_ONLY for one in kinds):
+    """Load an agent's function. Raises `TaskError` if it is no function, or has parameters without names."""
+    function = plugins.function(name, "environment.agent")
+    kinds = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in kinds):
         raise TaskError(f"environment.agent {name!r} has parameters without names: it is called by name")
-    return found
+    return function
 
 
 def variables(call: AgentCall, prompt: str) -> dict[str, str]:
     """Return the environment variables in which programs find their endpoint."""
-    found = {"OPENAI_BASE_URL": f"{call.address}/v1", "OPENAI_API_KEY": call.key}
-    found |= {"ANTHROPIC_BASE_URL": call.address, "ANTHROPIC_API_KEY": call.key}
-    # No proxy of the machine's is on the way to the endpoint.
+    environment = {"OPENAI_BASE_URL": f"{call.address}/v1", "OPENAI_API_KEY": call.key}
+    environment |= {"ANTHROPIC_BASE_URL": call.address, "ANTHROPIC_API_KEY": call.key}
+    # The endpoint is reached without the machine's proxy.
     host = urlsplit(call.address).hostname or ""
-    direct = [one for one in os.environ.get("NO_PROXY", "").split(",") if one and one != host]
-    found |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join([*direct, host]))
-    return {**found, "STREAMPPO_PROMPT": prompt.replace("\0", "")}
+    direct = [host_name for host_name in os.environ.get("NO_PROXY", "").split(",") if host_name and host_name != host]
+    environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join([*direct, host]))
+    return {**environment, "STREAMPPO_PROMPT": prompt.replace("\0", "")}
 
 
 def late(timeout_s: float) -> str:
@@ -282,17 +282,21 @@ def end_children() -> None:
 
 
 def _asked_for(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
-    """Choose what a function names, or all of it with **kwargs."""
+    """Choose the arguments that a function names, or all with **kwargs."""
     parameters = inspect.signature(function).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 def _missing(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """Say which column a function asks for that is not there; "" for none."""
+    """Name a missing column that a function asks for; "" for none."""
     parameters = inspect.signature(function).parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-    missing = [one.name for one in named if one.name not in given and one.default is one.empty]
+    named = [
+        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    missing = [
+        parameter.name for parameter in named if parameter.name not in given and parameter.default is parameter.empty
+    ]
     columns = ", ".join(sorted(given.keys() - set(OURS))) or "none"
     return f"the agent asks for the column {missing[0]!r}; columns are {columns}" if missing else ""
 
@@ -311,7 +315,7 @@ async def _in_time(awaitable: Any, timeout_s: float) -> object:
         async with limit:
             return await cast("Coroutine[Any, Any, object]", awaitable)
     except TimeoutError:
-        # Another one is the agent's own.
+        # The agent itself raised it.
         if not limit.expired():
             raise
         return LATE
@@ -339,12 +343,12 @@ def _last_line(text: str) -> object:
     """Read the last line that a program printed: the reward in it; None if it is no JSON object."""
     lines = text.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        value = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or "reward" not in found:
+    if not isinstance(value, dict) or "reward" not in value:
         return None
-    return Done(found["reward"], found.get("components", {}), str(found.get("explanation", "")))
+    return Done(value["reward"], value.get("components", {}), str(value.get("explanation", "")))
 
 
 def _outcome(value: object) -> AgentOutcome:
@@ -363,11 +367,13 @@ def _outcome(value: object) -> AgentOutcome:
         case _:
             reward = Reward(score=cast(float, value))
     try:
-        made = plain(reward)
+        checked = plain(reward)
     except ValueError as error:
         return AgentOutcome(reason=f"the agent returned {repr(value)[:SHOWN]}, {error}")
-    if made.tokens:
+    if checked.tokens:
         return AgentOutcome(
             reason="the agent returned rewards of single tokens, which it does not see: give score and turns"
         )
-    return AgentOutcome(score=made.score, turns=made.turns, components=made.components, explanation=made.explanation)
+    return AgentOutcome(
+        score=checked.score, turns=checked.turns, components=checked.components, explanation=checked.explanation
+    )

@@ -1,10 +1,10 @@
-"""Places in which programs of agents run: a protocol, and bubblewrap with a way to the endpoint of the run.
+"""Sandboxes for programs of agents: a protocol, and bubblewrap with a connection to the run's endpoint.
 
     the program -> 127.0.0.1:PORT, the sandbox's own -> its listening socket, handed out -> here -> the endpoint
 
 The sandbox has a network of its own whose only interface is loopback. Before the program begins, it listens there at
 the endpoint's port and hands the listening socket out of the sandbox; each connection to it is carried on to the
-endpoint from here. Nothing else can be reached, and of other runs the endpoint's keys are unknown.
+endpoint from here. The program reaches nothing else, and does not know the keys of other runs.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ try:
 except OSError as error:
     sys.exit(f"{{words[0]!r}} cannot be started: {{error}}")
 """
-"""What runs in the sandbox before the program: an exec keeps its process, limits and filter."""
+"""The script before the program in the sandbox; its exec keeps process, limits and filter."""
 
 
 class AgentProgram(NamedTuple):
@@ -77,13 +77,13 @@ def build(config: AnySandbox) -> AgentSandbox:
             return Walled(config)
         case CustomSandbox(name=name, arguments=arguments):
             asked_by = f"environment.sandbox {name!r}"
-            found = plugins.function(name, "environment.sandbox")
-            plugins.check_arguments(found, arguments, asked_by)
-            return cast(AgentSandbox, plugins.call(asked_by, partial(found, **arguments)))
+            factory = plugins.function(name, "environment.sandbox")
+            plugins.check_arguments(factory, arguments, asked_by)
+            return cast(AgentSandbox, plugins.call(asked_by, partial(factory, **arguments)))
 
 
 class Walled:
-    """Bubblewrap as programs of the policy have it, with files to read and a way to the endpoint.
+    """Bubblewrap for agents: as for programs of the policy, with readable files and a connection to the endpoint.
 
     Raises `TaskError` if it cannot be made here, or a file is missing.
     """
@@ -98,10 +98,10 @@ class Walled:
 
     def look(self, words: tuple[str, ...]) -> None:
         """Raise `TaskError` for a command whose program or files the sandbox does not see."""
-        found = shutil.which(self._placed(words[0]), path=PATH)
-        if found is None:
+        program = shutil.which(self._placed(words[0]), path=PATH)
+        if program is None:
             raise TaskError(f"environment.command begins with {words[0]!r}, which is no program in its sandbox: {ADD}")
-        for word in (found, *words[1:]):
+        for word in (program, *words[1:]):
             if os.path.isfile(word) and not self._sees(word):
                 raise TaskError(f"environment.command names {word!r}, which its sandbox does not see: {ADD}")
 
@@ -119,7 +119,7 @@ class Walled:
                 await asyncio.gather(carrying, return_exceptions=True)
 
     def _run(self, program: AgentProgram, channel: int, port: int) -> Ran:
-        # In there the endpoint is at loopback, wherever it listens.
+        # In the sandbox the endpoint is at loopback, wherever it listens.
         inside = f"http://127.0.0.1:{port}"
         variables = {name: value.replace(program.address, inside) for name, value in program.variables.items()}
         job = ([self._placed(word) for word in program.words], variables, port, channel)
@@ -135,7 +135,7 @@ class Walled:
         )
 
     def _placed(self, word: str) -> str:
-        """A word that names one of the files as a path from everywhere: the program begins in its scratch folder."""
+        """Make a word that names a file an absolute path: the program begins in its scratch folder."""
         path = os.path.abspath(word)
         within = any(Path(path).is_relative_to(file) for file in self._files)
         return path if within and os.path.exists(path) else word
@@ -163,8 +163,8 @@ async def _carry(channel: socket.socket, host: str, port: int) -> None:
         with waiting:
             while True:
                 await free.acquire()
-                one, _ = await loop.sock_accept(waiting)
-                connections.create_task(_connect(one, host, port)).add_done_callback(lambda _: free.release())
+                connection, _ = await loop.sock_accept(waiting)
+                connections.create_task(_connect(connection, host, port)).add_done_callback(lambda _: free.release())
 
 
 async def _connect(theirs: socket.socket, host: str, port: int) -> None:

@@ -41,11 +41,11 @@ def test_sub_agents_are_branches_of_one_trajectory_trained_once_and_replayed(tmp
     for row in rows:
         pairs = branches.pairs(row.branches)
         whole = np.concatenate([ints(row.prompt_tokens), ints(row.tokens)])
-        # The other sub-agent begins anew, and the agent's own turn goes back to what it has heard.
+        # The other sub-agent begins anew, and the agent's last turn follows its first answer.
         assert len(pairs) in (1, 2) and -1 in pairs[:, 1] and len(whole) <= 64 + 9
     summary = json.loads((run / "summary.json").read_text())
     counted = summary["engines"]["agents"]
-    # Runs that were under way at the end have asked, too.
+    # Runs under way at the end have made requests, too.
     assert counted["requests"] >= 3 * counted["runs"] > 0 and not counted.get("undelivered tokens")
     ledger = summary["tokens"]
     assert ledger["delivered"] == sum(count for name, count in ledger.items() if name != "delivered")

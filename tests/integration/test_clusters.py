@@ -81,7 +81,7 @@ def test_a_run_that_is_submitted_as_a_job_of_ray_ends_with_the_job(tmp_path: Pat
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "token", MARK: str(runs)}
     ports = ["--port", "6392", "--dashboard-port", "8292", "--num-cpus", "2", "--disable-usage-stats"]
-    # Its sockets are in there, and their paths must be short.
+    # The folder has sockets, whose paths must be short.
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
         head = subprocess.Popen([ray, "start", "--head", "--block", *ports, "--temp-dir", short], env=environment)
         try:
@@ -126,7 +126,7 @@ def test_nodes_that_are_cut_off_from_each_other_for_a_while_lose_nothing(tmp_pat
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of every `streamppo run` in a text, without what a shell would put in."""
+    """The words of every `streamppo run` in a text, without shell variables."""
     lines = re.findall(r"^.*?\b(streamppo run .*)$", text.replace("\\\n", " "), re.MULTILINE)
     return [[word for word in shlex.split(line, comments=True) if "$" not in word and word != "&"] for line in lines]
 

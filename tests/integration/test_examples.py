@@ -65,7 +65,7 @@ tiny.make(configfile.load(Path("sorting/run.toml")), Path("model"))
 
 
 def test_two_commands_train_a_model_on_rows_by_an_async_reward_as_they_are_brought(tmp_path: Path) -> None:
-    """No edit and no mistake between what people have and a curve that rises."""
+    """A user's files lead to a rising curve without an edit or a mistake."""
     python("-m", "streamppo", "init", "sorting", folder=tmp_path)
     python("-c", MAKE, folder=tmp_path)
     (tmp_path / "reward.py").write_text(bring_case.REWARD)
@@ -163,7 +163,7 @@ def test_the_page_about_python_runs_as_it_stands(tmp_path: Path) -> None:
         asked = ("--version", str(version), "--samples", "2", "--json")
         found = json.loads(python("-m", "streamppo", "eval", "runs/math", *asked, folder=tmp_path, log=False))
         assert (found["version"], found["prompts"], found["failed"]) == (version, 32, 0)
-        # By the run's own reward, as the run has found it; two answers may be as likely to the last bit.
+        # By the run's own reward, as in the run; two answers may be equally likely to the last bit.
         assert abs(found["accuracy"]["mean"] - evaluations[version]) <= 1 / 32
         assert found["pass_at"]["1"]["mean"] <= found["pass_at"]["2"]["mean"]
 

@@ -1,4 +1,4 @@
-"""Whole runs that several tests look at: a short one, the same one resumed elsewhere, and one with a faulty reward.
+"""Whole runs for several tests: a short one, the same one resumed elsewhere, and one with a faulty reward.
 
 A test that changes a run's folder copies it. Every test of this file is in one process of `pytest -n`.
 """
@@ -21,7 +21,7 @@ from streamppo.queue.store import archive
 from streamppo.telemetry import metrics_file as lines
 
 NOISE = ("Failed to push error", "Traceback", "(raylet)", "WARNING", "ConnectionResetError", "core_worker", "gcs_")
-"""Words of Ray's own, and of errors that nobody handled."""
+"""Words of Ray, and of unhandled errors."""
 CHANGES = (
     "learner.lr=5e-4",
     "learner.decay=constant",

@@ -1,4 +1,5 @@
-"""The Ray of a run: whom it listens to, how nice it is, what a cluster's nodes get, and what ends or outlives a run."""
+"""The Ray of a run: its addresses and priority, the environment of a cluster's nodes, and what ends or outlives a
+run."""
 
 import contextlib
 import json

@@ -38,7 +38,7 @@ def test_a_run_draws_its_view_below_whole_lines_and_says_that_it_stops(tmp_path:
 
 
 def read_into(found: list[bytes], descriptor: int) -> None:
-    """Everything that is written to a terminal, until it is closed."""
+    """All output on a terminal, until it is closed."""
     try:
         while data := os.read(descriptor, 4096):
             found.append(data)

@@ -1,4 +1,4 @@
-"""A process of Ray's own that dies: the run ends of it with the reason, and is resumed."""
+"""The death of a process of Ray: the run ends with the reason, and is resumed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which GPU everybody gets, asked of Ray itself: its GPUs are numbers that it hands out, there or not."""
+"""The GPU of each actor, as Ray assigns it: Ray's GPUs are numbers, with or without devices."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -284,7 +284,7 @@ def test_on_a_cluster_an_actor_without_a_place_holds_nobody_up_and_starts_on_a_n
 
 
 def demands(cluster: Cluster) -> str:
-    """What the autoscaler adds nodes for, as it is told every few seconds."""
+    """The demand for which the autoscaler adds nodes."""
     status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", cluster.address]
     return subprocess.run(status, capture_output=True, text=True, check=True).stdout
 
@@ -302,7 +302,7 @@ def actors(part: str, folder: Path) -> list[psutil.Process]:
 
 
 def wait_for_batches_by(run: Path, names: set[str]) -> None:
-    """Until the archive has trajectories by every one of `names`."""
+    """Wait until the archive has trajectories by all of `names`."""
     seen = 0
     while names:
         found = archive.open(run)
@@ -343,7 +343,7 @@ def test_a_run_that_was_stopped_goes_on_from_that_very_version_even_with_changes
 
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once_and_leaves_no_process(tmp_path: Path) -> None:
-    """A rank that hangs keeps the last checkpoint from being written; nobody has to wait for it."""
+    """A hanging rank prevents the last checkpoint; the run does not wait for it."""
     with started(tmp_path, *SHORT, "updates=100000", "watchdog.shutdown_s=60") as process:
         wait_for_updates(tmp_path, 2)
         named(tmp_path, "ray::Rank").send_signal(signal.SIGSTOP)
@@ -381,7 +381,7 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
 def test_a_folder_that_refuses_stops_the_run_with_the_reason_and_it_goes_on_later(
     tmp_path: Path, folder: str, error: str
 ) -> None:
-    """A file where the folder was: permissions would not hold a superuser back."""
+    """A file in place of the folder: permissions do not stop a superuser."""
     there = tmp_path / "math" / folder
     with started(tmp_path, *SHORT, "updates=100") as process:
         wait_for_updates(tmp_path, 5)
@@ -521,7 +521,7 @@ def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, ov
 
 
 def decisions(run: Path) -> set[tuple[float, float]]:
-    """The admitted lags and the shares of the learning rate of a run, which its replay has made again."""
+    """The admitted lags and learning-rate shares of a run, after its replay has made them again."""
     report = json.loads((run / "replays" / "1.json").read_text())
     found: list[set[tuple[float, float]]] = []
     for one in report["updates"]:

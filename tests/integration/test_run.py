@@ -1,4 +1,4 @@
-"""The real command, on shortened configurations: it learns, it is asynchronous, it ends cleanly however it ends."""
+"""The real command, on shortened configurations: it learns, it is asynchronous, and every end of it is clean."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ MARK = "STREAMPPO_TEST_RUN"
 
 @contextlib.contextmanager
 def started(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """`streamppo run` in a process of its own, its descendants marked so that none can hide."""
+    """`streamppo run` in a process of its own, whose descendants are marked."""
     command = [sys.executable, "-m", "streamppo", "run", str(MATH), *flags, "--runs", str(folder), *overrides]
     path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))
     environment = {**os.environ, MARK: str(folder), "PYTHONPATH": path}
@@ -84,7 +84,7 @@ def gone(folder: Path, within_s: float = 60.0) -> bool:
 
 
 def wait_for_line(process: "subprocess.Popen[str]", words: str) -> str:
-    """Read the output of a run to the line that has `words` in it; what was read."""
+    """Read and return the output of a run up to the line with `words`."""
     assert process.stdout
     read = ""
     for line in process.stdout:
@@ -309,7 +309,7 @@ CALCULATOR = (
 
 @pytest.mark.slow
 def test_the_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
-    """From one call of the calculator in five to nearly always; by turns, with observations that are not trained on."""
+    """From one call of the calculator in five to nearly always, with observations that are not trained on."""
     finished(
         tmp_path,
         *CALCULATOR,

@@ -1,4 +1,4 @@
-"""Nodes with disks of their own: what one of them has to get from another comes by way of `checkpoint.remote`."""
+"""Nodes with disks of their own: files of other nodes come through `checkpoint.remote`."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A run of several turns, taught by a server: it learns beside its failures, goes on with another, and needs none."""
+"""A run of several turns with a teacher's server: failures do not stop it, a resume takes another server, a replay
+none."""
 
 import itertools
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_a_run_whose_teacher_does_not_answer_ends_before_it_begins_with_the_reas
 
 
 def _columns_are_the_models(run: Path, folder: Path) -> None:
-    """Compare what was trained on with the model that the servers had: sampled tokens, in all turns, and no other."""
+    """Compare the archived teacher's log-probs with the servers' model, at sampled tokens of all turns alone."""
     found = archive.open(run)
     assert found.versions() == [0, 1, 2, 3, 4]
     made = [one for version in found.versions() for one in found.batch(version).trajectories]

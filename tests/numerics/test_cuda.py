@@ -1,4 +1,4 @@
-"""What a GPU computes is what the CPU computes. `pytest -m gpu`"""
+"""A GPU computes the CPU's results. `pytest -m gpu`"""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Model folders, templates and rows as people bring them are trained as transformers reads them, or are refused."""
+"""Users' model folders, templates and rows are trained as transformers reads them, or are refused."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -149,7 +149,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def driver_dies(self) -> None:
-        """Everybody dies; a new driver reopens what was in flight."""
+        """All processes die; a new driver reopens the trajectories in flight."""
         for actor in ACTORS:
             self._bury(actor)
         self.crash()
@@ -175,7 +175,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.delivered.append(done)
 
     def _put(self, done: Trajectory) -> bool:
-        """True if somebody waited for it. A queue with shards gets its record alone."""
+        """True if an actor waited for it. A queue with shards gets its record alone."""
         if not self.records:
             return self.queue.put(done)
         before = self.queue.state.counts["stored"]

@@ -1,4 +1,4 @@
-"""Every order of calls and changes: nobody waits for tickets that are there, and they go to the longest waiting."""
+"""Every order of calls and changes: no actor waits for available tickets, and the longest waiting gets them."""
 
 import asyncio
 from pathlib import Path
@@ -58,7 +58,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @rule()
     def turn(self) -> None:
-        """Everybody who was woken runs."""
+        """Every woken task runs."""
         for _ in range(4):
             self.loop.run_until_complete(asyncio.sleep(0))
         for actor, task in list(self.waits.items()):

@@ -350,7 +350,7 @@ def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_t
 
 
 def _opened(payloads: list[Any], pipe: Any) -> None:
-    """A tensor-parallel rank of SGLang's: opens its handles, and says what it finds there."""
+    """A tensor-parallel rank of SGLang: opens its handles, and reports their content."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import FlattenedTensorBucket
     from sglang.srt.utils import MultiprocessingSerializer
 

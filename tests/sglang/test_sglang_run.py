@@ -1,4 +1,4 @@
-"""configs/math-sglang.toml, trained with two engines at once; and what starts badly."""
+"""configs/math-sglang.toml, trained with two engines at once; and failed starts."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Segments of the real SGLang: what is handed over while it samples, against transformers and its own last word."""
+"""Segments of the real SGLang: handed-over tokens, against transformers and its final completion."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""SGLang servers by URL, the other ways for weights, and caches that are computed again."""
+"""SGLang servers by URL, the other transports, and recomputed caches."""
 
 import asyncio
 import os

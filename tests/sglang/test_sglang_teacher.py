@@ -1,4 +1,4 @@
-"""The real SGLang as a teacher: log-probs of given tokens, at temperature 1 whatever is asked, and its tokenizer."""
+"""The real SGLang as a teacher: log-probs of given tokens, always at temperature 1, and its tokenizer."""
 
 import asyncio
 import os

@@ -89,7 +89,7 @@ def without_ray() -> None:
     for name, function in patched.items():
         setattr(ray, name, function)
     ray.util.get_node_ip_address = lambda: "127.0.0.1"
-    # Coroutines wait for answers and for what was put, as for Ray's references.
+    # Coroutines wait for answers and objects, as for Ray's references.
     Future.__await__ = lambda self: asyncio.wrap_future(self).__await__()  # pyright: ignore[reportAttributeAccessIssue]
     placement = SimpleNamespace(rank=lambda _: {})
     for name, function in {"init_ray": _nothing, "here": _nothing, "Placement": lambda *_, **__: placement}.items():

@@ -36,7 +36,7 @@ def _trajectory(
 
 
 class Leaf(NamedTuple):
-    """A path of row `row`: the places of its tokens, and (`own`) those that are on no earlier path."""
+    """A path of row `row`: the places of its tokens, and (`own`) those on no earlier path."""
 
     row: int
     path: list[int]

@@ -1,4 +1,4 @@
-"""A program of an agent that asks its endpoint once, then tries what its words say; a component says if it could.
+"""A program of an agent that asks its endpoint once, then tries the actions of its words; a component has the result.
 
 python walled_program.py "file: /etc/passwd" "port: 80"
 """

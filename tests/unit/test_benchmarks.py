@@ -1,4 +1,4 @@
-"""What a benchmark measures is what it says that it measures."""
+"""Benchmarks measure the configurations that they name."""
 
 import ast
 import json

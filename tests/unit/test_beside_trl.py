@@ -1,4 +1,4 @@
-"""The comparison with TRL counts seconds from the command on, and says what was reached, met and lost."""
+"""The comparison with TRL counts seconds from the command on, and reports reached, met and lost goals."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""The study of negative advantages: its tasks, its cases, its lag, and what it calls reached."""
+"""The study of negative advantages: its tasks, cases, lag, and reached targets."""
 
 import asyncio
 import json

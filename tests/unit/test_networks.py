@@ -1,4 +1,4 @@
-"""Nodes whose network fails: the wait for a new update, links that are cut and mended."""
+"""Nodes whose network fails: the wait for a new update, and cut links."""
 
 import socket
 import subprocess

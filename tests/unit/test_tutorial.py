@@ -1,4 +1,4 @@
-"""The commands and code of docs/tutorial.md that take no longer than seconds, as they stand there."""
+"""The commands and code of docs/tutorial.md that take seconds, as they stand there."""
 
 import json
 import re

@@ -15,15 +15,15 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
 WORTH_A_NOTE = 0.05
-"""Share of the rows with an answer that has no room."""
+"""Share of the rows with an answer beyond the limit."""
 FEW = 64
-"""Tokens of a completion that are few for a model that is not small."""
+"""A token limit that is low for a larger model."""
 SOLUTIONS = "streamppo.tasks.scorers."
 """Scorers of ours that find a number, a formula or tests in the row."""
 
 
 def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings:
-    """Find answers that are longer than a completion may be, or numbers; and little room for a model that reasons."""
+    """Find answers beyond the token limit, answers that are numbers, and a low limit for a model that reasons."""
     if config.environment is not None:
         return
     if tokenizer is None:
@@ -33,19 +33,19 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
     length = _characters if tokenizer is None else lambda text: len(tokenizer.encode_turn(text, "stop"))
     lengths = [length(text) for text in _texts(task.training[:ROWS])]
     bound = config.rollout.max_tokens
-    if config.model.path != BUILTIN and bound < FEW and not sizes.is_small(found := policy.look(config.model.path)):
+    if config.model.path != BUILTIN and bound < FEW and not sizes.is_small(model := policy.look(config.model.path)):
         yield Finding(
             "answers",
             "note",
-            f"rollout.max_tokens ({bound}) is little for a model of {found.parameters:,} parameters, which writes "
+            f"rollout.max_tokens ({bound}) is little for a model of {model.parameters:,} parameters, which writes "
             "before it answers: completions are cut off",
         )
-    # A long answer may be a solution, of which a reward reads a part.
+    # A long answer may be a solution, and the reward may read its end alone.
     if (
         lengths
         and min(lengths) - 1 > bound
         and max(lengths) <= FEW
-        and not any(_reads_an_end(one) for one in config.reward.scorers.values())
+        and not any(_reads_an_end(scorer) for scorer in config.reward.scorers.values())
     ):
         yield Finding(
             "answers",
@@ -65,17 +65,19 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
 
 
 def _reads_an_end(scorer: Scorer) -> bool:
-    """True if an answer may be a whole solution, of which the scorer looks for the last part alone."""
+    """True for a scorer that reads the end of an answer, which may be a whole solution."""
     return isinstance(scorer, FunctionScorer) and scorer.function.startswith(SOLUTIONS)
 
 
 def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
-    """Say that numbers are no texts: a reward of the user's own that compares the two is never right."""
+    """Note answers that are numbers: a reward of the user's that compares them with texts is never right."""
     answers = [prompt.columns.get("answer") for prompt in prompts]
-    numbers = [one for one in answers if isinstance(one, int | float | Decimal) and not isinstance(one, bool)]
-    others = [one for one in config.reward.scorers.values() if isinstance(one, FunctionScorer)]
-    if numbers and any(readers.reader_of(one.function) is None for one in others):
-        kinds = " or ".join(sorted({type(one).__name__ for one in numbers}))
+    numbers = [
+        answer for answer in answers if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool)
+    ]
+    others = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, FunctionScorer)]
+    if numbers and any(readers.reader_of(scorer.function) is None for scorer in others):
+        kinds = " or ".join(sorted({type(value).__name__ for value in numbers}))
         text = f"{len(numbers)} of the first {len(answers)} rows have a number as their answer, such as {numbers[0]!r}"
         yield Finding("answers", "note", f"{text}: the reward gets it as {kinds}, and a completion is a text")
 
@@ -85,5 +87,5 @@ def _characters(text: str) -> int:
 
 
 def _texts(prompts: Sequence[Prompt]) -> Iterator[str]:
-    found = (prompt.columns.get("answer") for prompt in prompts)
-    return (answer for answer in found if isinstance(answer, str) and answer)
+    values = (prompt.columns.get("answer") for prompt in prompts)
+    return (answer for answer in values if isinstance(answer, str) and answer)

@@ -2,12 +2,11 @@
 
 ok         looked at, and as a run needs it
 note       works, and is probably not meant
-later      seen when a run starts
-not here   not on this machine; it may be where the run will be, and no run starts here without it
-error      no run can be made of it
+later      known when a run starts
+not here   not on this machine, where no run starts without it; it may be elsewhere
+error      no run is possible
 
-Mistakes that need no torch are found first. Memory, the tokenizer and scores of rows
-are looked at only if there are none.
+Checks without torch come first. Memory, the tokenizer and scores of rows are checked if they find no error.
 """
 
 from collections.abc import Sequence
@@ -38,13 +37,13 @@ def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> in
     findings = look_over(config, gpu_gib, call=call)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
     echo(*configfile.show(config).split("\n"), "")
-    print_table(sorted(findings, key=lambda one: one.state == "error"))
+    print_table(sorted(findings, key=lambda finding: finding.state == "error"))
     echo("", f"{name}: {errors} errors, {absent} things that cannot be looked at here")
     return 1 if errors else 0
 
 
 def look_over(config: Config, gpu_gib: float | None, *, call: bool = False) -> list[Finding]:
-    """Find everything there is to say about `config`; what needs torch only if there is no error before.
+    """Make all checks of `config`; those with torch only if the others find no error.
 
     Rewards are called on a few rows if `call` is true.
     """
@@ -53,14 +52,14 @@ def look_over(config: Config, gpu_gib: float | None, *, call: bool = False) -> l
         if _count(findings, "error"):
             text = "tokenizer, lengths of prompts and memory are looked at once the errors are mended"
             return [*findings, Finding("model", "later", text)]
-        # Torch takes seconds to import, and is no use to somebody who has a mistake to mend.
+        # Torch takes seconds to import, and other errors come first.
         from streamppo.commands.checks import torch_checks
 
         return torch_checks.add(findings, config, gpu_gib, call=call)
 
 
 def _count(findings: Sequence[Finding], state: State) -> int:
-    return sum(one.state == state for one in findings)
+    return sum(finding.state == state for finding in findings)
 
 
 def print_table(findings: Sequence[Finding]) -> None:
@@ -68,6 +67,6 @@ def print_table(findings: Sequence[Finding]) -> None:
     rows = table("", "", "")
     for column in rows.columns[:2]:
         column.no_wrap = True
-    for one in findings:
-        rows.add_row(one.subject, Text(one.state, STYLES[one.state]), one.text)
+    for finding in findings:
+        rows.add_row(finding.subject, Text(finding.state, STYLES[finding.state]), finding.text)
     console().print(rows)

@@ -1,7 +1,7 @@
-"""The room that prompts leave in the model's context, looked at before a run that is to start without a wait.
+"""Checks that prompts leave room in the model's context, fast enough for the start of a run.
 
-A token has at least one byte, so where the bytes of a prompt fit its tokens do: transformers is imported, which takes
-seconds, only where all of the first prompts are longer than that.
+A token has at least one byte, so a prompt whose bytes fit has tokens that fit. transformers takes seconds to import,
+and is imported only if no first prompt fits by its bytes.
 """
 
 from pathlib import Path
@@ -21,9 +21,9 @@ TEMPLATE = 256
 
 
 def findings(config: Config, task: Task) -> Findings:
-    """Find prompts that all leave no room in the context of a model that is here."""
+    """Find that no prompt leaves room in the context of a model on this machine."""
     bound = _positions(config)
-    if bound is None or any(_bytes(one) + TEMPLATE < bound for one in task.training[:ROWS]):
+    if bound is None or any(_bytes(prompt) + TEMPLATE < bound for prompt in task.training[:ROWS]):
         return
     # Slow to import, and most prompts are short.
     from streamppo.commands.checks import ends, model
@@ -31,14 +31,14 @@ def findings(config: Config, task: Task) -> Findings:
     loaded, _ = model.load(config)
     if loaded.hf_config is None or loaded.tokenizer is None:
         return
-    # Without those that max_prompt_tokens leaves out.
+    # max_prompt_tokens leaves out some.
     used, _ = tasks.load(config, loaded.tokenizer, limit=ROWS)
     if used is not None:
         yield from ends.context(used, loaded.hf_config, loaded.tokenizer)
 
 
 def _positions(config: Config) -> int | None:
-    """The positions of the model; None of one that is made, that is not here, or that names no number of them."""
+    """The model's number of positions; None for builtin:tiny, an absent model, and a model without the number."""
     folder = None if config.model.path == BUILTIN else find(config.model.path, "model")[0]
     if folder is None:
         return None
@@ -47,9 +47,9 @@ def _positions(config: Config) -> int | None:
     except ModelError:
         return None
     text = settings.get("text_config")
-    found = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    limit = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
 
 
 def _bytes(prompt: Prompt) -> int:
-    return len((prompt.text + "".join(one.text for one in prompt.messages)).encode(errors="surrogatepass"))
+    return len((prompt.text + "".join(message.text for message in prompt.messages)).encode(errors="surrogatepass"))

@@ -20,30 +20,30 @@ from streamppo.types import Message
 NO_TOKEN = -1
 """A token that ends no turn."""
 SHOWN = 3
-"""Strings of rollout.stop that look like tokens, at most, in a note."""
+"""Most strings of rollout.stop in a note."""
 
 
 def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Findings:
-    """Name all that ends a completion, and the rows of the vocabulary that are never sampled."""
+    """Name the ends of a completion, and the rows of the vocabulary that are never sampled."""
     folder, _ = find(config.model.path, "model")
     try:
-        found = stop.read(folder or config.model.path, hf_config, tokenizer.hf, config.rollout.stop)
+        ending = stop.read(folder or config.model.path, hf_config, tokenizer.hf, config.rollout.stop)
     except ModelError as error:
         yield Finding("stop", "error", str(error))
         return
-    if found.ids or found.strings:
-        yield Finding("stop", "ok", f"completions end at {found.describe(tokenizer.name)}")
+    if ending.ids or ending.strings:
+        yield Finding("stop", "ok", f"completions end at {ending.describe(tokenizer.name)}")
     else:
         text = "nothing ends a completion but its length: name tokens or strings in rollout.stop"
         yield Finding("stop", "note", text)
-    yield from _open_turn(found, tokenizer)
-    yield from _misspelt(found.strings)
+    yield from _open_turn(ending, tokenizer)
+    yield from _misspelt(ending.strings)
     if unknown := tokenizer.unknown(hf_config.get_text_config().vocab_size):
         text = f"{len(unknown):,} rows of the model's vocabulary are no tokens of the tokenizer: never sampled"
         yield Finding("vocabulary", "ok", text)
 
 
-def _open_turn(found: stop.Stop, tokenizer: Tokenizer) -> Findings:
+def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
     """Note a chat template that ends no turn, as GLM's, where the token that begins the next one ends nothing."""
     if not tokenizer.hf.chat_template or tokenizer.turn_end() is not None:
         return
@@ -52,7 +52,7 @@ def _open_turn(found: stop.Stop, tokenizer: Tokenizer) -> Findings:
         begins = tokenizer.name(first)
     except TaskError:
         return
-    if first not in found.ids and begins not in found.strings:
+    if first not in ending.ids and begins not in ending.strings:
         yield Finding(
             "stop",
             "note",
@@ -64,8 +64,8 @@ def _open_turn(found: stop.Stop, tokenizer: Tokenizer) -> Findings:
 def context(task: Task, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Findings:
     """Find prompts that leave no room in the model's context: their completions fail."""
     bound = positions.longest(hf_config, sys.maxsize)
-    lengths = [min(len(tokenizer.ids(one)), one.max_tokens or sys.maxsize) for one in task.training[:ROWS]]
-    longer = [one for one in lengths if one >= bound]
+    lengths = [min(len(tokenizer.ids(prompt)), prompt.max_tokens or sys.maxsize) for prompt in task.training[:ROWS]]
+    longer = [length for length in lengths if length >= bound]
     if longer:
         state = "error" if len(longer) == len(lengths) else "note"
         count = "all" if state == "error" else f"{len(longer)}"
@@ -75,11 +75,11 @@ def context(task: Task, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Fi
 
 
 def _misspelt(strings: Sequence[str]) -> Findings:
-    """Note strings that look like the name of a token, and are none of this tokenizer's."""
-    looks = [one for one in strings if one.startswith("<|") and one.endswith("|>")][:SHOWN]
-    for one in looks:
+    """Note strings that look like a token's name, and are no token of this tokenizer."""
+    looks = [string for string in strings if string.startswith("<|") and string.endswith("|>")][:SHOWN]
+    for string in looks:
         yield Finding(
-            "stop", "note", f"rollout.stop has {one!r}, which is no token here: it ends where it is spelt out"
+            "stop", "note", f"rollout.stop has {string!r}, which is no token here: it ends where it is spelt out"
         )
 
 

@@ -7,7 +7,7 @@ State = Literal["ok", "note", "later", "not here", "error"]
 
 
 class Finding(NamedTuple):
-    """The subject that was looked at, its state, and a sentence about it."""
+    """A subject, its state, and a sentence about it."""
 
     subject: str
     state: State
@@ -23,5 +23,5 @@ def first_line(error: BaseException) -> str:
 
 
 def reward_subject(name: str) -> str:
-    """Name the subject of a finding about a scorer; that of [reward] itself, which is called so, once."""
+    """Name the subject of a finding about a scorer; the scorer of [reward] itself is called "reward"."""
     return "reward" if name == "reward" else f"reward {name}"

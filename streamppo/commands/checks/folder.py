@@ -29,8 +29,8 @@ def model(config: Config) -> Findings:
     folder, finding = find(path, "model")
     yield finding
     if folder is not None:
-        found = list(_content(Path(folder), config))
-        yield from found or weights(path, "model")
+        problems = list(_content(Path(folder), config))
+        yield from problems or weights(path, "model")
 
 
 def find(path: str, subject: str) -> tuple[str | None, Finding]:
@@ -66,7 +66,7 @@ def copies(config: Config) -> Findings:
 
 
 def looks_like_path(name: str) -> bool:
-    """Tell if a name can be no name on the hub: these have one slash at most, and begin with a letter or digit."""
+    """Tell if a name is none of the hub's, which have one slash at most and begin with a letter or digit."""
     return name.count("/") > 1 or not name[:1].isalnum() or name.endswith("/")
 
 
@@ -89,7 +89,7 @@ def _content(folder: Path, config: Config) -> Findings:
 
 
 def weights(path: str, subject: str) -> Findings:
-    """Look at the first bytes of a model's files. The files of a name on the hub may come when the run starts."""
+    """Check the first bytes of a model's files. Files of a hub name may be loaded when the run starts."""
     folder, _ = find(path, subject)
     if folder is None:
         return
@@ -105,7 +105,7 @@ def weights(path: str, subject: str) -> Findings:
 
 
 def critic(critic: Critic) -> Findings:
-    """Check the critic's own model, and the run that it learns from before it begins."""
+    """Check the critic's own model, and the run of `pretrain`."""
     if critic.model not in OWN_CRITICS:
         yield find(critic.model, "critic")[1]
         yield from weights(critic.model, "critic")

@@ -1,4 +1,4 @@
-"""Checks that the libraries which [telemetry], model.lora and learner.transport ask for are installed."""
+"""Checks that the libraries of [telemetry], model.lora and learner.transport are installed."""
 
 from importlib.util import find_spec
 
@@ -8,13 +8,13 @@ from streamppo.config.telemetry import Endpoint
 from streamppo.config.transport import Nixl
 
 EXTRAS = {"trackio": "trackio"}
-"""The extra of a library that is in another one than `tracking`."""
+"""Libraries in an extra other than `tracking`."""
 MODULES = {"prometheus": "prometheus_client"}
-"""The module of a kind that has another name."""
+"""Modules named unlike their kind."""
 
 
 def trackers(config: Config) -> Findings:
-    """Find the library of each tracker and of the endpoint: a run would go on without it, and nobody means that."""
+    """Find the library of each tracker and of the endpoint, without which a run would go on untracked."""
     kinds: list[str] = [*config.telemetry.trackers]
     kinds += ["prometheus"] if isinstance(config.telemetry.prometheus, Endpoint) else []
     for kind in kinds:

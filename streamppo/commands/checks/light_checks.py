@@ -12,22 +12,24 @@ from streamppo.errors import ConfigError
 from streamppo.tasks import plugins
 
 LARGEST_MIB = 64
-"""Data beyond this take longer to read than a run should wait; `check` reads all of them."""
+"""Larger data take too long to read before a run; `check` reads all."""
 
 log = logging.getLogger(__name__)
 
 
 def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
-    """Look at everything that can be known at once. Of data beyond `largest_mib` only the first rows are read."""
+    """Make all quick checks. Of data beyond `largest_mib` only the first rows are read."""
     plugins.export_path()
     yield from folder.model(config)
     yield from sampling.name_ignored(config)
     yield from folder.critic(config.algorithm.critic)
     yield from folder.teacher(config.algorithm.teacher)
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
-    prompts, found = task.load(config, None, limit=limit)
+    prompts, of_task = task.load(config, None, limit=limit)
     # A run's actors say how rows repeat and which columns are left out.
-    yield from (one for one in found if largest_mib is None or (one.subject, one.state) != ("task", "note"))
+    yield from (
+        finding for finding in of_task if largest_mib is None or (finding.subject, finding.state) != ("task", "note")
+    )
     if prompts is not None:
         yield from answers(config, prompts, None)
         yield from context.findings(config, prompts)
@@ -47,16 +49,16 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
 def refuse(config: Config) -> None:
     """Raise `ConfigError` with a line for each reason that a run of `config` cannot start here; log notes.
 
-    A cluster may have elsewhere what this machine has not.
+    On a cluster, another machine may have what is missing here.
     """
     fatal = ("error", "not here") if config.cluster.address == LOCAL else ("error",)
     wrong: list[str] = []
     with process.naming_prints():
-        found = list(findings(config, largest_mib=LARGEST_MIB))
-    for one in found:
-        if one.state in fatal:
-            wrong.append(f"{one.subject}: {one.text}")
-        elif one.state == "note":
-            log.info(f"note: {one.text}")
+        looked = list(findings(config, largest_mib=LARGEST_MIB))
+    for finding in looked:
+        if finding.state in fatal:
+            wrong.append(f"{finding.subject}: {finding.text}")
+        elif finding.state == "note":
+            log.info(f"note: {finding.text}")
     if wrong:
         raise ConfigError("\n".join(wrong))

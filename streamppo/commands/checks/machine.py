@@ -1,4 +1,4 @@
-"""Checks of the engine's software, and of the CPUs and GPUs that the run asks Ray for."""
+"""Checks of the engine's software, and of the CPUs and GPUs of a run."""
 
 import os
 import re
@@ -49,24 +49,28 @@ def _sglang(config: Config) -> Finding:
 
 
 def gpus_here() -> int:
-    """Count the GPUs that processes started here see, without torch."""
+    """Count the GPUs that a process here sees, without torch."""
     if (DEVICES / "kfd").exists():
         import torch
 
         return torch.cuda.device_count()
     here = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.glob("nvidia*"))
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return here if shown is None else min(here, len([one for one in shown.split(",") if one.strip() not in ("", "-1")]))
+    return (
+        here
+        if shown is None
+        else min(here, len([device for device in shown.split(",") if device.strip() not in ("", "-1")]))
+    )
 
 
 def memory_mib() -> int:
-    """The memory of this machine, or what a container leaves of it."""
+    """The memory of this machine, or of its container."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, memory.limit() or physical) // 2**20
 
 
 def places(config: Config) -> Findings:
-    """Tell what Ray is asked for, and whether a cluster of this machine alone has it."""
+    """Report the resources that a run asks Ray for, and compare them with this machine's if Ray is local."""
     if config.learner.threads == "auto":
         number, reason = threads.choose(config)
         yield Finding("threads", "ok", f"learner.threads = {number}: {reason}")

@@ -18,7 +18,7 @@ from streamppo.rollout import positions
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
-"""Memory of a GPU where there is none to look at and none is given."""
+"""Memory of a GPU if none is here and none is given."""
 
 
 class Gpu(NamedTuple):
@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
 
 
 def gpu(gib: float | None) -> Gpu:
-    """Take the memory that was given, else that of the GPU of this machine, else `ASSUMED_GIB`."""
+    """Take the given memory, else that of this machine's GPU, else `ASSUMED_GIB`."""
     if gib is not None:
         return Gpu(gib, True)
     if torch.cuda.is_available():
@@ -38,7 +38,7 @@ def gpu(gib: float | None) -> Gpu:
 
 
 def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
-    """Estimate the memory of rank, engine and object store, and compare it with what there is."""
+    """Estimate the memory of rank, engine and object store, and compare it with the available memory."""
     try:
         model = ranks.sizes(hf_config, config.model)
     except ModelError as error:
@@ -53,7 +53,7 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
         yield Finding("context", "note", text)
     longest = min(allowed, context)
     if config.model.gradient_checkpointing == "auto":
-        # As a rank chooses before it loads, on a GPU of which everything is free.
+        # As a rank chooses before it loads, on an empty GPU.
         kind = ranks.checkpointing(config, model, longest, int(gpu.gib * GIB))
         kept = _gib(ranks.rank(config, model, longest).total)
         config = structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
@@ -81,7 +81,7 @@ def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
 
 
 def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
-    """Compare what a run on this machine alone has in its memory with what there is."""
+    """Compare the memory of a local run with this machine's."""
     engine = estimate.engine(config, model, longest, 0.0)
     needed, has = estimate.machine(config, model, ranks.rank(config, model, longest), engine), machine.memory_mib()
     if config.cluster.address != LOCAL or needed.total <= has * 2**20:

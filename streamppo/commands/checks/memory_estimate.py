@@ -1,6 +1,6 @@
-"""Memory that an engine, the object store and a machine will take, beside a rank's (learner/memory.py).
+"""Estimates of the memory of an engine, the object store and a machine, beside a rank's (learner/memory.py).
 
-Estimates: 1 to 3 GiB that CUDA and SGLang's graphs take for themselves are not counted.
+The 1 to 3 GiB of CUDA and SGLang's graphs are not counted.
 """
 
 from typing import NamedTuple

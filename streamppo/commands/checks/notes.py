@@ -1,4 +1,4 @@
-"""Notes: settings that work, and are probably not meant."""
+"""Notes about settings that work and are probably not meant."""
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.correction import NoCorrection, Truncate
@@ -18,7 +18,7 @@ from streamppo.tasks.task import Task
 
 
 def notes(config: Config, task: Task | None) -> Findings:
-    """Look for numbers that do not go together. `task` is None where it cannot be built."""
+    """Note settings that do not go together. `task` is None if it cannot be built."""
     learner, rollout = config.learner, config.rollout
     yield from _age(config)
     yield from _bound(config)
@@ -45,7 +45,7 @@ def notes(config: Config, task: Task | None) -> Findings:
 
 
 def _age(config: Config) -> Findings:
-    """Data that are older than the learner, and a correction that does not make up for it."""
+    """Note old data with a correction that does not weigh them."""
     algorithm, max_lag = config.algorithm, config.queue.bound
     steps = config.learner.epochs * config.learner.minibatches
     if isinstance(algorithm.correction, NoCorrection) and algorithm.proximal != "behavior" and max_lag:
@@ -67,7 +67,7 @@ def _age(config: Config) -> Findings:
 
 
 def _bound(config: Config) -> Findings:
-    """A bound on lag that is none for a single token."""
+    """Note a bound on lag that single tokens may exceed."""
     if config.queue.admission == "mean":
         yield _note(
             f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean age of completions, "
@@ -87,7 +87,7 @@ def _cuts(config: Config) -> Findings:
 
 
 def _loss(config: Config) -> Findings:
-    """Losses that are another one here: for lack of a ratio, or by the average."""
+    """Note losses that become another one: without a ratio, or by the average."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
@@ -109,7 +109,7 @@ def _loss(config: Config) -> Findings:
 
 
 def _out_of_the_loss(config: Config) -> Findings:
-    """Groups that are left out though they would teach."""
+    """Note groups that are left out although they teach."""
     algorithm = config.algorithm
     if algorithm.zero_variance != "keep" and algorithm.kl.reward_beta:
         yield _note(
@@ -119,7 +119,7 @@ def _out_of_the_loss(config: Config) -> Findings:
 
 
 def _note_repeats(config: Config, task: Task | None) -> Findings:
-    """A batch that has more prompts than there are."""
+    """Note a batch with more prompts than the data."""
     prompts = config.queue.batch_size // config.queue.samples_per_prompt
     if task is not None and config.queue.segments is None and 0 < len(task.training) < prompts:
         yield _note(
@@ -129,7 +129,7 @@ def _note_repeats(config: Config, task: Task | None) -> Findings:
 
 
 def _cores(config: Config) -> Findings:
-    """More threads than cores. Engines wait for a learner of several threads, half of the time."""
+    """Note more threads than cores. Engines wait half of the time for a learner of several threads."""
     learners, engines = (
         config.learner.ranks * config.learner.thread_count,
         config.rollout.actors * config.rollout.threads,

@@ -1,4 +1,4 @@
-"""Usual ranges of settings: a number far outside works, and hardly ever learns. No torch, no transformers.
+"""Usual ranges of settings: a run with a number far outside hardly ever learns. No torch, no transformers.
 
 The ranges are those of the shipped configurations, of the docs and of published runs; each note says its own.
 """
@@ -49,20 +49,22 @@ def _cap(config: Config) -> float | None:
 ANY = float("inf")
 RATES = "from 1e-6 for weights of a billion to 1e-3 for those of 0.1 million"
 RANGES = (
-    Range("learner.lr", 1e-9, 1e-2, RATES, lambda one: one.learner.lr),
+    Range("learner.lr", 1e-9, 1e-2, RATES, lambda config: config.learner.lr),
     Range("algorithm.critic.lr", 1e-9, 3e-2, "from 1e-6 to 3e-3", _critic_lr),
-    Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1", lambda one: one.learner.max_grad_norm),
-    Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1", lambda one: one.learner.weight_decay),
-    Range("learner.epochs", 1, 20, "from 1 to 4", lambda one: one.learner.epochs),
-    Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2", lambda one: one.rollout.temperature),
-    Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1", lambda one: one.rollout.top_p),
-    Range("queue.max_lag", 0, 64, "from 0 to 16", lambda one: one.queue.bound),
-    Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01", lambda one: one.algorithm.entropy),
-    Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda one: one.algorithm.kl.loss_beta),
-    Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda one: one.algorithm.kl.reward_beta),
-    Range("algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1", lambda one: one.algorithm.critic.coefficient),
-    Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", lambda one: one.algorithm.positive_nll),
-    Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", lambda one: one.algorithm.target_kl),
+    Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1", lambda config: config.learner.max_grad_norm),
+    Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1", lambda config: config.learner.weight_decay),
+    Range("learner.epochs", 1, 20, "from 1 to 4", lambda config: config.learner.epochs),
+    Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2", lambda config: config.rollout.temperature),
+    Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1", lambda config: config.rollout.top_p),
+    Range("queue.max_lag", 0, 64, "from 0 to 16", lambda config: config.queue.bound),
+    Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01", lambda config: config.algorithm.entropy),
+    Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda config: config.algorithm.kl.loss_beta),
+    Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda config: config.algorithm.kl.reward_beta),
+    Range(
+        "algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1", lambda config: config.algorithm.critic.coefficient
+    ),
+    Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", lambda config: config.algorithm.positive_nll),
+    Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", lambda config: config.algorithm.target_kl),
     Range("algorithm.advantage.lam", 0.5, 1.0, "from 0.9 to 1", _lam),
     Range("algorithm.advantage.gamma", 0.9, 1.0, "from 0.99 to 1", _gamma),
     Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
@@ -72,10 +74,10 @@ RANGES = (
 
 
 def notes(config: Config) -> Findings:
-    """Note each setting that lies outside, with its number and the usual ones."""
-    for one in RANGES:
-        value = one.of(config)
-        if value is not None and not one.low <= value <= one.high:
-            side = "above" if value > one.high else "below"
-            text = f"{one.name} ({value:g}) is far {side} what learns as a rule: {one.usual}"
+    """Note each setting outside its range, with its number and the usual ones."""
+    for usual in RANGES:
+        value = usual.of(config)
+        if value is not None and not usual.low <= value <= usual.high:
+            side = "above" if value > usual.high else "below"
+            text = f"{usual.name} ({value:g}) is far {side} what learns as a rule: {usual.usual}"
             yield Finding("settings", "note", text)

@@ -30,7 +30,7 @@ COUNT = 8
 SOURCES = 8
 """Sources of which rows are scored."""
 PLACES = 3
-"""Rows that are named of those that cannot be read."""
+"""Most unreadable rows that are named."""
 READING_S = 5.0
 """Time to read the answers of a scorer's rows; formulas take longest."""
 SHOWN = 1000
@@ -39,7 +39,7 @@ MATH = "streamppo.tasks.scorers.maths:Math"
 
 
 class Faults:
-    """Counts the rows that a scorer of ours cannot read. It is told of every row, as `tasks.data.Look` says."""
+    """Counts the rows that our scorers cannot read. It is called with every row (`tasks.data.Look`)."""
 
     def __init__(self, config: Config) -> None:
         self._limit = config.queue.max_failure_rate
@@ -51,19 +51,19 @@ class Faults:
 
     def __call__(self, where: str, prompt: Prompt) -> None:
         """Read the answer of one row."""
-        for one in self._scorers:
-            one.read(where, prompt)
+        for scorer in self._scorers:
+            scorer.read(where, prompt)
 
     def findings(self) -> Findings:
-        """Say how many rows fail, and where the first ones are. More than a run may fail is an error."""
-        for one in self._scorers:
-            if one.bad:
-                rows = "row fails" if one.bad == 1 else "rows fail"
+        """Report the number of failing rows and the first places. More than queue.max_failure_rate is an error."""
+        for scorer in self._scorers:
+            if scorer.bad:
+                rows = "row fails" if scorer.bad == 1 else "rows fail"
                 yield Finding(
-                    reward_subject(one.name),
-                    "error" if one.bad > self._limit * one.seen else "note",
-                    f"{one.bad} of {one.seen} {rows} with each completion, as the scorer cannot read the answer: "
-                    f"{'; '.join(one.places)}",
+                    reward_subject(scorer.name),
+                    "error" if scorer.bad > self._limit * scorer.seen else "note",
+                    f"{scorer.bad} of {scorer.seen} {rows} with each completion, as the scorer cannot read the answer: "
+                    f"{'; '.join(scorer.places)}",
                 )
 
 
@@ -104,7 +104,7 @@ class _OwnAnswerScore(NamedTuple):
 
 
 def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool) -> Findings:
-    """Show a prompt as the model sees it, and unless told otherwise `call` the rewards on rows of each source."""
+    """Show a prompt as the model sees it, and score rows of each source if `call` is true."""
     if tokenizer is None and config.model.path != BUILTIN:
         yield Finding("rows", "later", "rows are scored where the model's tokenizer is")
         return
@@ -113,7 +113,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
     if config.environment is None:
         try:
             yield _example(prompts[0], tokenizer)
-            rows = [(one, _own_completion(one, tokenizer)) for one in prompts]
+            rows = [(prompt, _own_completion(prompt, tokenizer)) for prompt in prompts]
         except TaskError as error:
             yield Finding("rows", "error", str(error))
             return
@@ -132,13 +132,13 @@ def characters(task: Task) -> Tokenizer:
 
 def _first(task: Task) -> list[Prompt]:
     """Pick the first training prompts of each source."""
-    found: dict[str, list[Prompt]] = {}
+    sources: dict[str, list[Prompt]] = {}
     for prompt in task.training:
-        if prompt.source in found or len(found) < SOURCES:
-            rows = found.setdefault(prompt.source, [])
+        if prompt.source in sources or len(sources) < SOURCES:
+            rows = sources.setdefault(prompt.source, [])
             if len(rows) < COUNT:
                 rows.append(prompt)
-    return [prompt for rows in found.values() for prompt in rows]
+    return [prompt for rows in sources.values() for prompt in rows]
 
 
 def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
@@ -148,7 +148,7 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
 
 
 def _own_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-    """Make the completion that is the row's own answer; an empty one without an answer that is a text or a number."""
+    """Make the row's own answer a completion; an empty one if the answer is neither a text nor a number."""
     try:
         completion = gold.text(prompt.columns.get("answer"))
     except TaskError:
@@ -200,7 +200,7 @@ def _verdict(name: str, scored: Sequence[_OwnAnswerScore] | TaskError) -> Findin
     subject = reward_subject(name)
     if isinstance(scored, TaskError):
         return Finding(subject, "error", str(scored))
-    totals = [one.total for one in scored if one.total is not None]
+    totals = [score.total for score in scored if score.total is not None]
     failures = list(_failures(scored))
     if not totals:
         return Finding(subject, "error", f"all {len(scored)} rows with their own answer failed: {failures[0]}")
@@ -214,4 +214,4 @@ def _verdict(name: str, scored: Sequence[_OwnAnswerScore] | TaskError) -> Findin
 
 
 def _failures(scored: Sequence[_OwnAnswerScore]) -> Iterator[str]:
-    return (one.reason for one in scored if one.total is None)
+    return (score.reason for score in scored if score.total is None)

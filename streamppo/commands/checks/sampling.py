@@ -37,12 +37,12 @@ NEUTRAL: Mapping[str, object] = {
     "forced_eos_token_id": None,
     "stop_strings": [],
 }
-"""Settings of transformers that change which token is sampled, or where a completion ends, and their value without."""
+"""Settings of transformers that change the sampled token or the end of a completion, and their neutral values."""
 NONE: tuple[object, ...] = (None, [], {}, "")
 
 
 def name_ignored(config: Config) -> Findings:
-    """Name once the settings of the model's generation that tokens are not sampled with."""
+    """Note the settings of generation_config.json that sampling does not follow."""
     if config.model.path == BUILTIN:
         return
     folder, _ = find(config.model.path, "model")
@@ -74,6 +74,6 @@ def _read(path: Path) -> Mapping[str, object]:
     try:
         settings: object = json.loads(durable.read(path))
     except (OSError, ValueError, RecursionError):
-        # A model need not have one; a damaged one is found where the model is read.
+        # The file is optional; a damaged one is found where the model is read.
         return {}
     return settings if isinstance(settings, Mapping) else {}

@@ -26,13 +26,13 @@ from streamppo.types import Prompt
 
 CODE = "streamppo.tasks.scorers.code:CodeTests"
 ROWS = 64
-"""Prompts that are looked at more closely, and rows that are read of data that are too large to be read."""
+"""Number of examined prompts, and of rows that are read of data too large to be read whole."""
 
 
 def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> tuple[Task | None, list[Finding]]:
-    """Build the task, on the first `limit` rows of its data. None if these are not here, or are wrong.
+    """Build the task, on the first `limit` rows of its data. None for absent or wrong data.
 
-    Without a `tokenizer` rows that no completion can match are looked for.
+    Without a `tokenizer`, rows whose answer no scorer reads are found, too.
     """
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return None, [_absent(place) for place in absent]
@@ -45,14 +45,14 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
             warmup_data.warmup_of_task(task)
     except StreamppoError as error:
         return None, [Finding("task", "error", str(error))]
-    found = [Finding("task", "ok", _prompts(task, measure))]
+    about = [Finding("task", "ok", _prompts(task, measure))]
     # The first rows of a large data set tell nothing of the others.
-    found += [Finding("task", "note", note) for note in task.notes() if limit is None]
+    about += [Finding("task", "note", note) for note in task.notes() if limit is None]
     if faults is None:
-        return task, found
+        return task, about
     for number, prompt in enumerate(() if isinstance(config.task, DataTask) else task.training):
         faults(f"problem {number}", prompt)
-    return task, [*found, *faults.findings()]
+    return task, [*about, *faults.findings()]
 
 
 def _absent(place: str) -> Finding:
@@ -66,14 +66,14 @@ def _absent(place: str) -> Finding:
 
 
 def mib(config: Config) -> float:
-    """Add up the sizes of the task's files that are here, in MiB."""
+    """Add up the sizes of the task's files on this machine, in MiB."""
     paths = [Path(place) for place in _places(config)]
     files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
     return sum(file.stat().st_size for file in files) / 2**20
 
 
 def _places(config: Config) -> list[str]:
-    """Files, folders or names on the hub from which the task's data comes."""
+    """Files, folders or hub names of the task's data."""
     if not isinstance(config.task, DataTask):
         return []
     sources = config.task.sources.values()
@@ -95,7 +95,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
     for name, scorer in config.reward.scorers.items():
         subject = reward_subject(name)
         try:
-            yield _scorer(subject, scorer, [one for one in prompts if is_for(scorer, one)])
+            yield _scorer(subject, scorer, [prompt for prompt in prompts if is_for(scorer, prompt)])
             if isinstance(scorer, ModelScorer):
                 yield from weights(scorer.path, subject)
         except TaskError as error:

@@ -1,4 +1,4 @@
-"""The checks that need torch and transformers: tokenizer, lengths of prompts, scores of rows, memory."""
+"""Checks with torch and transformers: tokenizer, lengths of prompts, scores of rows, memory."""
 
 from collections.abc import Sequence
 
@@ -12,37 +12,37 @@ from streamppo.learner.parallel import context_parallel, tensor_parallel
 
 
 def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None, *, call: bool) -> list[Finding]:
-    """Add to the quick `findings` those of the model, of the task as its tokenizer measures it, and of memory.
+    """Add to the quick `findings` those of the model, of the tokenized task, and of memory.
 
     Rewards are called on a few rows if `call` is true.
     """
     transformers.utils.logging.set_verbosity_error()
     loaded, added = model.load(config)
-    found = [*findings, *added]
-    if not any(one.state == "error" for one in added):
-        found += weights.findings(config)
+    all_findings = [*findings, *added]
+    if not any(finding.state == "error" for finding in added):
+        all_findings += weights.findings(config)
     prompts, of_task = task.load(config, loaded.tokenizer)
     if loaded.tokenizer is not None:
-        found = [one for one in found if one.subject not in ("task", "context")] + of_task
+        all_findings = [finding for finding in all_findings if finding.subject not in ("task", "context")] + of_task
         if prompts is not None:
-            found += answers(config, prompts, loaded.tokenizer)
-            found += turns.findings(config, prompts, loaded.tokenizer, call=call)
+            all_findings += answers(config, prompts, loaded.tokenizer)
+            all_findings += turns.findings(config, prompts, loaded.tokenizer, call=call)
     elif prompts is not None and config.environment is not None and config.model.path == BUILTIN:
-        found += turns.findings(config, prompts, rows.characters(prompts), call=call)
+        all_findings += turns.findings(config, prompts, rows.characters(prompts), call=call)
     if prompts is not None:
-        found += rows.score(config, prompts, loaded.tokenizer, call=call)
+        all_findings += rows.score(config, prompts, loaded.tokenizer, call=call)
     if loaded.hf_config is not None:
         if loaded.tokenizer is not None:
-            found += ends.ends(config, loaded.hf_config, loaded.tokenizer)
+            all_findings += ends.ends(config, loaded.hf_config, loaded.tokenizer)
             if prompts is not None:
-                found += ends.context(prompts, loaded.hf_config, loaded.tokenizer)
-        found += ends.rows(config, loaded.hf_config)
+                all_findings += ends.context(prompts, loaded.hf_config, loaded.tokenizer)
+        all_findings += ends.rows(config, loaded.hf_config)
         mesh = config.learner.mesh
         for refused in (
             context_parallel.refusal(loaded.hf_config, mesh.slices),
             tensor_parallel.refusal(loaded.hf_config, mesh.expert),
         ):
             if refused:
-                found.append(Finding("mesh", "error", refused))
-        found += memory.memory(config, loaded.hf_config, memory.gpu(gpu_gib))
-    return found
+                all_findings.append(Finding("mesh", "error", refused))
+        all_findings += memory.memory(config, loaded.hf_config, memory.gpu(gpu_gib))
+    return all_findings

@@ -1,5 +1,5 @@
-"""Checks of conversations: control tokens that rows spell, one turn of the environment with its answer, or one run of
-an agent, to whose every request the row's answer is the answer."""
+"""Checks of conversations: control tokens in rows, one turn of the environment, or one run of an agent. The row's own
+answer is every turn of the policy."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Message, Prompt, branches
 
 PROMPTS = 64
-"""Prompts whose texts are looked at."""
+"""Number of examined prompts."""
 TURNS = 2
-"""Turns of the policy that are played: one is answered, and the other stands behind the answer."""
+"""Turns of the policy that are played: one before and one behind the environment's answer."""
 AGENT_S = 20.0
 """Seconds that an agent has for its run."""
 
@@ -44,14 +44,14 @@ class Answers:
 
 
 def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = True) -> Findings:
-    """Look at the first prompts, and play a turn of the environment with the first one of each source.
+    """Check the first prompts, and play a turn of the environment with the first one of each source.
 
     An agent is played if `call` is true.
     """
     first = task.training[:PROMPTS]
     if note := _note_control_tokens(first, tokenizer):
         yield Finding("task", "note", note)
-    by_source = {one.source: one for one in reversed(first)}
+    by_source = {prompt.source: prompt for prompt in reversed(first)}
     if isinstance(config.environment, AgentEnvironment) and not call:
         yield Finding("environment", "later", "the agent is played when a run starts")
     elif isinstance(config.environment, AgentEnvironment):
@@ -62,9 +62,9 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
 
 
 def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Say which control tokens are spelled by prompts that keep them as text."""
-    kept = [one for one in prompts if one.template.control_tokens == "text"]
-    names = [found for one in kept if (found := tokenizer.find_control_token(one))]
+    """Name the control tokens in prompts that keep them as text."""
+    kept = [prompt for prompt in prompts if prompt.template.control_tokens == "text"]
+    names = [name for prompt in kept if (name := tokenizer.find_control_token(prompt))]
     if not names:
         return ""
     return (
@@ -86,8 +86,8 @@ def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Toke
         return Finding(subject, state, f"{source}: it fails on the row's answer as a turn: {error}")
     except TaskError as error:
         return Finding(subject, "error", f"{source}: no turn can be played: {error}")
-    said = episode.observations[0] if episode.observations else ()
-    answer = f"answered {_shorten(said)}" if said else "ended the conversation"
+    observation = episode.observations[0] if episode.observations else ()
+    answer = f"answered {_shorten(observation)}" if observation else "ended the conversation"
     return Finding(subject, "ok", f"{source}: to the row's answer as a turn it {answer}")
 
 
@@ -134,17 +134,17 @@ async def _run_agent(player: Player, prompt: Prompt, sampling: Sampling) -> Epis
 
 
 def _ran(episode: Episode) -> str:
-    """Say what a run came to."""
-    count, made = len(episode.turns), len(branches.pairs(episode.branches))
+    """Describe the result of a run."""
+    count, forks = len(episode.turns), len(branches.pairs(episode.branches))
     text = f"with the row's answer to each request it got {count} answer{'s' * (count > 1)}"
-    text += f" in {made + 1} branches" if made else ""
-    if said := next((one for one in episode.observations if one), ()):
-        text += f", went on with {_shorten(said)}"
+    text += f" in {forks + 1} branches" if forks else ""
+    if observation := next((messages for messages in episode.observations if messages), ()):
+        text += f", went on with {_shorten(observation)}"
     if episode.finish == "length":
         text += ", was cut off by max_turns or max_tokens"
     return f"{text}, and ended with reward {sum(episode.turn_rewards):g}"
 
 
-def _shorten(said: tuple[Message, ...]) -> str:
-    text = " ".join(f"{one.role}: {one.text}" for one in said)
+def _shorten(messages: tuple[Message, ...]) -> str:
+    text = " ".join(f"{message.role}: {message.text}" for message in messages)
     return repr(text if len(text) <= 60 else f"{text[:60]}...")

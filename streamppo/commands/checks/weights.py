@@ -1,4 +1,4 @@
-"""Checks of each model's files against its configuration, and of an export, without loading a weight."""
+"""Checks of each model's files against its configuration, and of an export, without loading weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from streamppo.weights.models.fit import Kind
 from streamppo.weights.models.settings import settings
 
 READ_MIB = 2048
-"""Files up to this size are read once for numbers that are not finite; of larger ones whoever loads them says so."""
+"""Files up to this size are checked for numbers that are not finite; larger ones are checked when they are loaded."""
 
 
 class NamedModel(NamedTuple):
@@ -29,11 +29,11 @@ class NamedModel(NamedTuple):
 
 
 def findings(config: Config) -> Findings:
-    """Compare every model that is here with its files, and rehearse an export of all but the policy's weights."""
-    for one in _models(config):
-        folder, _ = find(one.path, one.subject)
+    """Compare every model on this machine with its files, and rehearse an export without the policy's weights."""
+    for model in _models(config):
+        folder, _ = find(model.path, model.subject)
         if folder is not None and headers.has_weights(Path(folder)):
-            yield _weights(one, Path(folder))
+            yield _weights(model, Path(folder))
     if config.model.path != BUILTIN and (folder := find(config.model.path, "model")[0]) is not None:
         yield from _export(folder)
         if isinstance(config.rollout.engine, SGLangEngine):
@@ -51,19 +51,19 @@ def _models(config: Config) -> Iterator[NamedModel]:
         yield NamedModel(f"reward {name}", scorer.path, "AutoModelForSequenceClassification")
 
 
-def _weights(one: NamedModel, folder: Path) -> Finding:
+def _weights(model: NamedModel, folder: Path) -> Finding:
     try:
         count = fit.check(
-            folder, settings(folder), hf_files.critic_kind(folder) if one.body else one.kind, body=one.body
+            folder, settings(folder), hf_files.critic_kind(folder) if model.body else model.kind, body=model.body
         )
         mib = sum(file.stat().st_size for file in headers.weight_files(folder)) / 2**20
         name = fit.not_finite(folder) if mib <= READ_MIB else ""
     except ModelError as error:
-        return Finding(one.subject, "error", str(error))
+        return Finding(model.subject, "error", str(error))
     if name:
-        return Finding(one.subject, "error", f"{folder}: {name!r} has NaN or infinity: it is of a run that diverged")
+        return Finding(model.subject, "error", f"{folder}: {name!r} has NaN or infinity: it is of a run that diverged")
     values = "all numbers finite" if mib <= READ_MIB else "numbers are looked at when they are loaded"
-    return Finding(one.subject, "ok", f"{count} tensors, of the names and shapes of config.json; {values}")
+    return Finding(model.subject, "ok", f"{count} tensors, of the names and shapes of config.json; {values}")
 
 
 def _export(folder: str) -> Findings:

@@ -1,6 +1,6 @@
 """`streamppo bisect`: the first version at which a condition holds. Recorded data need neither Ray nor torch.
 
-bisect_replay.py makes versions again where these do not tell.
+bisect_replay.py makes versions again for other questions.
 """
 
 import inspect
@@ -29,17 +29,17 @@ from streamppo.types import Batch
 
 
 def bisect(run: Path, question: Question, *, as_json: bool) -> int:
-    """Find the answer and print it. Raises the errors of `find`."""
+    """Find the answer, and print it. Raises the errors of `find`."""
     with log_to_stderr():
-        found = find(run, question)
+        answer = find(run, question)
     if as_json:
-        echo(json.dumps(found._asdict()))
+        echo(json.dumps(answer._asdict()))
         return 0
-    value = "" if found.value is None else f" ({found.value:.6g})"
-    first = f"first holds at version {found.version}{value}" if found.version is not None else "holds nowhere"
-    echo(f"{found.condition}: {first}")
-    updates = "update" if found.remade == 1 else "updates"
-    echo(f"{found.sure}; {found.remade} {updates} made again")
+    value = "" if answer.value is None else f" ({answer.value:.6g})"
+    first = f"first holds at version {answer.version}{value}" if answer.version is not None else "holds nowhere"
+    echo(f"{answer.condition}: {first}")
+    updates = "update" if answer.remade == 1 else "updates"
+    echo(f"{answer.sure}; {answer.remade} {updates} made again")
     return 0
 
 
@@ -72,18 +72,18 @@ def _load(path: Path) -> UserTest:
 
 
 def _of_data(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Look at everything that there is: nothing has to be made again."""
+    """Examine all recorded lines or batches."""
     lines = lines_of(run)
     if test is None:
         values = _values(run, lines, question.metric)
         looked = [Looked(version, question.holds(value), value) for version, value in sorted(values.items())]
     else:
-        found = archive.open(run)
+        batches = archive.open(run)
         looked = [
             Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch))
-            for version, batch in _batches(found, sorted(lines), wanted="batch" in test.wants)
+            for version, batch in _batches(batches, sorted(lines), wanted="batch" in test.wants)
         ]
-    versions = {one.version for one in looked}
+    versions = {version.version for version in looked}
     lacking = [version for version in range(1, max(versions, default=0) + 1) if version not in versions]
     what = "evaluations" if question.metric == "accuracy" else "versions"
     return conclude(question, looked, 0, certain=not lacking or question.metric == "accuracy", what=what)
@@ -91,8 +91,8 @@ def _of_data(run: Path, question: Question, test: UserTest | None) -> Answer:
 
 def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:
     if metric == "accuracy":
-        found = {line["evaluation"]: line["accuracy"] for line in metrics_file.read(run) if "evaluation" in line}
-        return {version: value for version, value in found.items() if value is not None}
+        accuracies = {line["evaluation"]: line["accuracy"] for line in metrics_file.read(run) if "evaluation" in line}
+        return {version: value for version, value in accuracies.items() if value is not None}
     values = {version: line[metric] for version, line in lines.items() if metric in line}
     if not values:
         known = sorted({name for line in lines.values() for name in line} | {"accuracy"})
@@ -100,8 +100,8 @@ def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, f
     return values
 
 
-def _batches(found: Archive, versions: Sequence[int], *, wanted: bool) -> Iterator[tuple[int, Batch | None]]:
-    """Every version with the batch that made it, if batches are `wanted` at all."""
-    kept = set(found.versions())
-    for version in sorted({one + 1 for one in kept} if wanted else versions):
-        yield version, found.batch(version - 1) if wanted else None
+def _batches(batches: Archive, versions: Sequence[int], *, wanted: bool) -> Iterator[tuple[int, Batch | None]]:
+    """Every version, with its batch if batches are `wanted`."""
+    kept = set(batches.versions())
+    for version in sorted({version + 1 for version in kept} if wanted else versions):
+        yield version, batches.batch(version - 1) if wanted else None

@@ -1,4 +1,4 @@
-"""`streamppo bisect` where versions are made again: as few updates as it takes.
+"""`streamppo bisect` with versions that are made again, in as few updates as possible.
 
     asked of                   looked at                                                  updates made again
     a metric, a test of data   every line, or every batch, that there is                  none
@@ -6,8 +6,8 @@
                                before the first that holds, up to one that holds          answer
     the same with --set        each version from the first, under the changes             from the first to the answer
 
-Weights are a product of all updates before: a version in between costs as much as all on the way to it. So the way from
-a checkpoint is gone once, version by version, and halving it would make more updates, not fewer.
+The weights of a version cost all updates before it. One pass from a checkpoint, version by version, makes fewer updates
+than a binary search.
 """
 
 import tempfile
@@ -54,7 +54,7 @@ def find(run: Path, question: Question, test: UserTest | None) -> Answer:
 
 
 def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
-    """Look at every checkpoint, then at the versions in front of the first that holds."""
+    """Examine every checkpoint, then the versions before the first that holds."""
     lines, past = lines_of(run), _past(run)
     looked: list[Looked] = []
     whole = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
@@ -63,18 +63,18 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
             model = Path(folder) / "model"
             _export_checkpoint(run, int(path.name), model)
             looked.append(_ask(test, run, int(path.name), lines, model))
-    holding = next((number for number, one in enumerate(looked) if one.holds), None)
+    holding = next((number for number, version in enumerate(looked) if version.holds), None)
     last = looked[holding].version if holding is not None else max(past.digests)
     before = whole[: holding if holding is not None else len(whole)]
     begin = before[-1] if before else None
     end = last if holding is None else last - 1
-    made = _way(run, past, begin, end, lambda version, _, model: _ask(test, run, version, lines, model))
+    remade = _way(run, past, begin, end, lambda version, _, model: _ask(test, run, version, lines, model))
     start = int(begin.name) if begin else 0
     between = [later - earlier for earlier, later in zip([0, *_numbers(before)], _numbers(before), strict=False)]
-    # Versions between two checkpoints at which it does not hold may have been the first.
+    # An earlier version between two checkpoints may be the first.
     certain = all(step == 1 for step in between)
-    every = sorted([*looked, *made])
-    return conclude(question, every, len(made), certain=certain, what="versions", begin=start)
+    every = sorted([*looked, *remade])
+    return conclude(question, every, len(remade), certain=certain, what="versions", begin=start)
 
 
 def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
@@ -94,11 +94,11 @@ def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
         return _ask(test, run, version, {version: metrics}, model)
 
     begin = replay.oldest_start(run, past)
-    made = _way(
+    remade = _way(
         run, structs.replace(past, configs=configs), begin, last, look, model=test is not None and "model" in test.wants
     )
     start = int(begin.name) if begin else 0
-    return conclude(question, made, len(made), certain=start == 0, what="versions", begin=start)
+    return conclude(question, remade, len(remade), certain=start == 0, what="versions", begin=start)
 
 
 def _way(
@@ -110,7 +110,7 @@ def _way(
     *,
     model: bool = True,
 ) -> list[Looked]:
-    """Make versions behind `begin` again up to `last`, and look at each, up to the first at which it holds."""
+    """Make the versions behind `begin` up to `last` again, and examine each, up to the first that holds."""
     looked: list[Looked] = []
     if last <= (int(begin.name) if begin else 0):
         return looked
@@ -136,7 +136,7 @@ def _way(
 
 def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
     kept = set(archive.open(run).versions())
-    lost = [one for one in range(int(begin.name) if begin else 0, last) if one not in kept]
+    lost = [version for version in range(int(begin.name) if begin else 0, last) if version not in kept]
     if lost:
         raise JournalError(f"{run}: version {lost[0] + 1} cannot be made again: its batch was not kept")
 
@@ -155,8 +155,8 @@ def _ask(test: UserTest, run: Path, version: int, lines: Mapping[int, Metrics], 
 
 def _export_checkpoint(run: Path, version: int, to: Path) -> None:
     config = configfile.load(run / configfile.CONFIG)
-    found = weights.checkpoint_weights(config, run, version)
-    hf_files.export(found.tensors, model_path(config, run), to, config.model.dtype)
+    policy = weights.checkpoint_weights(config, run, version)
+    hf_files.export(policy.tensors, model_path(config, run), to, config.model.dtype)
 
 
 def _numbers(checkpoints: Sequence[Path]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Show people the batch of an update, the trajectories that could not be trained on, and the end of each attempt at a
+"""Prints the batch of an update, the trajectories that could not be trained on, and the end of each attempt at a
 prompt."""
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,19 +20,19 @@ from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints, turns
 
 MOST_TEXT, MOST_SAID, MOST_NAME = 20_000, 2_000, 100
-"""Characters that are shown of a prompt or a completion, of an explanation or a reason, and of a name."""
+"""Most characters of a prompt or a completion, of an explanation or a reason, and of a name."""
 LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
 """The learner's numbers of each token, and their names here: its log-probs stand below those of sampling."""
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     """Print `count` trajectories of the batch that made version `update`, by default the newest."""
-    found = archive.open(run)
-    versions = found.versions()
+    batches = archive.open(run)
+    versions = batches.versions()
     if not versions:
         raise JournalError(f"{run}: no update was archived yet")
     version = versions[-1] if update is None else update - 1
-    batch, learned = found.batch_and_record(version)
+    batch, learned = batches.batch_and_record(version)
     tokenizer, rows = Tokenizer(model_path(config, run)), RunRows(config, run)
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     echo(
@@ -53,7 +53,7 @@ def inspect_dead_letters(run: Path, count: int) -> int:
     echo(f"{len(letters)} dead letters")
     for letter in reversed(letters[-count:] if count else []):
         trajectory = letter.trajectory
-        # Their columns may not even be whole numbers of entries.
+        # Their columns may end within an entry.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
         echo(
             "",
@@ -86,29 +86,29 @@ def inspect_prompt(run: Path, prompt: int) -> int:
 
 
 def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
-    """The attempts at a prompt that wait, or that came to nothing."""
+    """The attempts at a prompt that wait or failed."""
     counters = journal.counters()
     if counters is None:
         return {}
     numbers = counters.shape.slots_of(prompt)
     attempts = {
-        one.identity: f"{one.state.replace('_', ' ')}: {bounded(one.reason, MOST_SAID)}"
-        for one in journal.ended_attempts(numbers)
+        attempt.identity: f"{attempt.state.replace('_', ' ')}: {bounded(attempt.reason, MOST_SAID)}"
+        for attempt in journal.ended_attempts(numbers)
     }
     leases = {place: lease.version for lease in journal.leases() for place in lease.slots}
     held = journal.slots(numbers)
     return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
 
 
-def _attempts_in_archive(found: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:
-    """The attempts at a prompt that were trained on. Only files whose range of prompts has it are opened."""
+def _attempts_in_archive(batches: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:
+    """The attempts at a prompt that were trained on. Only files with the prompt in their range are opened."""
     return {
         trajectory.identity: (
-            f"trained on by update {made.version}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens"
+            f"trained on by update {version.version}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens"
         )
-        for made in versions
-        if made.archived and made.archived.first_prompt <= prompt <= made.archived.last_prompt
-        for trajectory in found.batch(made.version - 1).trajectories
+        for version in versions
+        if version.archived and version.archived.first_prompt <= prompt <= version.archived.last_prompt
+        for trajectory in batches.batch(version.version - 1).trajectories
         if trajectory.identity.prompt == prompt
     }
 
@@ -160,19 +160,19 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
 
 
 def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
-    """The prompt and the completion; of several turns the tree that they are."""
+    """The prompt and the completion, or the tree of several turns."""
     if not tree.has_tree(trajectory):
         yield f"  prompt      {bounded(tokenizer.decode(ints(trajectory.prompt_tokens)), MOST_TEXT)!r}"
         yield f"  completion  {bounded(tokenizer.decode(ints(trajectory.tokens)), MOST_TEXT)!r}"
         return
-    found = tree.nodes(batch, trajectory, lambda tokens: tokenizer.spell(tokens.tolist()))
-    yield f"  tree        {tree.totals(found).words()}"
-    most = max(MOST_NAME, MOST_TEXT // len(found))
-    yield from (f"    {line}" for line in tree.outline(found, lambda text: repr(bounded(text, most))))
+    nodes = tree.nodes(batch, trajectory, lambda tokens: tokenizer.spell(tokens.tolist()))
+    yield f"  tree        {tree.totals(nodes).words()}"
+    most = max(MOST_NAME, MOST_TEXT // len(nodes))
+    yield from (f"    {line}" for line in tree.outline(nodes, lambda text: repr(bounded(text, most))))
 
 
 def _row(row: DataRow) -> Iterator[str]:
-    """The columns of the row, the answer behind its own name."""
+    """The columns of the row, the answer under its own name."""
     for name, value in row.columns:
         shown = bounded(name, MOST_NAME)
         yield f"  {shown:<12}{value}" if name == "answer" else f"  row         {shown} = {value}"

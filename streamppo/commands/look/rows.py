@@ -1,6 +1,6 @@
 """The row of data behind a trajectory: the columns that rewards get, the answer first.
 
-A trajectory keeps the number of its prompt, and not the row: the task is built again, from data that may have changed.
+A trajectory keeps the number of its prompt alone: the task is built again, from data that may have changed.
 """
 
 from functools import cached_property
@@ -24,14 +24,14 @@ SHOWN = 400
 
 
 class DataRow(NamedTuple):
-    """(name, value as Python writes it) of every column; or `missing`, the reason that there are none to show."""
+    """(name, repr of the value) of every column; or `missing`, the reason for their absence."""
 
     columns: list[tuple[str, str]]
     missing: str = ""
 
 
 class RunRows:
-    """The rows of the run in `folder`. Its data are read when the first row is asked for."""
+    """The rows of the run in `folder`. Its data are read for the first row."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config, self._folder = config, folder

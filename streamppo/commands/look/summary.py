@@ -1,4 +1,4 @@
-"""Show a run on one screen, or all runs of a folder as a table. Needs neither Ray nor torch, also beside a run."""
+"""Prints a run on one screen, or all runs of a folder as a table, also during a run. Needs neither Ray nor torch."""
 
 import json
 from datetime import datetime
@@ -19,13 +19,13 @@ from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
 GAP, LEAST_STATE = 2, 10
-"""Cells between two columns, and cells of a state at least."""
+"""Cells between two columns, and least cells of a state."""
 
 
 def summary(run: Path, *, as_json: bool) -> int:
-    """Print a verdict, the numbers that people ask for first and the findings, or all numbers as JSON.
+    """Print the verdict, the main numbers and the findings, or all numbers as JSON.
 
-    Of a run that is worse than at its start the findings that are over are printed too, for they tell how it fell.
+    For a run that ended worse than it began, findings that are over are printed, too.
     """
     shown = _view(run)
     if as_json:
@@ -42,13 +42,13 @@ def summary(run: Path, *, as_json: bool) -> int:
     for finding in diagnosis.diagnose_lines(config, shown.lines, shown.summary):
         if finding.holds or worse:
             kind = "warning" if finding.holds else "over"
-            told = f"{kind}: {finding.name} (update {finding.last}): {finding.numbers}"
-            echo("", told, f"  try: {finding.advice}")
+            headline = f"{kind}: {finding.name} (update {finding.last}): {finding.numbers}"
+            echo("", headline, f"  try: {finding.advice}")
     return 0
 
 
 def current_summary(run: Path) -> dict[str, object]:
-    """The content of summary.json; without that file its numbers that metrics.jsonl gives, and the run's state."""
+    """The content of summary.json; without it, the numbers of metrics.jsonl and the run's state."""
     shown = _view(run)
     known = {**(shown.summary or {"outcome": condition(run, shown), **summaries.summarise(shown.lines)})}
     if "attempts" not in known and (found := report.attempts(run, configfile.load(run / configfile.CONFIG))):
@@ -57,11 +57,11 @@ def current_summary(run: Path) -> dict[str, object]:
 
 
 def list_runs(runs: Path) -> int:
-    """Print a row for each run, the one in which something happened last at the end. Raises `RunError` without one."""
-    found = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
-    if not found:
+    """Print a row for each run, the latest one last. Raises `RunError` without a run."""
+    folders = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
+    if not folders:
         raise RunError(f"{runs}: no run is there")
-    cells = [_row(folder) for folder in sorted(found, key=_last_change_s)]
+    cells = [_row(folder) for folder in sorted(folders, key=_last_change_s)]
     others = sum(
         max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS)) if place != 1
     )
@@ -76,13 +76,13 @@ def list_runs(runs: Path) -> int:
 
 
 def _row(folder: Path) -> list[str]:
-    """The name of a run, its state, its numbers; a run that cannot be read has the reason for its state."""
+    """The name of a run, its state, its numbers; the state of an unreadable run is the reason."""
     shown, why = attempt(lambda: _view(folder))
     shown = shown or View(folder.name, [])
-    told = summaries.summarise(shown.lines)
-    numbers = [_short(told[name]["final"]) for name in ("reward", "eval_accuracy")]
+    totals = summaries.summarise(shown.lines)
+    numbers = [_short(totals[name]["final"]) for name in ("reward", "eval_accuracy")]
     when = datetime.fromtimestamp(_last_change_s(folder)).strftime("%Y-%m-%d %H:%M")
-    return [folder.name, why or condition_word(condition(folder, shown)), f"{told['updates']}", *numbers, when]
+    return [folder.name, why or condition_word(condition(folder, shown)), f"{totals['updates']}", *numbers, when]
 
 
 def _view(run: Path) -> View:
@@ -90,14 +90,14 @@ def _view(run: Path) -> View:
 
 
 def condition(run: Path, shown: View) -> str:
-    """Running, or how the run ended; killed, if nothing says how."""
+    """The state of a run: running, its outcome, or killed without an outcome."""
     if lock.is_running(run):
         return "running"
     return shown.outcome if any("end" in line for line in shown.lines[-1:]) else "killed"
 
 
 def _last_change_s(run: Path) -> float:
-    """When something was last written down about the run, in seconds of the clock."""
+    """The time of the run's last line, in seconds since the epoch."""
     path = run / metrics_file.METRICS
     return (path if path.exists() else run / configfile.CONFIG).stat().st_mtime
 

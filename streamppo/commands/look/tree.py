@@ -113,60 +113,60 @@ def has_tree(trajectory: Trajectory) -> bool:
 def nodes(batch: Batch, trajectory: Trajectory, spell: Spell) -> list[TreeNode]:
     """The nodes of a trajectory of `batch`, in the order of the row."""
     prompt, row = len(trajectory.prompt_tokens) // 4, ints(trajectory.prompt_tokens + trajectory.tokens)
-    found, depth = _turns(trajectory, prompt), branches.depths(trajectory.branches, len(row))
-    numbers = {one.start: number for number, one in enumerate(found, 1)}
+    turn_places, depth = _turns(trajectory, prompt), branches.depths(trajectory.branches, len(row))
+    numbers = {place.start: number for number, place in enumerate(turn_places, 1)}
     rewards, versions = _rewards(trajectory), ints(trajectory.versions)
-    made, starts = list[TreeNode](), list[int]()
+    tree_nodes, starts = list[TreeNode](), list[int]()
     for piece in branches.pieces(trajectory.branches, len(row)):
-        for begin, end in _cuts(piece.start, piece.end, prompt, found):
+        for begin, end in _cuts(piece.start, piece.end, prompt, turn_places):
             parent = piece.parent if begin == piece.start and begin else NO_BRANCH
-            level = made[-1].level if made else 0
+            level = tree_nodes[-1].level if tree_nodes else 0
             if parent != NO_BRANCH:
-                level = made[bisect_right(starts, parent) - 1].level + 1 if parent >= 0 else 0
+                level = tree_nodes[bisect_right(starts, parent) - 1].level + 1 if parent >= 0 else 0
             node = TreeNode("message", begin, end, level, spell(row[begin:end]), parent)
             if begin in numbers:
-                turn, own = found[numbers[begin] - 1], slice(begin - prompt, end - prompt)
+                turn, sampled = turn_places[numbers[begin] - 1], slice(begin - prompt, end - prompt)
                 node = node._replace(
                     kind="turn",
                     number=numbers[begin],
                     context=int(depth[begin]),
-                    versions=_runs(versions[own]),
-                    reward=float(rewards[own].sum()),
+                    versions=_runs(versions[sampled]),
+                    reward=float(rewards[sampled].sum()),
                     reused=turn.reused,
                     delivered=bool(turn.delivered),
-                    too_old=int((versions[own] < batch.min_version).sum()) if turn.delivered else 0,
+                    too_old=int((versions[sampled] < batch.min_version).sum()) if turn.delivered else 0,
                     calls=_calls(node.text),
                 )
             elif begin < prompt:
                 node = node._replace(kind="prompt")
             elif parent >= 0 and end == begin + 1 and row[begin] == row[parent + 1]:
                 node = node._replace(kind="again")
-            made.append(node)
+            tree_nodes.append(node)
             starts.append(begin)
-    return made
+    return tree_nodes
 
 
-def totals(found: list[TreeNode]) -> TreeTotals:
-    """Count what is in a tree."""
-    lost = sum(one.end - one.start for one in found if not one.delivered)
-    return TreeTotals(sum(one.kind == "turn" for one in found), sum(one.is_branch for one in found), lost)
+def totals(tree_nodes: list[TreeNode]) -> TreeTotals:
+    """Count turns, branches and undelivered tokens of a tree."""
+    lost = sum(node.end - node.start for node in tree_nodes if not node.delivered)
+    return TreeTotals(sum(node.kind == "turn" for node in tree_nodes), sum(node.is_branch for node in tree_nodes), lost)
 
 
-def outline(found: list[TreeNode], quote: Callable[[str], str]) -> Iterator[str]:
-    """Write a tree for a terminal, a line for each node; `quote` makes its text harmless and short."""
-    places = [f"{'  ' * one.level}tokens {one.start} to {one.end - 1}" for one in found]
+def outline(tree_nodes: list[TreeNode], quote: Callable[[str], str]) -> Iterator[str]:
+    """Write a tree for a terminal, a line for each node; `quote` escapes and shortens its text."""
+    places = [f"{'  ' * node.level}tokens {node.start} to {node.end - 1}" for node in tree_nodes]
     width = max(map(len, places), default=0)
-    for one, place in zip(found, places, strict=True):
-        behind = f"{one.behind}: " if one.behind else ""
-        notes = "; ".join(one.notes())
-        yield f"{place:<{width}}  {one.name:<8}  {behind}{quote(one.text)}{': ' if notes else ''}{notes}"
+    for node, place in zip(tree_nodes, places, strict=True):
+        behind = f"{node.behind}: " if node.behind else ""
+        notes = "; ".join(node.notes())
+        yield f"{place:<{width}}  {node.name:<8}  {behind}{quote(node.text)}{': ' if notes else ''}{notes}"
 
 
 def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
-    """The turns of the column; without one the tokens that the mask has together, in pieces that follow one another."""
+    """The turns of the column; without it, each run of sampled tokens in a piece is a turn."""
     if trajectory.turns:
         return turns.read(trajectory.turns)
-    found, mask = list[TurnPlace](), flags(trajectory.mask)
+    places, mask = list[TurnPlace](), flags(trajectory.mask)
     begins = {int(start) for start, _ in branches.pairs(trajectory.branches)}
     at = 0
     for is_sampled, same in groupby(mask.tolist()):
@@ -174,21 +174,21 @@ def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
         inside = sorted(start - prompt for start in begins if at < start - prompt < end)
         if is_sampled:
             ends = [*inside, end]
-            found += [TurnPlace(prompt + a, prompt + b, UNKNOWN, 1) for a, b in zip([at, *inside], ends, strict=True)]
+            places += [TurnPlace(prompt + a, prompt + b, UNKNOWN, 1) for a, b in zip([at, *inside], ends, strict=True)]
         at = end
-    return found
+    return places
 
 
-def _cuts(start: int, end: int, prompt: int, found: list[TurnPlace]) -> list[tuple[int, int]]:
-    """The parts of a piece: turns, and what is between them; the prompt ends where the completion begins."""
-    edges = {start, end, *(edge for one in found for edge in (one.start, one.end) if start < edge < end)}
+def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> list[tuple[int, int]]:
+    """The parts of a piece: turns and the messages between them; the prompt is a part of its own."""
+    edges = {start, end, *(edge for turn in turn_places for edge in (turn.start, turn.end) if start < edge < end)}
     edges |= {prompt} if start < prompt < end else set()
     ordered = sorted(edges)
     return list(pairwise(ordered))
 
 
 def _rewards(trajectory: Trajectory) -> Floats:
-    """The reward of each token: all of it stands on the last sampled one, where no column says it."""
+    """The reward of each token; without the column all of it stands on the last sampled token."""
     if trajectory.token_rewards:
         return floats(trajectory.token_rewards)
     rewards = np.zeros(trajectory.num_tokens, np.float32)
@@ -201,8 +201,8 @@ def _runs(versions: Ints) -> tuple[tuple[int, int], ...]:
 
 
 def _calls(text: str) -> tuple[str, ...]:
-    """The tools that a turn calls, as far as its text says it by the marks that most templates use."""
-    return tuple(f"{one.name}({one.arguments})" for one in reply.read(text).calls)
+    """The tool calls of a turn, by the marks of most templates in its text."""
+    return tuple(f"{call.name}({call.arguments})" for call in reply.read(text).calls)
 
 
 def _count(count: int, what: str) -> str:

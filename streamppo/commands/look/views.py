@@ -1,4 +1,4 @@
-"""Views of a run beside the terminal's: a page that opens offline, a trace for Perfetto, the time of every phase."""
+"""Views of a run: a page that opens offline, a trace for Perfetto, the time of every phase."""
 
 import json
 from collections.abc import Sequence
@@ -17,50 +17,59 @@ from streamppo.telemetry.catalogue import PHASES
 from streamppo.telemetry.report.view import attempt
 
 
-def report(found: Sequence[Path], to: Path | None, *, as_json: bool = False) -> int:
+def report(paths: Sequence[Path], to: Path | None, *, as_json: bool = False) -> int:
     """Write the report of runs and replays to `to`: by default into the folder of a single run, else here.
 
-    Say how runs with a common past differ; with `as_json` only that, for programs, without a page.
+    Print the differences of runs with a common past; with `as_json` print them alone, without a page.
     """
     if as_json:
         echo(
-            json.dumps([{**one._asdict(), "rows": msgspec.to_builtins(one.rows)} for one in reports.differences(found)])
+            json.dumps(
+                [
+                    {**difference._asdict(), "rows": msgspec.to_builtins(difference.rows)}
+                    for difference in reports.differences(paths)
+                ]
+            )
         )
         return 0
-    single = len(found) == 1 and found[0].is_dir()
-    differences, why = attempt(lambda: reports.differences(found))
+    single = len(paths) == 1 and paths[0].is_dir()
+    differences, why = attempt(lambda: reports.differences(paths))
     written = reports.write(
-        found, to or (found[0] / reports.REPORT if single else Path(reports.REPORT)), differences or ()
+        paths, to or (paths[0] / reports.REPORT if single else Path(reports.REPORT)), differences or ()
     )
-    echo(f"report: {written}", *(one.sentence() for one in differences or ()))
+    echo(f"report: {written}", *(difference.sentence() for difference in differences or ()))
     if why:
         echo(f"no difference: {why}")
     return 0
 
 
 def trace(run: Path, to: Path) -> int:
-    """Write the events of `run` to the file `to`. Raises `RunError` if nothing is there, or no file can be written."""
+    """Write the events of `run` to the file `to`. Raises `RunError` without lines, or if the file cannot be written."""
     if not (lines := metrics_file.read(run)):
         raise RunError(f"{run}: nothing has happened yet: {metrics_file.METRICS} has no line")
-    found = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
+    timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
     with durable.naming(to, RunError):
-        to.write_text(json.dumps(found))
+        to.write_text(json.dumps(timeline))
     echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; nothing of it leaves the browser")
     return 0
 
 
 def time_table(run: Path) -> int:
     """Print milliseconds for one update, by process, the largest part first. Raises `RunError` where none is known."""
-    found = phase_times.per_update(metrics_file.read(run))
-    if not found:
+    processes = phase_times.per_update(metrics_file.read(run))
+    if not processes:
         raise RunError(f"{run}: no process has told of its phases yet; the first does after about ten seconds")
-    for process, phases in sorted(found.items()):
+    for process, phases in sorted(processes.items()):
         whole = phases[WHOLE].cpu_ms
         echo(f"{process}: {whole:.1f} ms of CPU for one update")
         echo(f"  {'phase':10} {'calls':>7} {'wall ms':>9} {'CPU ms':>9} {'share':>6}")
-        rows = sorted(((name, one) for name, one in phases.items() if name != WHOLE), key=lambda row: -row[1].cpu_ms)
-        for name, one in rows:
+        rows = sorted(
+            ((name, phase) for name, phase in phases.items() if name != WHOLE), key=lambda row: -row[1].cpu_ms
+        )
+        for name, phase in rows:
             meaning = PHASES[name].partition(": ")[2] if name in PHASES else "overhead, other threads, and Ray"
-            numbers = f"{one.calls:7.1f} {one.wall_ms:9.2f} {one.cpu_ms:9.2f} {one.cpu_ms / max(whole, 1e-9):6.0%}"
+            numbers = (
+                f"{phase.calls:7.1f} {phase.wall_ms:9.2f} {phase.cpu_ms:9.2f} {phase.cpu_ms / max(whole, 1e-9):6.0%}"
+            )
             echo(f"  {name:10} {numbers}  {meaning}")
     return 0

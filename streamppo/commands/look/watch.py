@@ -1,4 +1,4 @@
-"""Show a run on a page in the browser, as long as this command lives. Needs neither Ray nor torch."""
+"""Serves the page of a run until the command ends. Needs neither Ray nor torch."""
 
 import secrets
 import socket
@@ -15,7 +15,7 @@ from streamppo.errors import ConfigError, RunError
 PORT = 8484
 """The port if it is free; else any other."""
 ANYWHERE = ("0.0.0.0", "::")
-"""Hosts that stand for every name of this machine."""
+"""Hosts for every address of this machine."""
 
 
 def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int:
@@ -25,14 +25,14 @@ def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: the first RUN is the folder of one; a replay can be compared with it")
-    found = listening(host, port)
+    listener = listening(host, port)
     token = None if host in server.LOOPBACK else secrets.token_urlsafe()
-    echo(f"{run.name}: {address(found, host, token)}   (Ctrl-C ends this page, and nothing else)")
+    echo(f"{run.name}: {address(listener, host, token)}   (Ctrl-C ends this page, and nothing else)")
     if token is not None:
         echo("It goes over the network as it is, not encrypted: `ssh -L` to a page on loopback is safer.")
     settings = uvicorn.Config(server.application(run, list(others), token), log_level="warning", lifespan="off")
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(settings).run(sockets=[found])
+        uvicorn.Server(settings).run(sockets=[listener])
     return 0
 
 
@@ -52,8 +52,8 @@ def _listening(host: str, port: int) -> socket.socket:
     return socket.create_server(where[:2], family=family)
 
 
-def address(found: socket.socket, host: str, token: str | None) -> str:
+def address(listener: socket.socket, host: str, token: str | None) -> str:
     """The address to open in a browser."""
     reached = socket.gethostname() if host in ANYWHERE else host
     name = f"[{reached}]" if ":" in reached else reached
-    return f"http://{name}:{found.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    return f"http://{name}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")

@@ -41,7 +41,7 @@ from streamppo.types import Prompt
 PROGRESS_S = 10.0
 """Seconds between two log lines."""
 REASONS = 3
-"""Kinds of failures that are shown."""
+"""Most kinds of failures that are shown."""
 
 log = logging.getLogger(__name__)
 
@@ -92,46 +92,47 @@ class EvalResult(TypedDict):
 
 
 def evaluate(
-    name: str, own: Config | None, config: Config | None, *, version: int | None, samples: int, as_json: bool
+    name: str, run_config: Config | None, config: Config | None, *, version: int | None, samples: int, as_json: bool
 ) -> int:
     """Evaluate the run or the model called `name`, and print a table or JSON. The exit code is 1 without any score.
 
-    A run has its `own` configuration, of which `config` replaces all but the model; a model has `config` alone. Without
+    A run has the configuration `run_config`, of which `config` replaces all but the model; a model has `config` alone.
+    Without
     `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
     """
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
     with log_to_stderr(), tempfile.TemporaryDirectory() as aside:
-        if own is not None:
-            chosen, subject = _load_run(Path(name).resolve(), own, config or own, version)
+        if run_config is not None:
+            chosen, subject = _load_run(Path(name).resolve(), run_config, config or run_config, version)
         else:
             assert config is not None
             chosen, subject = _load_model(name, config, Path(aside))
         with standalone.reward_models(chosen) as models:
             rewards = Rewards(chosen.reward, models)
             answers = asyncio.run(_answers(chosen, subject, rewards, samples))
-    found = _result(chosen, subject, samples, answers)
-    echo(*json.dumps(found, indent=2).split("\n")) if as_json else _print(found)
-    return 0 if found["accuracy"]["mean"] is not None else 1
+    result = _result(chosen, subject, samples, answers)
+    echo(*json.dumps(result, indent=2).split("\n")) if as_json else _print(result)
+    return 0 if result["accuracy"]["mean"] is not None else 1
 
 
 # --- the policy ----------------------------------------------------------------------------------------------
 
 
-def _load_run(run: Path, own: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
+def _load_run(run: Path, run_config: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
     """Load the policy of a run; the configuration is that of the evaluation with the run's own `[model]`."""
-    path = model_path(own, run)
-    config = structs.replace(config, model=own.model)
+    path = model_path(run_config, run)
+    config = structs.replace(config, model=run_config.model)
     if version == 0:
-        return config, Subject(run.name, 0, path, weights.model_weights(path, own.model.dtype))
-    found = weights.checkpoint_weights(own, run, version)
-    return config, Subject(run.name, found.version, path, found.tensors)
+        return config, Subject(run.name, 0, path, weights.model_weights(path, run_config.model.dtype))
+    policy = weights.checkpoint_weights(run_config, run, version)
+    return config, Subject(run.name, policy.version, path, policy.tensors)
 
 
 def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
     """Load a model, or make builtin:tiny in the folder `aside`; the configuration gets it as its `model.path`."""
     config = structs.replace(config, model=structs.replace(config.model, path=name))
-    if wrong := [one.text for one in folders.model(config) if one.state in ("error", "not here")]:
+    if wrong := [finding.text for finding in folders.model(config) if finding.state in ("error", "not here")]:
         raise ConfigError("\n".join(wrong))
     path = model_path(config, aside)
     if name == BUILTIN:
@@ -207,9 +208,9 @@ def pass_at(samples: int, correct: int, k: int) -> float:
 def _result(config: Config, subject: Subject, samples: int, answers: Sequence[Sequence[ScoredAnswer]]) -> EvalResult:
     correct_at = config.reward.correct_at
     greedy = [row[0] for row in answers if row[0].reward is not None]
-    rewards = [one.reward for one in greedy if one.reward is not None]
-    failed = [one.reason for row in answers for one in row if one.reward is None]
-    scored = [[one.reward >= correct_at for one in row[1:] if one.reward is not None] for row in answers]
+    rewards = [answer.reward for answer in greedy if answer.reward is not None]
+    failed = [answer.reason for row in answers for answer in row if answer.reward is None]
+    scored = [[answer.reward >= correct_at for answer in row[1:] if answer.reward is not None] for row in answers]
     return {
         "model": subject.name,
         "version": subject.version,
@@ -221,8 +222,8 @@ def _result(config: Config, subject: Subject, samples: int, answers: Sequence[Se
             k: _estimate([pass_at(len(row), sum(row), k) for row in scored if len(row) >= k]) for k in _ks(samples)
         },
         "reward": _mean(rewards),
-        "tokens": _mean([one.tokens for one in greedy]),
-        "truncated": _mean([one.truncated for one in greedy]),
+        "tokens": _mean([answer.tokens for answer in greedy]),
+        "truncated": _mean([answer.truncated for answer in greedy]),
         "failed": len(failed),
         "reasons": dict(Counter(failed).most_common(REASONS)),
     }
@@ -238,26 +239,26 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _estimate(values: Sequence[float]) -> MeanEstimate:
-    """The mean, and its standard error by the unbiased variance; a single value has no error."""
+    """The mean and its standard error, by the unbiased variance; a single value has no error."""
     if (mean := _mean(values)) is None:
         return {"mean": None, "error": None}
     squares = sum((value - mean) ** 2 for value in values)
     return {"mean": mean, "error": math.sqrt(squares / (len(values) - 1) / len(values)) if len(values) > 1 else None}
 
 
-def _print(found: EvalResult) -> None:
+def _print(result: EvalResult) -> None:
     rows = table("", "", "", "")
-    rows.add_row(found["model"], "", "", f"version {found['version']}, {found['prompts']} held-out prompts")
-    rows.add_row("accuracy", *_numbers(found["accuracy"]), "greedy")
-    drawn = f"{found['samples']} samples each, temperature {found['temperature']:g}"
-    for k, estimate in found["pass_at"].items():
+    rows.add_row(result["model"], "", "", f"version {result['version']}, {result['prompts']} held-out prompts")
+    rows.add_row("accuracy", *_numbers(result["accuracy"]), "greedy")
+    drawn = f"{result['samples']} samples each, temperature {result['temperature']:g}"
+    for k, estimate in result["pass_at"].items():
         rows.add_row(f"pass@{k}", *_numbers(estimate), drawn)
     for name, remark in (("reward", "mean, greedy"), ("tokens", "mean, greedy"), ("truncated", "share, greedy")):
-        value = found[name]
+        value = result[name]
         rows.add_row(name, "-" if value is None else f"{value:.3f}", "", remark)
     console().print(rows)
-    for reason, count in found["reasons"].items():
-        echo(f"{count} of {found['failed']} answers without a score: {reason}")
+    for reason, count in result["reasons"].items():
+        echo(f"{count} of {result['failed']} answers without a score: {reason}")
 
 
 def _numbers(estimate: MeanEstimate) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Get the weights of a checkpoint out, as a folder that transformers loads; without Ray, engines or the journal."""
+"""Exports the weights of a checkpoint as a folder for transformers, without Ray, engines or the journal."""
 
 from pathlib import Path
 
@@ -20,12 +20,12 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
         raise ConfigError(f"{run} has no adapters: it was trained without model.lora")
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a folder that does not")
-    found = weights.checkpoint_weights(config, run, version)
+    policy = weights.checkpoint_weights(config, run, version)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if adapter and lora is not None:
-        adapters.write(found.adapters, lora, start, folder)
+        adapters.write(policy.adapters, lora, start, folder)
     else:
-        for note in hf_files.export(found.tensors, start, folder, config.model.dtype):
+        for note in hf_files.export(policy.tensors, start, folder, config.model.dtype):
             echo(f"{folder}: {note}")
-    echo(f"{folder}: version {found.version}, weights {found.digest[:16]}")
+    echo(f"{folder}: version {policy.version}, weights {policy.digest[:16]}")
     return 0

@@ -1,4 +1,4 @@
-"""The policy's weights in a checkpoint of a run, also of one that died; without Ray, engines or the journal."""
+"""The policy's weights in a checkpoint of a run, also of a dead one; without Ray, engines or the journal."""
 
 import warnings
 from pathlib import Path
@@ -43,7 +43,7 @@ def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weight
     still = {} if model.lora is None else model_weights(start, model.dtype)
     push, _ = buckets.pack_whole(state.version, tensors, config.learner.bucket_bytes)
     push = structs.replace(
-        push, frozen=tuple(buckets.describe_tensor(name, Shard.whole(one), one) for name, one in still.items())
+        push, frozen=tuple(buckets.describe_tensor(name, Shard.whole(tensor), tensor) for name, tensor in still.items())
     )
     if push.digest != state.digest:
         raise CheckpointError(f"{path}: its weights are not those of version {state.version} that the engines had")
@@ -59,7 +59,7 @@ def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
 
 
 def _run_history(config: Config, run: Path) -> History | None:
-    """The versions as the journal has them; None, with a note, if it cannot be read: weights get out all the same."""
+    """The versions in the journal; None, with a note, if it cannot be read."""
     try:
         return history.read_history(run, config)
     except JournalError as error:
@@ -70,20 +70,20 @@ def _run_history(config: Config, run: Path) -> History | None:
 def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
     """The checkpoint of `version`, else the newest one of this run; of several that are not, the newest is refused."""
     folder, address = run / "checkpoints", remote.known_address(run)
-    found = {int(path.name): path for path in manifest.complete(folder)}
-    whole = [one for one in found if version is None and manifest.is_of(found[one], past)]
-    wanted = max(whole or found, default=None) if version is None else version
-    if address and wanted not in found:
+    checkpoints = {int(path.name): path for path in manifest.complete(folder)}
+    whole = [number for number in checkpoints if version is None and manifest.is_of(checkpoints[number], past)]
+    wanted = max(whole or checkpoints, default=None) if version is None else version
+    if address and wanted not in checkpoints:
         copies = remote.CheckpointStore(address).versions(past)
         wanted = max(copies, default=None) if wanted is None else wanted
-        found |= {one: folder / f"{one:08d}" for one in copies if one not in found}
-        if wanted in found:
-            remote.CheckpointStore(address).fetch_checkpoint(found[wanted])
-    if wanted not in found:
-        there = ", ".join(map(str, found)) or "none"
+        checkpoints |= {number: folder / f"{number:08d}" for number in copies if number not in checkpoints}
+        if wanted in checkpoints:
+            remote.CheckpointStore(address).fetch_checkpoint(checkpoints[wanted])
+    if wanted not in checkpoints:
+        there = ", ".join(map(str, checkpoints)) or "none"
         asked = "" if version is None else f" of version {version}"
         raise CheckpointError(f"{run}: no checkpoint{asked}; there are {there}")
-    return found[wanted]
+    return checkpoints[wanted]
 
 
 def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
@@ -96,12 +96,12 @@ def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
         lm = hf_files.read(start, "eager", weights=False)
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
-    names = [(name, tuple(one.shape)) for name, one in lm.named_parameters() if one.requires_grad]
-    # The optimizer's state and the critic's weights, which nobody asked for, are not read.
+    names = [(name, tuple(parameter.shape)) for name, parameter in lm.named_parameters() if parameter.requires_grad]
+    # The optimizer's state and the critic's weights are not read.
     state: dict[str, dict[str, Tensor]] = {"policy": {f"lm.{name}": torch.empty(shape) for name, shape in names}}
     try:
         with warnings.catch_warnings():
-            # It warns of what is asked for here.
+            # The warning is about this intended use.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             distcp.load(state, path, alone=True)
     except CheckpointError as error:

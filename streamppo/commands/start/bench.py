@@ -1,4 +1,4 @@
-"""`streamppo bench`: the quick benchmarks of the repository in one table, and beside the result of another day.
+"""`streamppo bench`: the quick benchmarks of the repository in one table, beside an earlier result.
 
 Every part is a script of benchmarks/ in a process of its own. All parts follow one another, `rounds` times, so that
 each number has a median and a range. Numbers are costs: less is better. A fixed piece of work before each part tells
@@ -28,7 +28,7 @@ PARTS: tuple[Part, ...] = (
     ("cost/cost.py", "--updates", "30", "--repeat", "1"),
 )
 MARGIN = 1.1
-"""Medians that are less than this many times apart count as equal."""
+"""Medians within this ratio count as equal."""
 REFERENCE = 1_000_000
 """Additions of the fixed piece of work."""
 QUOTED = 2000
@@ -73,19 +73,19 @@ def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | N
 
 def measure(parts: Sequence[Part], rounds: int) -> BenchResult:
     """Run every part `rounds` times, in turns. Raises `RunError` with the output of a part that fails."""
-    made = BenchResult({}, [], {})
+    result = BenchResult({}, [], {})
     for _ in range(rounds):
         for part in parts:
-            made.reference_ms.append(_reference_ms())
+            result.reference_ms.append(_reference_ms())
             written = _run(part)
-            made.machine = written.machine
+            result.machine = written.machine
             for name, cost in written.costs.items():
-                made.costs.setdefault(name, []).append(cost)
-    return made
+                result.costs.setdefault(name, []).append(cost)
+    return result
 
 
 def read(path: Path) -> BenchResult:
-    """Read the result of another day. Raises `RunError` if `path` has none."""
+    """Read an earlier result. Raises `RunError` if `path` has none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=BenchResult)
     except (OSError, msgspec.MsgspecError) as error:
@@ -93,18 +93,18 @@ def read(path: Path) -> BenchResult:
 
 
 def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
-    """Say of each cost that both have if it is "slower", "faster" or "equal".
+    """Compare each common cost: "slower", "faster" or "equal".
 
     Slower is a median beyond the margin, and not one value within the earlier range at the machine's present speed.
     """
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     for name in now.costs.keys() & then.costs.keys():
         new, old = now.costs[name], [cost * pace(now, then) for cost in then.costs[name]]
         ratio = statistics.median(new) / statistics.median(old)
         slower = ratio > MARGIN and min(new) > max(old)
         faster = ratio < 1 / MARGIN and max(new) < min(old)
-        found[name] = "slower" if slower else "faster" if faster else "equal"
-    return found
+        words[name] = "slower" if slower else "faster" if faster else "equal"
+    return words
 
 
 def pace(now: BenchResult, then: BenchResult) -> float:

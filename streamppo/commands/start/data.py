@@ -107,10 +107,10 @@ LAYOUTS: dict[Name, Callable[[Path, str], Rows]] = {
 
 def _file(folder: Path, name: str) -> Path:
     """The file of that name, at any depth."""
-    found = sorted(folder.rglob(name))
-    if not found:
+    files = sorted(folder.rglob(name))
+    if not files:
         raise TaskError(f"{folder}: there is no {name} in it")
-    return found[0]
+    return files[0]
 
 
 def _messages(transcript: str, where: str) -> list[dict[str, str]]:
@@ -119,4 +119,4 @@ def _messages(transcript: str, where: str) -> list[dict[str, str]]:
     turns = list(zip(pieces[::2], pieces[1::2], strict=True))
     if len(turns) < 2 or turns[-1][0] != "Assistant" or turns[-1][1].strip():
         raise TaskError(f"{where}: the prompt does not end with 'Assistant:'")
-    return [{"role": SPEAKERS[speaker], "content": said.strip()} for speaker, said in turns[:-1]]
+    return [{"role": SPEAKERS[speaker], "content": text.strip()} for speaker, text in turns[:-1]]

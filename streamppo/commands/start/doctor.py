@@ -1,8 +1,8 @@
-"""`streamppo doctor`: what is installed and what this machine has, each with its remedy. No configuration, no Ray.
+"""`streamppo doctor`: checks of the installation and the machine, with remedies. No configuration, no Ray.
 
 ok         as a run needs it
-note       works, and something is not there or is little: a feature lacks it
-error      no run can be made here
+note       works, and a feature lacks something
+error      no run is possible here
 """
 
 import os
@@ -25,61 +25,74 @@ from streamppo.errors import RunError
 
 PACKAGE = "streamppo"
 SHARED = Path("/dev/shm")
-"""Ray keeps batches and weights here while they are on their way."""
+"""Ray keeps batches and weights in transit here."""
 OPEN_FILES = 4096
 SHARED_MIB, FREE_MIB, MEMORY_MIB = 512, 1024, 4096
-"""Below these a small run gets into difficulties: shared memory, disk, memory."""
+"""Least shared memory, disk and memory of a small run."""
 SKEW_S = 2.0
 
 
 def doctor(runs: Path) -> int:
-    """Print all findings; `runs` is the folder of the runs to be. The exit code is 1 if there is an error."""
+    """Print all findings; `runs` is the folder of future runs. The exit code is 1 if there is an error."""
     findings = [*packages(), *machine(), *places(runs)]
     print_table(findings)
-    return int(any(one.state == "error" for one in findings))
+    return int(any(finding.state == "error" for finding in findings))
 
 
 # --- what is installed ---------------------------------------------------------------------------------------
 
 
 def packages() -> Findings:
-    """Python, every package that streamppo needs, and those of each extra, as its own metadata names them."""
+    """Check Python, the required packages, and those of each extra, by the package's metadata."""
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.platform()}")
-    found = [Requirement(one) for one in metadata.requires(PACKAGE) or []]
-    needed = [one for one in found if _is_for(one, "")]
+    requirements = [Requirement(requirement) for requirement in metadata.requires(PACKAGE) or []]
+    needed = [requirement for requirement in requirements if _is_for(requirement, "")]
     yield from _package_lines(needed)
     for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
-        yield _extra(name, [one for one in found if one not in needed and _is_for(one, name)])
+        yield _extra(
+            name,
+            [requirement for requirement in requirements if requirement not in needed and _is_for(requirement, name)],
+        )
 
 
-def _is_for(one: Requirement, extra: str) -> bool:
-    """True for a package that this machine needs with `extra`; the extra "" is none."""
-    return one.marker is None or one.marker.evaluate({"extra": extra})
+def _is_for(requirement: Requirement, extra: str) -> bool:
+    """True for a package that this machine needs with `extra`; "" is no extra."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def _package_lines(found: list[Requirement]) -> Findings:
-    """One line for all packages that are there, and one for each that is not."""
-    lacking = [one for one in found if _lack(one)]
-    told = ("torch", "ray", "transformers")
-    versions = ", ".join(f"{name} {_version(name)}" for name in told)
-    yield Finding("packages", "ok", f"{len(found) - len(lacking)} of {len(found)} are there: {versions}")
-    for one in lacking:
-        yield Finding(one.name, "error", f"{_lack(one)}: pip install -c constraints.txt '{one}'")
+def _package_lines(requirements: list[Requirement]) -> Findings:
+    """One line for all present packages, and one for each missing one."""
+    lacking = [requirement for requirement in requirements if _lack(requirement)]
+    shown = ("torch", "ray", "transformers")
+    versions = ", ".join(f"{name} {_version(name)}" for name in shown)
+    yield Finding("packages", "ok", f"{len(requirements) - len(lacking)} of {len(requirements)} are there: {versions}")
+    for requirement in lacking:
+        yield Finding(
+            requirement.name, "error", f"{_lack(requirement)}: pip install -c constraints.txt '{requirement}'"
+        )
 
 
-def _extra(name: str, found: list[Requirement]) -> Finding:
-    if lacks := [_lack(one) for one in found if _lack(one)]:
+def _extra(name: str, requirements: list[Requirement]) -> Finding:
+    if lacks := [_lack(requirement) for requirement in requirements if _lack(requirement)]:
         return Finding(f"extra {name}", "note", f"{'; '.join(lacks)}: pip install '{PACKAGE}[{name}]'")
-    return Finding(f"extra {name}", "ok", ", ".join(f"{one.name} {_version(one.name)}" for one in found))
+    return Finding(
+        f"extra {name}",
+        "ok",
+        ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in requirements),
+    )
 
 
-def _lack(one: Requirement) -> str:
-    """Say that a package is not there or too old; "" if it is as it should be."""
-    version = _version(one.name)
+def _lack(requirement: Requirement) -> str:
+    """Describe a missing or old package; "" for a right one."""
+    version = _version(requirement.name)
     if not version:
-        return f"{one.name} is not installed"
+        return f"{requirement.name} is not installed"
     # A build of our own, such as 2.13.0+cpu, and a first candidate of a release count too.
-    return "" if one.specifier.contains(version, prereleases=True) else f"{one.name} {version} is not {one.specifier}"
+    return (
+        ""
+        if requirement.specifier.contains(version, prereleases=True)
+        else f"{requirement.name} {version} is not {requirement.specifier}"
+    )
 
 
 def _version(name: str) -> str:
@@ -93,7 +106,7 @@ def _version(name: str) -> str:
 
 
 def machine() -> Findings:
-    """Cores, memory, GPUs, and the limits that Ray runs into."""
+    """Check cores, memory, GPUs, and limits that stop Ray."""
     yield _enough(
         "memory", memory_mib(), MEMORY_MIB, f"and {len(os.sched_getaffinity(0))} cores", "take a larger machine"
     )
@@ -129,7 +142,7 @@ def _loopback() -> Finding:
 
 def places(runs: Path) -> Findings:
     """The disk on which runs would be: of this machine, writable, with room, and with this machine's time."""
-    folder = next(one for one in (runs.resolve(), *runs.resolve().parents) if one.is_dir())
+    folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
     try:
         disk.refuse_network(folder)
     except RunError as error:

@@ -91,23 +91,23 @@ def bring(file: Path, given: UserInputs) -> int:
     if file.exists():
         raise ConfigError(f"{file}: something is there already; take another name")
     plugins.export_path()
-    found = policy.look(given.model)
-    if not given.gpus and found.family and found.family not in FAMILIES:
+    model = policy.look(given.model)
+    if not given.gpus and model.family and model.family not in FAMILIES:
         raise ConfigError(
-            f"{given.model} is a {found.family}; without a GPU the embedded engine runs {', '.join(FAMILIES)}: choose "
+            f"{given.model} is a {model.family}; without a GPU the embedded engine runs {', '.join(FAMILIES)}: choose "
             "such a model, or --gpu 1, where SGLang runs it"
         )
     scorer = FunctionScorer(function=given.reward)
     with process.naming_prints():
-        seen = rows.look(given.data, scorer, (given.prompt, given.answer), found.measure(), chat=found.chat)
+        seen = rows.look(given.data, scorer, (given.prompt, given.answer), model.measure(), chat=model.chat)
     chosen = text.ProjectChoices(
         name=file.stem,
         model=_from(file, given.model),
         data=_from(file, given.data),
         reward=_function_from(file, given.reward),
-        policy=found,
+        policy=model,
         rows=seen,
-        sizes=sizes.choose(found, seen, given.gpus, memory_mib()),
+        sizes=sizes.choose(model, seen, given.gpus, memory_mib()),
     )
     with durable.naming(file, RunError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -116,11 +116,11 @@ def bring(file: Path, given: UserInputs) -> int:
 
 
 def _say_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
-    found, seen, length = chosen.policy, chosen.rows, chosen.sizes.completion
-    known = "" if found.is_known else ", all by its name: it is not on this machine"
+    model, seen, length = chosen.policy, chosen.rows, chosen.sizes.completion
+    known = "" if model.is_known else ", all by its name: it is not on this machine"
     answer = f"the answer {seen.answer!r} (up to {seen.longest_answer} tokens)" if seen.answer else "none is an answer"
     _say(f"{file}: written for")
-    _say(f"  model    {found.path}: {found.parameters:,} parameters, context {found.context:,}{known}")
+    _say(f"  model    {model.path}: {model.parameters:,} parameters, context {model.context:,}{known}")
     _say(f"  rows     {seen.total:,}; the prompt is {seen.prompt!r} (up to {seen.longest_prompt} tokens), {answer}")
     if length.left_out:
         _say(
@@ -128,10 +128,10 @@ def _say_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
         )
     _say(f"  answers  of up to {length.max_tokens} tokens: {length.why}")
     findings = look_over(configfile.load(file), None)
-    worth = [one for one in findings if one.state not in ("ok", "later")]
+    worth = [finding for finding in findings if finding.state not in ("ok", "later")]
     if worth:
         print_table(worth)
-    errors = sum(one.state == "error" for one in findings)
+    errors = sum(finding.state == "error" for finding in findings)
     _say(f"  check    {errors} errors")
     quoted = shlex.quote(str(file))
     _say(f"begin with: streamppo run {quoted}" if not errors else f"mend them, then: streamppo check {quoted}")
@@ -147,8 +147,8 @@ def _from(file: Path, path: str) -> str:
     """`path` as it stands in `file`: relative to it where it is beside or below it, else in full; names stay."""
     if not Path(path).exists():
         return path
-    found, folder = Path(path).absolute(), file.absolute().parent
-    return str(found.relative_to(folder) if found.is_relative_to(folder) else found)
+    target, folder = Path(path).absolute(), file.absolute().parent
+    return str(target.relative_to(folder) if target.is_relative_to(folder) else target)
 
 
 def _function_from(file: Path, name: str) -> str:

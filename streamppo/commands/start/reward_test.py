@@ -1,4 +1,4 @@
-"""`streamppo reward-test`: a few completions, scored as a run would score them, in a table. No training."""
+"""`streamppo reward-test`: scores a few completions as a run would, and prints a table. No training."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ WIDTH = 40
 
 
 class TriedCompletion(NamedTuple):
-    """One completion, its reward or the reason why there is none, and how long that took."""
+    """A completion, its reward or the reason of its failure, and the seconds of scoring."""
 
     completion: str
     reward: Reward | None
@@ -56,7 +56,7 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
     echo(*_summary(tried, reports))
     if agents:
         echo(f"agents: {', '.join(f'{number:,} {name}' for name, number in sorted(agents.items()))}")
-    return 0 if all(one.reward is not None for one in tried) else 1
+    return 0 if all(completion.reward is not None for completion in tried) else 1
 
 
 async def _try(
@@ -74,7 +74,7 @@ async def _try(
     try:
         if completions is not None:
             given = list(_read_completions(completions, task, _written_as(config), tokenizer))
-            return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report(), {}
+            return list(await asyncio.gather(*(_score(rewards, *row) for row in given))), rewards.report(), {}
         async with standalone.engine(
             config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
         ) as engine:
@@ -125,7 +125,7 @@ def _written_as(config: Config) -> Source:
 def _read_completions(
     file: Path, task: Task, source: Source, tokenizer: Tokenizer
 ) -> Iterator[tuple[Prompt, ScoredText]]:
-    """Rows of a jsonl file: `completion`; `prompt` and columns, where they are not those of the task's next prompt.
+    """Read rows of a jsonl file: `completion`, and `prompt` and columns in place of those of the task's next prompt.
 
     A `prompt` is written as `source` writes those of its rows.
     """
@@ -164,18 +164,27 @@ def _print_table(tried: Sequence[TriedCompletion]) -> None:
     rows = table("#", "reward", "ms", "completion", "components, explanation or error")
     for column in rows.columns[:3]:
         column.justify, column.no_wrap = "right", True
-    for number, one in enumerate(tried):
-        reward = "failed" if one.reward is None else f"{one.reward.total:.4g}"
-        style = "red" if one.reward is None else None
-        rows.add_row(f"{number}", reward, f"{one.seconds * 1e3:.1f}", _shorten(one.completion), _note(one), style=style)
+    for number, completion in enumerate(tried):
+        reward = "failed" if completion.reward is None else f"{completion.reward.total:.4g}"
+        style = "red" if completion.reward is None else None
+        rows.add_row(
+            f"{number}",
+            reward,
+            f"{completion.seconds * 1e3:.1f}",
+            _shorten(completion.completion),
+            _note(completion),
+            style=style,
+        )
     console().print(rows)
 
 
-def _note(one: TriedCompletion) -> str:
-    if one.reward is None:
-        return one.reason
-    components = " ".join(f"{name}={value:.4g}" for name, value in one.reward.components.items())
-    return " ".join(filter(None, (components, _shorten(one.reward.explanation) if one.reward.explanation else "")))
+def _note(completion: TriedCompletion) -> str:
+    if completion.reward is None:
+        return completion.reason
+    components = " ".join(f"{name}={value:.4g}" for name, value in completion.reward.components.items())
+    return " ".join(
+        filter(None, (components, _shorten(completion.reward.explanation) if completion.reward.explanation else ""))
+    )
 
 
 def _shorten(text: str) -> str:
@@ -184,7 +193,7 @@ def _shorten(text: str) -> str:
 
 
 def _summary(tried: Sequence[TriedCompletion], reports: Sequence[ScorerReport]) -> list[str]:
-    totals = [one.reward.total for one in tried if one.reward is not None]
+    totals = [completion.reward.total for completion in tried if completion.reward is not None]
     mean = f"mean reward {sum(totals) / len(totals):.4g}, " if totals else ""
     lines = [f"{len(tried)} completions: {mean}{len(tried) - len(totals)} failed"]
     for report in reports:

@@ -15,13 +15,14 @@ UNLIMITED = 2**60
 
 
 class MemoryKills:
-    """The kills since this object was made. `cgroups` is the mount of all cgroups; the file `own` names this process's.
+    """Kills since the creation of this object. `cgroups` is the mount of all cgroups; the file `own_file` names this
+    process's.
 
     A nested cgroup is bounded by its parents too, so every level with a counter is read.
     """
 
-    def __init__(self, cgroups: Path = CGROUPS, own: Path = OWN) -> None:
-        self._levels = _levels(cgroups, own.read_text() if own.exists() else "")
+    def __init__(self, cgroups: Path = CGROUPS, own_file: Path = OWN) -> None:
+        self._levels = _levels(cgroups, own_file.read_text() if own_file.exists() else "")
         self._known = self._count()
 
     def explain(self) -> str:
@@ -37,16 +38,16 @@ class MemoryKills:
         return sum(map(_kills, self._levels))
 
 
-def limit(cgroups: Path = CGROUPS, own: Path = OWN) -> int | None:
+def limit(cgroups: Path = CGROUPS, own_file: Path = OWN) -> int | None:
     """The smallest memory limit of this process's cgroups in bytes, shared by all their processes; None without one."""
-    levels = _levels(cgroups, own.read_text() if own.exists() else "")
+    levels = _levels(cgroups, own_file.read_text() if own_file.exists() else "")
     return min((at_level for level in levels if (at_level := _limit(level)) is not None), default=None)
 
 
-def _levels(cgroups: Path, own: str) -> list[Path]:
+def _levels(cgroups: Path, memberships: str) -> list[Path]:
     """The folders that count kills: a process's memory cgroup and its parents."""
     levels: list[Path] = []
-    for line in own.splitlines():
+    for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue

@@ -1,8 +1,8 @@
-"""What the endpoint refuses: the status, a code that clients of every dialect know, a sentence, and its counter."""
+"""Refusals of the endpoint: the status, a code that clients of every dialect know, a sentence, and its counter."""
 
 
 class RequestRefused(Exception):
-    """A request that is refused. `reason` is the name of its counter."""
+    """A refused request. `reason` is the name of its counter."""
 
     def __init__(self, status: int, code: str, message: str, reason: str) -> None:
         super().__init__(message)
@@ -10,17 +10,17 @@ class RequestRefused(Exception):
 
 
 def bad(message: str, reason: str = "unusable request", code: str = "invalid_request_error") -> RequestRefused:
-    """Refuse a request that cannot be right."""
+    """Make the refusal of a malformed request."""
     return RequestRefused(400, code, message, reason)
 
 
 def ended() -> RequestRefused:
-    """Refuse a request of a run that is over."""
+    """Make the refusal of an ended run's request."""
     return RequestRefused(
         410, "session_ended", "the run of this key has ended: nothing more is sampled for it", "after its end"
     )
 
 
 def spent(message: str) -> RequestRefused:
-    """Refuse a request that the run's budget has no room for."""
+    """Make the refusal of a request beyond the run's budget."""
     return RequestRefused(400, "context_length_exceeded", message, "over budget")

@@ -1,11 +1,11 @@
-"""What a turn says: its reasoning, its text and its tool calls, read from the sampled text.
+"""Reads a turn's reasoning, text and tool calls from the sampled text.
 
-A tokenizer with a `response_schema` says how (transformers' `parse_response`). Of others the marks that most templates
-use are read:
+A tokenizer with a `response_schema` parses it (transformers' `parse_response`). For others the marks of most templates
+are read:
 
     <think>reasoning</think>text<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>
 
-A call that is no JSON of this form stays text. What is sampled is never changed by what is read from it.
+A call without JSON of this form stays text. Reading never changes the sampled tokens.
 """
 
 import json
@@ -25,7 +25,7 @@ THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_cal
 SIGNS = string.ascii_letters + string.digits
 CALLS = re.compile(f"{CALL}(.*?)(?:{CALLED}|$)", re.DOTALL)
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ImportError, TemplateError, RecursionError)
-"""Errors of `parse_response` for a text that its schema does not fit."""
+"""Errors of `parse_response` for a text outside of its schema."""
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,14 @@ class Reply(NamedTuple):
     @property
     def message(self) -> Message:
         """The message as a program sends it back."""
-        calls = tuple({"id": one.id, "function": {"name": one.name, "arguments": one.arguments}} for one in self.calls)
+        calls = tuple(
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in self.calls
+        )
         return assistant(self.content, calls, self.reasoning)
 
 
 def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) -> Message:
-    """Make an assistant's message; a `reasoning` that is no text is left out."""
+    """Make an assistant's message; a `reasoning` other than a text is left out."""
     fields = {"reasoning_content": reasoning} if isinstance(reasoning, str) and reasoning else {}
     return Message(role="assistant", content=content or None, tool_calls=tuple(calls), fields=fields)
 
@@ -71,23 +73,23 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
     reasoning, rest = _thoughts(text, opened=opened)
     calls = list[ToolCall]()
 
-    def take(found: re.Match[str]) -> str:
-        made = _call(found[1])
-        calls.extend(made)
-        return "" if made else found[0]
+    def take(match: re.Match[str]) -> str:
+        parsed = _call(match[1])
+        calls.extend(parsed)
+        return "" if parsed else match[0]
 
     content = CALLS.sub(take, rest)
     return Reply(content.rstrip() if calls else content, reasoning, tuple(calls))
 
 
 def so_far(text: str, *, opened: bool = False) -> Reply:
-    """Read a turn that goes on: the beginning of what `read` will find, without calls."""
+    """Read an unfinished turn: the beginning of the later result of `read`, without calls."""
     reasoning, rest = _thoughts(_settled(text), opened=opened)
     return Reply(rest.partition(CALL)[0].rstrip(), reasoning)
 
 
 def new_id(kind: str) -> str:
-    """Make an id of ours: "resp", for one."""
+    """Make an id: the kind, and 24 random digits."""
     return f"{kind}_{secrets.token_hex(12)}"
 
 
@@ -97,7 +99,7 @@ def _call_id() -> str:
 
 
 def _settled(text: str) -> str:
-    """`text` without a beginning of a mark at its end."""
+    """Remove the beginning of a mark from the end of a text."""
     for mark in (THINK, THOUGHT, CALL):
         for length in range(len(mark) - 1, 0, -1):
             if text.endswith(mark[:length]):
@@ -117,18 +119,18 @@ def _thoughts(text: str, *, opened: bool) -> tuple[str, str]:
 
 
 def _call(text: str) -> list[ToolCall]:
-    """The calls in one mark: an object, or a list of such; none if it is neither, or not JSON for all programs."""
+    """Parse the calls of one mark, an object or a list of objects; none of text that is not JSON to all programs."""
     try:
-        found = json_values.read(text)
+        value = json_values.read(text)
     except ValueError:
         return []
-    listed = found if isinstance(found, list) else [found]
-    calls = [made for one in listed if (made := _one_call(one)) is not None]
+    listed = value if isinstance(value, list) else [value]
+    calls = [call for item in listed if (call := _one_call(item)) is not None]
     return calls if len(calls) == len(listed) else []
 
 
-def _one_call(found: object) -> ToolCall | None:
-    match found:
+def _one_call(value: object) -> ToolCall | None:
+    match value:
         case {"function": {"name": str(name), **rest}} | {"name": str(name), **rest} if name:
             arguments = rest.get("arguments", rest.get("parameters", {}))
         case _:
@@ -136,14 +138,14 @@ def _one_call(found: object) -> ToolCall | None:
     return ToolCall(_call_id(), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def _of_schema(found: Mapping[str, object]) -> Reply:
-    content, calls = found.get("content"), found.get("tool_calls") or ()
-    reasoning = found.get("reasoning_content") or found.get("thinking") or found.get("reasoning")
-    made = [_one_call(one) for one in cast("list[object]", calls)]
-    if any(one is None for one in made):
+def _of_schema(fields: Mapping[str, object]) -> Reply:
+    content, calls = fields.get("content"), fields.get("tool_calls") or ()
+    reasoning = fields.get("reasoning_content") or fields.get("thinking") or fields.get("reasoning")
+    parsed = [_one_call(item) for item in cast("list[object]", calls)]
+    if any(call is None for call in parsed):
         raise ValueError("a tool call without a name")
     return Reply(
         content if isinstance(content, str) else "",
         reasoning if isinstance(reasoning, str) else "",
-        tuple(one for one in made if one is not None),
+        tuple(call for call in parsed if call is not None),
     )

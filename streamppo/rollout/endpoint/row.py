@@ -1,7 +1,7 @@
-"""The tokens of one agent's run in the order in which turns ended, and the branches that they form.
+"""The tokens of one agent's run, in the order of its turns' ends, and their branches.
 
     places      0 1 2 3 4 5 6 7 8 9 ...          token 9 follows token 3 where (9, 3) is a branch, else token 8
-    context     the tokens from a root to a place: what the engine has seen before it samples the next one
+    context     the tokens from a root to a place: the engine's input for the next one
 
 The first turn's context is the row's prompt. A branch begins with a token that is not sampled, so that every sampled
 token follows the one before it: a second answer to one context begins with that context's last token once more.
@@ -19,7 +19,7 @@ from streamppo.types.turns import TurnPlace
 
 
 class RowColumns(NamedTuple):
-    """All columns, the prompt's tokens included; candidates and `mask` are those of the turns that were asked for."""
+    """All columns, with the prompt's tokens; candidates and `mask` are those of the requested turns."""
 
     tokens: Ints
     logprobs: Floats
@@ -31,7 +31,7 @@ class RowColumns(NamedTuple):
 
 
 class Row:
-    """Grows by a turn at a time. `prompt` are the tokens before the first turn's."""
+    """Grows by a turn at a time. `prompt` is the number of tokens before the first turn."""
 
     def __init__(self) -> None:
         self.prompt = 0
@@ -62,7 +62,7 @@ class Row:
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
-        """Add a completion behind the context that ends at `at` and goes on with `unsampled`.
+        """Add a completion behind the context up to `at` and the tokens `unsampled`.
 
         Returns the places of that context's last token and of the completion's. `turn` is its number, from 1 on.
         """
@@ -87,7 +87,7 @@ class Row:
         return opened, opened + count
 
     def columns(self, sampled: Iterable[int]) -> RowColumns:
-        """Return the row, with the tokens of the turns `sampled` as those that were sampled."""
+        """Return the row's columns; `mask` has the tokens of the turns `sampled`."""
         mask = np.isin(self._turn, [*sampled])
         branches = np.asarray(sorted(self._branches.items()), np.int32).reshape(-1, 2)
         routes = self._routes if self._routes is None else self._routes[: len(self) - 1]
@@ -95,9 +95,9 @@ class Row:
         return RowColumns(self._tokens, logprobs, self._versions, mask, branches, self._joined_candidates(mask), routes)
 
     def turn_column(self, delivered: Collection[int]) -> bytes:
-        """Return the `turns` of the trajectory; those whose numbers are among `delivered` were received."""
+        """Return the trajectory's column `turns`; `delivered` has the numbers of the received turns."""
         return turns.column(
-            one._replace(delivered=int(number in delivered)) for number, one in enumerate(self._turns, 1)
+            place._replace(delivered=int(number in delivered)) for number, place in enumerate(self._turns, 1)
         )
 
     def _append(self, tokens: Ints, logprobs: Floats, versions: Ints, turn: int) -> None:
@@ -107,7 +107,7 @@ class Row:
         self._turn = np.concatenate([self._turn, np.full(len(tokens), turn, np.int32)])
 
     def _before(self, at: int) -> int:
-        """The place of the token that the one at `at` follows."""
+        """The place of the token before the one at `at`."""
         return self._branches.get(at, at - 1)
 
     def _path(self, at: int) -> Ints:
@@ -120,7 +120,7 @@ class Row:
         return np.concatenate(parts[::-1]).astype(np.int32) if parts else np.zeros(0, np.int32)
 
     def _note_routes(self, path: Ints, routes_SE: Routes) -> None:
-        """Note the routes of a turn's tokens; those under which earlier turns were sampled stay."""
+        """Note the routes of a turn's tokens; the routes of earlier turns stay."""
         known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
         if self._routes is not None:
             known[: len(self._routes)] = self._routes
@@ -134,10 +134,10 @@ class Row:
         """Join the candidates of the turns in `mask`, one count for each token behind the prompt."""
         if not self._candidates:
             return None
-        counts, found = np.zeros(len(self), np.int32), list[Ints]()
-        for turn, one in self._candidates.items():
+        counts, tokens = np.zeros(len(self), np.int32), list[Ints]()
+        for turn, candidates in self._candidates.items():
             places = (self._turn == turn) & mask
             if places.any():
-                counts[places] = one.counts
-                found.append(one.tokens)
-        return TokenCandidates(np.concatenate(found), counts[self.prompt :])
+                counts[places] = candidates.counts
+                tokens.append(candidates.tokens)
+        return TokenCandidates(np.concatenate(tokens), counts[self.prompt :])

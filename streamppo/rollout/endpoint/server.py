@@ -42,15 +42,15 @@ from streamppo.tasks.rewards.outcome import number
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_BYTES = 16 * 2**20
-"""A request's body is no longer."""
+"""The longest body of a request."""
 KEEP_ALIVE_S = 5.0
-"""Between two signs of life in a stream that waits."""
+"""Time between two signs of life of a waiting stream."""
 REMEMBERED = 10_000
-"""Runs that have ended whose keys are still known."""
+"""Ended runs whose keys are still known."""
 CLOSING_S = 1
 KEY_IN_PATH = re.compile("^/key/[^/]*")
 IDLE_S = 300
-"""A connection stays open between two requests of a program whose tools take long."""
+"""Time that an idle connection stays open, for programs with slow tools."""
 
 log = logging.getLogger(__name__)
 Answering = Callable[[HttpRequest, Session, Body], Awaitable[Response]]
@@ -97,7 +97,7 @@ class Endpoint:
             await asyncio.sleep(0.001)
 
     async def stop(self) -> None:
-        """End every session, and listen no more."""
+        """End every session, and stop listening."""
         for session in list(self._sessions.values()):
             self.close(session)
         if self._server is not None and self._serving is not None:
@@ -112,7 +112,7 @@ class Endpoint:
         return session
 
     def close(self, session: Session) -> None:
-        """End a session; its key is answered with its end."""
+        """End a session; a later request with its key gets 410."""
         name = _name(session.key)
         session.end()
         if self._sessions.pop(name, None) is not None:
@@ -201,7 +201,7 @@ class Endpoint:
         return answer
 
     def _note(self, name: str) -> None:
-        """Count a parameter that the run chooses; the first request that has it is logged."""
+        """Count a parameter that the run sets itself, and log its first request."""
         self.counts["sampling parameters left out"] += 1
         if name not in self._noted:
             self._noted.add(name)
@@ -209,7 +209,7 @@ class Endpoint:
 
 
 class _Answer(Response):
-    """Sends a turn as it is sampled, or once it has ended, and finds out if it was received."""
+    """Sends a turn as a stream or as a whole, and notes if the client received it."""
 
     def __init__(self, dialect: Dialect, session: Session, turn: Turn, body: Body) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class _Answer(Response):
         try:
             delivered = await (self._stream if self._body.get("stream") is True else self._whole)(scope, send, gone)
         except OSError:
-            # The client's connection broke while it was written to.
+            # The connection broke during a write.
             pass
         finally:
             gone.cancel()
@@ -231,7 +231,7 @@ class _Answer(Response):
     async def _whole(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
         assert self._turn.task is not None
         await asyncio.wait([self._turn.task, gone], return_when=asyncio.FIRST_COMPLETED)
-        # A connection that has ended meanwhile is seen in the next round of the loop.
+        # The next round of the loop sees a connection that has ended meanwhile.
         await asyncio.sleep(0)
         if gone.done():
             return False
@@ -276,7 +276,7 @@ class _Answer(Response):
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the process that it is in."""
+    """A server without signal handlers of its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -285,16 +285,16 @@ class _Server(uvicorn.Server):
 
 
 async def _first(turn: Turn, gone: "asyncio.Task[None]") -> bool:
-    """Wait for something new in a turn, or its client's end; False if there is nothing for `KEEP_ALIVE_S`."""
+    """Wait for a change of a turn or its client's end; False after `KEEP_ALIVE_S` without either."""
     assert turn.task is not None
     changed = asyncio.create_task(turn.changed.wait())
     try:
-        found, _ = await asyncio.wait(
+        done, _ = await asyncio.wait(
             [changed, gone, turn.task], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
         )
     finally:
         changed.cancel()
-    return bool(found)
+    return bool(done)
 
 
 async def _gone(receive: Receive) -> None:
@@ -304,7 +304,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _pending() -> dict[str, object]:
-    """A request that says nothing more."""
+    """Receive nothing more of a request."""
     return await asyncio.get_running_loop().create_future()
 
 
@@ -314,7 +314,7 @@ async def _send(send: Send, body: bytes, *, last: bool = False) -> None:
 
 
 async def _body(request: HttpRequest) -> Body:
-    """Read a body that is JSON, of `BODY_BYTES` at most. Raises `RequestRefused`."""
+    """Read a JSON body of at most `BODY_BYTES`. Raises `RequestRefused`."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)
@@ -323,12 +323,12 @@ async def _body(request: HttpRequest) -> Body:
             raise RequestRefused(413, "request_too_large", message, "too large a body")
         parts.append(part)
     try:
-        found = json_values.plain(json_values.read(b"".join(parts)))
+        value = json_values.plain(json_values.read(b"".join(parts)))
     except ValueError as error:
         raise refusal.bad(f"the body is no JSON: {error}", "broken JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise refusal.bad("the body is no JSON object", "broken JSON")
-    return found
+    return value
 
 
 def _counting(dialect: Dialect) -> Answering:
@@ -370,18 +370,18 @@ def _refused(error: Exception) -> RequestRefused:
 
 
 def _name(key: str) -> str:
-    """The part of a key that says whose it is, and is no secret."""
+    """The public part of a key: the name of its session."""
     parts = key.split("-", 2)
     return parts[1] if len(parts) == 3 and parts[0] == "sp" else ""
 
 
 def reachable(host: str) -> str:
-    """Return the address under which others reach `host`: of all addresses, that of the way out of this machine."""
+    """Return the address of `host` for other machines: in place of all addresses, that of the default route."""
     if host not in ("0.0.0.0", "::"):
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out:
         try:
-            # Nothing is sent.
+            # Connecting a datagram socket sends nothing.
             way_out.connect(("192.0.2.1", 9))
             return cast(str, way_out.getsockname()[0])
         except OSError:

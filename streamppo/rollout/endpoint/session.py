@@ -1,14 +1,14 @@
-"""One agent's run at the endpoint: its requests, what they are answered with, and what came of it.
+"""One agent's run at the endpoint: its requests, their turns, and its end.
 
 consumes     requests, from a server or a test
 produces     turns, each sampled behind the stored tokens of its context; an episode at the end
 waits for    the engine, and for room in the row where requests under way may fill it
-unblocks     those who wait for a turn
+unblocks     the listeners of a turn
 
     request -> known and undelivered, nobody listens? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn goes on when its client is gone: the program will ask again. What nobody received when the run ends is masked.
+A turn goes on without its client, because the program asks again. Turns that nobody received are masked at the end.
 """
 
 import asyncio
@@ -56,20 +56,20 @@ class Request(NamedTuple):
 
     @property
     def setting(self) -> dict[str, object]:
-        """All that a context depends on beside its messages."""
+        """Everything besides its messages that a context depends on."""
         return {"tools": self.tools, "arguments": self.arguments}
 
     def key(self) -> tuple[object, ...]:
-        """What equal requests have in common; whether it is streamed makes no other request of it."""
+        """The identity of a request; equal requests may differ in `stream`."""
         return (*map(digest, self.messages), digest(Message(role="", content="", fields=self.setting)), self.max_tokens)
 
 
 @dataclass(eq=False)
 class Turn:
-    """A turn of the policy: under way, or ended with `reply`. `listeners` are the connections that wait for it.
+    """A turn of the policy: under way, or ended with `reply`. `listeners` counts the connections that wait for it.
 
-    `number` counts from 1 in the order in which turns ended; a turn under way has 0. `ended_before` are the turns that
-    had ended when its context was looked up.
+    `number` counts from 1 in the order of the turns' ends; a turn under way has 0. `ended_before` is the number of
+    turns that had ended when its context was looked up.
     """
 
     id: str
@@ -92,7 +92,7 @@ class Turn:
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
     names: tuple[str, ...] = ()
-    """The ids by which the turn is known, beside its own."""
+    """Further ids of the turn."""
     new: tuple[Message, ...] = ()
 
     @property
@@ -102,7 +102,7 @@ class Turn:
 
 
 class SampledPolicy(NamedTuple):
-    """What all runs of an actor are answered by."""
+    """The policy behind all runs of an actor."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -138,18 +138,18 @@ class Session:
 
     @property
     def sampled(self) -> int:
-        """The tokens of all turns that have ended."""
+        """The number of tokens of all ended turns."""
         return sum(turn.tokens for turn in self.turns)
 
     @property
     def undelivered(self) -> int:
-        """Those of them that nobody received."""
+        """The number of these tokens that nobody received."""
         return sum(turn.tokens for turn in self.turns if not turn.delivered)
 
     # --- requests --------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> Turn:
-        """Begin the turn that answers a request, or join one that nobody listens to. Raises `RequestRefused`.
+        """Begin the turn of a request, or join an equal one without listeners. Raises `RequestRefused`.
 
         The caller listens to it, until it calls `leave`.
         """
@@ -176,7 +176,7 @@ class Session:
         return turn
 
     def leave(self, turn: Turn, *, delivered: bool) -> None:
-        """End to listen to a turn, all of which was received if it is `delivered`."""
+        """Stop listening to a turn; `delivered` says that all of it was received."""
         turn.listeners -= 1
         turn.delivered |= delivered
         if not delivered and turn.error is None:
@@ -189,13 +189,13 @@ class Session:
         if not turn_id:
             self.rewards.append(reward)
             return
-        found = next((turn for turn in self.turns if turn.id == turn_id or turn_id in turn.names), None)
-        if found is None:
+        named = next((turn for turn in self.turns if turn.id == turn_id or turn_id in turn.names), None)
+        if named is None:
             raise refusal.bad(f"no response of this run is called {turn_id!r}", "reward for an unknown response")
-        found.reward += reward
+        named.reward += reward
 
     def end(self) -> None:
-        """End the run: what is under way is cancelled, and every later request refused."""
+        """End the run: cancel the turns under way, and refuse every later request."""
         self.ended = True
         for turn in self._under_way:
             if turn.task is not None and not turn.task.done():
@@ -203,33 +203,34 @@ class Session:
                 turn.task.cancel()
 
     def _followed(self, request: Request) -> Request:
-        """Put the messages up to the answer that a request goes on from before its own. Raises `RequestRefused`."""
+        """Put the conversation up to the answer `request.after` before the request's messages. Raises
+        `RequestRefused`."""
         if not request.after:
             return request
-        turn = next((one for one in self.turns if one.id == request.after), None)
+        turn = next((earlier for earlier in self.turns if earlier.id == request.after), None)
         if turn is None or turn.reply is None:
             raise refusal.bad(f"no response of this run is called {request.after!r}", "unknown response")
-        answer, own = turn.reply.message, request.messages
+        answer, messages = turn.reply.message, request.messages
         named = Message(
             role="assistant",
             content=answer.content,
             tool_calls=answer.tool_calls,
             fields={**answer.fields, "id": turn.id},
         )
-        before, first = turn.request.messages, own[:1]
+        before, first = turn.request.messages, messages[:1]
         if first and first[0].role == "system":
-            # Instructions are those of the request, not of the one before.
+            # The request's instructions replace the earlier ones.
             rest = before[1:] if before[0].role == "system" else before
-            before, own = (*first, *rest), own[1:]
-        return request._replace(messages=(*before, named, *own))
+            before, messages = (*first, *rest), messages[1:]
+        return request._replace(messages=(*before, named, *messages))
 
     def _abandoned(self, request: Request) -> Turn | None:
-        """An equal request that nobody listens to and whose answer nobody received."""
-        waiting = [one for one in (*self._under_way, *self.turns) if not one.listeners and not one.delivered]
+        """The turn of an equal request, without listeners and undelivered."""
+        waiting = [turn for turn in (*self._under_way, *self.turns) if not turn.listeners and not turn.delivered]
         if not waiting:
             return None
         key = request.key()
-        return next((one for one in waiting if one.error is None and one.request.key() == key), None)
+        return next((turn for turn in waiting if turn.error is None and turn.request.key() == key), None)
 
     # --- a turn ----------------------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class Session:
             self._refuse(turn, refusal.spent(str(error)))
 
     def _over(self, turn: Turn, task: asyncio.Task[None]) -> None:
-        """Tell all that wait for a turn. A fault of ours or of the engine's fails the run."""
+        """Wake the listeners of a turn. An error of the engine, or of ours, fails the run."""
         self._under_way.remove(turn)
         if task.cancelled():
             turn.error = refusal.ended()
@@ -284,7 +285,7 @@ class Session:
             self._freed.set()
 
     def _store(self, turn: Turn, place: TreePlace, rest: Ints, context: Ints, completion: Completion) -> None:
-        """Add a completion to row and tree, behind as much of its context as is stored."""
+        """Add a completion to row and tree, behind the stored part of its context."""
         request, setting = turn.request, turn.request.setting
         if len(self.turns) > turn.ended_before:
             # Another turn may have stored more of it meanwhile.
@@ -301,7 +302,7 @@ class Session:
         self._tree.add(request.messages, answer, setting, after=place, opened=opened, ended=ended, names=names)
 
     def _finish(self, turn: Turn, completion: Completion) -> None:
-        """Read the turn, and list it."""
+        """Parse the turn, and list it."""
         assert completion.finish != "cut"
         tokenizer = self._policy.tokenizer
         turn.finish, turn.tokens = completion.finish, len(completion.tokens)
@@ -312,19 +313,19 @@ class Session:
         turn.number = len(self.turns)
 
     def _progress(self, turn: Turn, part: Completion) -> None:
-        """Note what is sampled so far; a schema's text is read at its end alone."""
+        """Note the text so far; a schema's text is parsed at its end alone."""
         tokenizer, present = self._policy.tokenizer, time.monotonic()
         if present - turn.shown_s < STREAM_S:
             return
         turn.shown_s = present
         if tokenizer.response_parser() is None and not self._policy.stop.strings:
             text = tokenizer.completion(part.tokens)
-            # Bytes of a character that is not whole yet.
+            # The last character may be incomplete.
             turn.partial = reply.so_far(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)
             turn.changed.set()
 
     async def _admitted(self, request: Request) -> tuple[TreePlace, Ints, int]:
-        """Wait until the row has room for the turn; its place, what is new of its context, and its most tokens.
+        """Wait until the row has room for the turn; return its place, its new tokens and its token limit.
 
         Raises `RequestRefused` if there will be none.
         """
@@ -333,7 +334,7 @@ class Session:
         while True:
             place = self._tree.match(request.messages, request.setting)
             rest = self._render(place, request)
-            # The first context is the prompt, which the row's bound is beside.
+            # The first context is the prompt, which does not count.
             new = max(1, len(rest)) if len(self.row) or self._reserved else 0
             left = limits.max_tokens - self.row.length - self._reserved - new
             if left >= wanted or not self._reserved:
@@ -350,7 +351,7 @@ class Session:
         return place, rest, min(left, wanted)
 
     def _render(self, place: TreePlace, request: Request) -> Ints:
-        """The tokens of what is new in a context. Raises `TaskError` for messages that the template refuses."""
+        """The tokens of a context's new messages. Raises `TaskError` for messages that the template refuses."""
         if not place.rest:
             return np.zeros(0, np.int32)
         template = Template(
@@ -370,7 +371,7 @@ class Session:
         return tokenizer.observation(messages, template, self.row.token(place.at), calls)
 
     def _plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
-        """Without a chat template a context is the texts of its messages, one after another."""
+        """Join the texts of messages: the context of a model without a chat template."""
         if template.tools:
             raise TaskError("the model's tokenizer has no chat template: no tools can be described to it")
         text = "".join(message.text for message in messages)
@@ -386,11 +387,11 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def received(self) -> list[Turn]:
-        """The turns that were received, in the order in which they ended. Raises `EnvironmentFailed` if none was."""
-        found = [turn for turn in self.turns if turn.delivered]
+        """The received turns, in the order of their ends. Raises `EnvironmentFailed` if none was."""
+        delivered = [turn for turn in self.turns if turn.delivered]
         if self.failure:
             raise EnvironmentFailed(self.failure, self.sampled)
-        if not found:
+        if not delivered:
             reason = "made no request" if not self.turns else "received no answer: it hung up on each of its requests"
             raise EnvironmentFailed(f"the agent {reason}", self.sampled)
-        return found
+        return delivered

@@ -10,9 +10,9 @@ A node is one message behind another. Two of its places are known:
         tool "4"          opened 33          request 2 brings all four messages: the first three are tokens 0 .. 25
           assistant "b"   ended 36
 
-A message of a request is a known one if it is equal to it. An answer is known by an id of ours, too, whatever was done
-to its text: that of its first tool call, or of itself. The deepest answer that a request begins with counts; what comes
-behind it is new. A request that begins with none, or with other tools, stands at a new root.
+A message of a request matches an equal node. An answer also matches by an id of ours, its own or that of a tool call,
+whatever was done to its text. The deepest matched answer counts, and the messages behind it are new. A request without
+a matched answer, or with other tools, begins a new root.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ THOUGHTS = ("reasoning_content", "reasoning")
 
 
 class TreePlace(NamedTuple):
-    """The beginning of a request that is stored: token `at` is its last one, and the messages `rest` are not in it.
+    """The stored beginning of a request: `at` is its last token, and the messages `rest` are not stored.
 
-    `node` is the message that it ends with. Without `rest` the opening of the next turn is stored, too.
+    `node` is its last message. Without `rest` the opening of the next turn is stored, too.
     """
 
     node: int
@@ -50,7 +50,7 @@ class _Node(NamedTuple):
 
 
 class Tree:
-    """Grows by a turn at a time. A `setting` is all that a context depends on beside its messages: tools, for one."""
+    """Grows by a turn at a time. A `setting` is everything else that a context depends on, such as tools."""
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []
@@ -60,7 +60,7 @@ class Tree:
         self._ended: dict[int, int] = {}
 
     def match(self, messages: Sequence[Message], setting: object = ()) -> TreePlace:
-        """Find the longest beginning of a request that is stored; of several the newest one."""
+        """Find the longest stored beginning of a request, the newest of several."""
         best, frontier = TreePlace(ROOT, NOTHING, messages), [ROOT]
         for count, message in enumerate(messages, 1):
             frontier = self._next(frontier, message, _hash(setting) if count == 1 else b"")
@@ -82,7 +82,7 @@ class Tree:
         ended: int,
         names: Iterable[str] = (),
     ) -> int:
-        """Add the turn that answered `messages`, whose beginning is stored up to `after`; its node.
+        """Add the turn that answered `messages`, stored up to `after`, and return its node.
 
         Its context ends at the place `opened`, and its last token is at `ended`. `names` are its ids.
         """
@@ -90,15 +90,15 @@ class Tree:
         for count, message in enumerate(after.rest, begin + 1):
             node = self._child(node, message, _hash(setting) if count == 1 else b"")
         self._opened.setdefault(node, opened)
-        made = self._made(node, digest(answer), answer)
-        self._ended[made] = ended
-        self._names.update(dict.fromkeys(names, made))
-        return made
+        reply_node = self._made(node, digest(answer), answer)
+        self._ended[reply_node] = ended
+        self._names.update(dict.fromkeys(names, reply_node))
+        return reply_node
 
     def _next(self, frontier: Sequence[int], message: Message, first: bytes) -> list[int]:
-        """The nodes behind those of `frontier` that `message` is, oldest first."""
+        """The children of `frontier` that `message` matches, oldest first."""
         key, reasoning = first + digest(message), _reasoning(message)
-        known = {self._names[one] for one in ids(message) if one in self._names}
+        known = {self._names[name] for name in ids(message) if name in self._names}
         named = [node for node in known if self._nodes[node].parent in frontier]
         if named:
             return named
@@ -120,22 +120,22 @@ def ids(message: Message) -> list[str]:
     """Return the ids of an assistant's message: its tool calls' and its own."""
     if message.role != "assistant":
         return []
-    found = [call.get("id") for call in message.tool_calls] + [message.fields.get("id")]
-    return [one for one in found if isinstance(one, str) and one]
+    candidates = [call.get("id") for call in message.tool_calls] + [message.fields.get("id")]
+    return [name for name in candidates if isinstance(name, str) and name]
 
 
 def digest(message: Message) -> bytes:
-    """Hash a message so that equal ones have one hash.
+    """Hash a message; equal messages have one hash.
 
-    What is empty counts as absent, and a tool call's arguments as the JSON values that they are. An assistant's message
-    is its text, without the white space around it, and its calls; reasoning and ids are left out.
+    Empty fields count as absent, and a tool call's arguments as JSON values. An assistant's message counts by its
+    stripped text and its calls, without reasoning and ids.
     """
     fields: dict[str, object] = {"role": message.role}
     if message.role == "assistant":
-        fields |= {"content": message.text.strip(), "calls": [_call(one) for one in message.tool_calls]}
+        fields |= {"content": message.text.strip(), "calls": [_call(call) for call in message.tool_calls]}
     else:
         known = {"content": message.text, "name": message.name, "call": message.tool_call_id}
-        fields |= {**message.fields, **known, "calls": [dict(one) for one in message.tool_calls]}
+        fields |= {**message.fields, **known, "calls": [dict(call) for call in message.tool_calls]}
     present = {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}
     return _hash(present)
 
@@ -157,7 +157,7 @@ def _value(arguments: object) -> object:
 
 def _reasoning(message: Message) -> str:
     given = (message.fields.get(name) for name in THOUGHTS)
-    return next((one.strip() for one in given if isinstance(one, str) and one.strip()), "")
+    return next((text.strip() for text in given if isinstance(text, str) and text.strip()), "")
 
 
 def _hash(value: object) -> bytes:

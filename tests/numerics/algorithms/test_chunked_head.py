@@ -1,4 +1,4 @@
-"""Chunked log-probs and entropy against math on plain floats, against naive torch, and what they keep in memory."""
+"""Chunked log-probs and entropy against plain floats and naive torch, and their memory."""
 
 import math
 from itertools import chain
@@ -149,7 +149,7 @@ def test_two_numbers_of_16_bits_are_a_gradient_to_one_part_in_a_hundred_thousand
 
 
 class OnGpu(NamedTuple):
-    """All that the choice of products looks at, for a tensor on a GPU that is not there."""
+    """A fake tensor on a GPU, with the properties that decide the products."""
 
     dtype: torch.dtype
     is_cuda: bool = True
@@ -234,7 +234,7 @@ SETS = [[4], [0, 2, 10], [], [3, 5], [1, 6, 7, 8, 9], [0], []]
 
 
 def cut(sets: list[list[int]] = SETS) -> Candidates:
-    """The sets one after another, each at a place of its own behind tokens of somebody else."""
+    """The sets one after another, each behind unrelated tokens."""
     counts = torch.tensor([len(some) for some in sets])
     return Candidates(torch.tensor([9, 9, *chain(*sets)], dtype=torch.int32), counts.cumsum(0) - counts + 2, counts)
 

@@ -1,4 +1,4 @@
-"""An advantage that users bring is an estimator like ours, and is tried before a run depends on it."""
+"""A user's advantage is an estimator like ours, and is tried before a run depends on it."""
 
 import importlib.util
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A correction that users bring is a correction like ours, and is tried before a run depends on it."""
+"""A user's correction is one like ours, and is tried before a run depends on it."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A loss that users bring is a loss like ours, and is tried before a run depends on it."""
+"""A user's loss is one like ours, and is tried before a run depends on it."""
 
 import importlib.util
 from collections.abc import Callable

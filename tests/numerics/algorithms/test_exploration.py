@@ -1,4 +1,4 @@
-"""Tokens that keep the entropy up are found as the papers say, whatever stands at masked places; so is the bonus."""
+"""The tokens of `exploration` and the entropy bonus are those of the papers, whatever masked places hold."""
 
 import math
 import statistics
@@ -104,7 +104,7 @@ def test_the_chosen_tokens_are_left_out_or_pay_and_the_others_keep_their_loss() 
 
 
 def test_the_penalty_is_the_kl_from_the_proximal_policy_in_value_and_gradient() -> None:
-    """Over tokens as often as the proximal policy samples them, both are those of the exact KL."""
+    """Over tokens at the proximal policy's frequencies, both are those of the exact KL."""
     proximal_V = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
     logits_V = torch.tensor([0.1, 0.2, -0.3, 0.4], dtype=torch.float64, requires_grad=True)
     log_ratio_V = logits_V.log_softmax(-1) - proximal_V.log()

@@ -1,4 +1,4 @@
-"""Responses that leave the loss, against loops over plain floats, and the known rules that they are cases of."""
+"""Filters of responses, against loops over plain floats and known special cases."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Group estimators against the statistics module, and what becomes of groups that teach nothing."""
+"""Group estimators against the statistics module, and the treatment of groups that teach nothing."""
 
 import statistics
 

@@ -38,7 +38,7 @@ def case(vocabulary: int = V, dtype: torch.dtype = torch.float32) -> tuple[list[
 
 
 def cut() -> Candidates:
-    """The sets one after another, each at a place of its own behind tokens of somebody else."""
+    """The sets one after another, each behind unrelated tokens."""
     counts = torch.tensor([len(some) for some in SETS])
     return Candidates(torch.tensor([9, 9, *chain(*SETS)], dtype=torch.int32), counts.cumsum(0) - counts + 2, counts)
 
@@ -55,7 +55,7 @@ def scored(
 
 
 def differences(made: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    """Norms of the differences by those of what is wanted."""
+    """Norms of the differences over those of the expected values."""
     pairs = zip(made, wanted, strict=True)
     return [((one.double() - other).norm() / other.norm().clamp(min=1e-30)).item() for one, other in pairs]
 

@@ -1,4 +1,4 @@
-"""The lag that steers itself, against numbers by hand, and in a loop with data as late as they were admitted."""
+"""The adaptive lag, against numbers by hand, and in a loop with data of the admitted lag."""
 
 from collections import deque
 from math import exp, nextafter
@@ -83,7 +83,7 @@ def test_in_a_loop_the_lag_settles_where_the_data_are_good_enough(at_most: int) 
     for scale in (40.0, 10.0):
         seen[scale] = []
         for _ in range(400):
-            # A flow that is full: a batch was admitted as many updates ago as it is old.
+            # In a full flow a batch was admitted `lag` updates ago.
             age = next((age for age, was in enumerate(reversed(admitted)) if was <= age), len(admitted) - 1)
             oldest = max(age, 1) if lag.admitted else 0
             tokens = dict.fromkeys(range(oldest + 1), 10)

@@ -1,4 +1,4 @@
-"""Rules that keep or drop, against loops over plain floats, and the known corrections that they are cases of."""
+"""Rejection rules, against loops over plain floats and known special cases."""
 
 import math
 from collections.abc import Callable

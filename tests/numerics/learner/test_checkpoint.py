@@ -1,4 +1,4 @@
-"""What a checkpoint brings back, whatever goes on beside its writing; who is told when it cannot be written."""
+"""The restored state of a checkpoint, whatever runs beside its writing, and the report of a failed one."""
 
 import shutil
 import threading
@@ -29,7 +29,7 @@ ALONE = pytest.mark.usefixtures("alone")
 
 
 def pushed(digest: str = "") -> Future[PushedVersion]:
-    """A push that has come to its end."""
+    """A finished push."""
     done = Future[PushedVersion]()
     done.set_result(PushedVersion(digest, 0.0, 0))
     return done
@@ -316,7 +316,7 @@ def test_ranks_with_a_disk_each_write_verify_and_miss_files_of_their_own(folder:
 
 
 def _done_by_two(function: Callable[[int, int, Path, Path, Path], None], folder: Path, tmp_path: Path) -> list[bool]:
-    """True for each of two ranks whose `function` has come to its end."""
+    """True for each of two ranks whose `function` has ended."""
     context, out = case.processes(), tmp_path / "disks"
     workers = [
         context.Process(target=function, args=(rank, 2, tmp_path / "store", folder, out), daemon=True)
@@ -354,7 +354,7 @@ def _copied(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None
         loaded = checkpoint.load_newest(own / "00000002", trained(other), address)
         assert loaded is not None and loaded.version == 2
         assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(other.policy).items())
-        # A disk that has none of it, of whatever version.
+        # An empty disk.
         dist.barrier()
         shutil.rmtree(own)
         dist.barrier()

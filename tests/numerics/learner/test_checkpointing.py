@@ -1,4 +1,4 @@
-"""What `model.gradient_checkpointing = "auto"` is: by the memory that is free, with the same weights either way."""
+"""The choice of `model.gradient_checkpointing = "auto"`: by the free memory, with the same weights either way."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_activations_are_kept_where_a_rank_fits_in_85_percent_of_what_is_free(sh
     enough = int(whole / 0.85 / share) + 2
     assert memory.checkpointing(config, model, longest, enough) == "off"
     assert memory.checkpointing(config, model, longest, enough - 4) == "full"
-    # What a rank needs counts, micro-batches too.
+    # The memory of a rank decides, with its micro-batches.
     more = on_gpu(f"learner.gpus={share}", "learner.micro_batch_tokens=65536")
     assert memory.checkpointing(more, model, longest, enough) == "full"
     assert memory.checkpointing(configfile.load(MATH), model, longest, 1) == "off", "a CPU keeps all"

@@ -1,4 +1,4 @@
-"""A critic with a transformer of its own: where it begins, and its own steps."""
+"""A critic with a transformer of its own: its first weights, and its own steps."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a stranger is data: nothing in it runs code, and no file of it lies elsewhere."""
+"""A foreign checkpoint is data: it runs no code, and has no file elsewhere."""
 
 import io
 import os

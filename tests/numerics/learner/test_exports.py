@@ -23,7 +23,7 @@ from streamppo.weights.models import generation
 from streamppo.weights.models import loading as models
 
 FAMILIES = ("gemma2", "gpt2", "llama3", "mistral", "qwen3", "qwen3_moe")
-"""One for each thing that names, ties, numbers of tokens and templates can be."""
+"""One for each kind of names, ties, numbers of tokens and templates."""
 
 
 def folder_of(path: Path, family: str = "qwen3", **wanted: Any) -> Path:
@@ -79,7 +79,7 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
     (file,) = (tmp_path / "final").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
-    # Another one can be made of it.
+    # It can be exported again.
     hf_files.export(trained(tmp_path / "final", dtype), str(tmp_path / "final"), tmp_path / "again", dtype)
 
 

@@ -15,7 +15,7 @@ from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy, policy
 
 QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
-"""One for each thing that a head or a place of layers can be; the others take longer than they tell."""
+"""One for each kind of head and of place of layers; the others are slow."""
 
 
 EAGER = ("Gemma2", "GptOss")

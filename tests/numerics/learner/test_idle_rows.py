@@ -1,4 +1,4 @@
-"""Rows that teach nothing leave every pass, and the weights are those of an update that passes over all."""
+"""Rows that teach nothing are in no pass, and the weights are those of an update with all rows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +83,7 @@ def all_rows(_: object, batch: PaddedBatch) -> IdleRows:
 
 
 def weights(folder: Path, overrides: tuple[str, ...], batch: Batch, *, leave: bool) -> case.Weights:
-    """The weights after two updates; the second one shows what the first has left behind.
+    """The weights after two updates; the second one shows the state that the first has left.
 
     AdamW with a large epsilon: it moves by its moments where a gradient is 0, and little where that is so but for
     rounding.

@@ -1,4 +1,4 @@
-"""What an update leaves behind about each token, for people who look at its batch later."""
+"""The numbers of each token that an update keeps beside its batch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Adapters under FSDP: what is trained, pushed and saved of a policy whose weights are frozen."""
+"""Adapters under FSDP: the trained, pushed and saved parts of a policy with frozen weights."""
 
 import asyncio
 from pathlib import Path
@@ -65,7 +65,7 @@ def loaded(config: Config, path: str, *, moved: bool = True) -> Policy:
 
 
 def pushed(policy: Policy, config: Config) -> Replica:
-    """What a rollout actor has of the policy: on rank 0, of the shares of all ranks."""
+    """A rollout actor's copy of the policy, on rank 0, from the shares of all ranks."""
     dtype, ranks = config.model.dtype, dist.get_world_size()
     buckets = Buckets(model.shards(policy, dtype), 3000)
     snapshot(policy, buckets.tensors)

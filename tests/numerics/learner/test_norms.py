@@ -1,4 +1,4 @@
-"""RMS norms on a CPU: the values and gradients of transformers' own, and only of the families that have this one."""
+"""RMS norms on a CPU: the values and gradients of transformers' norms, only for the families with this norm."""
 
 from copy import deepcopy
 from pathlib import Path

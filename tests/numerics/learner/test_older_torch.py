@@ -1,4 +1,4 @@
-"""The learner with a torch that lacks what younger ones brought, as 2.9 to 2.11: it trains, or says what it needs."""
+"""The learner with an older torch, 2.9 to 2.11: it trains, or names the version that it needs."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ CUT = ("learner.mesh.tensor=2",)
 
 
 def trained(ranks: int, folder: Path, older: bool, overrides: tuple[str, ...]) -> case.Weights | str:
-    """The weights of an update on each of so many ranks; what is said where there is none."""
+    """The weights of an update on each of so many ranks, or the error."""
     with pytest.MonkeyPatch.context() as patch:
         if older:
             patch.delattr(*PLACEMENT, raising=False)

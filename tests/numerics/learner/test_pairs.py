@@ -25,7 +25,7 @@ from benchmarks.lib import draw
 pytestmark = pytest.mark.usefixtures("alone")
 
 Choices = Mapping[str, str]
-"""By its field, the word that is chosen for it."""
+"""The chosen word of each field."""
 
 
 def word_of(override: str) -> str:
@@ -38,7 +38,7 @@ def word_of(override: str) -> str:
 
 
 def fields() -> dict[str, dict[str, list[str]]]:
-    """By the words that can be chosen for each field, the overrides that choose them."""
+    """The overrides for each possible word of each field."""
     kinds = {
         field: {word_of(override): [override] for override in overrides} for field, overrides in draw.choices().items()
     }
@@ -73,7 +73,7 @@ PLAIN = {
     "target_kl": "off",
     "max_lag": "0",
 }
-"""Goes with nearly everything. Choices of the other fields are tried until one goes with a pair."""
+"""Combines with nearly everything. Choices of the other fields are tried until one combines with a pair."""
 OTHERS: Mapping[str, tuple[str, ...]] = {
     "correction": ("off", "truncate"),
     "advantage": ("rloo", "gae"),

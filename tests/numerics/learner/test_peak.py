@@ -1,4 +1,4 @@
-"""The memory that `check` says of a rank, beside the bytes that are alive at the peak of an update."""
+"""`check`'s estimate of a rank's memory, beside the peak of live bytes in an update."""
 
 import weakref
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Precision, memory and gradient norms of the learner's model; what is refused."""
+"""Precision, memory and gradient norms of the learner's model, and its refusals."""
 
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_gradient_checkpointing_computes_every_layer_again(folder: Path) -> None
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices that are computed."""
+    """Counts the computed matrix products."""
 
     count = 0
 
@@ -133,7 +133,7 @@ def test_offloaded_weights_are_trained_as_all_others(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_layers_compute_the_same_and_keep_their_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Everything but the making of kernels, which would take a compiler's time.
+    # Everything but the compilation of kernels.
     monkeypatch.setattr(layers.torch, "compile", partial(torch.compile, backend="aot_eager"))
     scores, names = [], []
     for options in ((), ("model.compile=true", "learner.exact=false", "model.gradient_checkpointing=full")):

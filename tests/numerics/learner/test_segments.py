@@ -1,4 +1,4 @@
-"""A segment teaches what the whole would, with the critic's value at the cut in the place of the rest."""
+"""A segment teaches as the whole does, with the critic's value at the cut in place of the rest."""
 
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def test_metrics_of_completions_are_of_those_that_ended() -> None:
 
 
 def explained(values: list[list[float]], ended: list[bool], gamma: float = 1.0) -> float:
-    """What a critic with these values explains, of completions of two tokens with the outcomes 0 and 1."""
+    """The explained share of a critic with these values, for completions of two tokens with the outcomes 0 and 1."""
     rewards_BT, mask_BT = torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
     return outcomes_explained(rewards_BT, torch.tensor(values), mask_BT, torch.tensor(ended), gamma=gamma)
 

@@ -20,7 +20,7 @@ from streamppo.rollout.teacher import TeacherClient
 from streamppo.types import Batch, Trajectory, encode, flags, floats, ints
 
 GONE = "algorithm.teacher.url=http://127.0.0.1:9"
-"""A server that no update may need."""
+"""A server that an update must not call."""
 SIGNALS = {
     "advantage": ("algorithm.advantage.kind=rloo", "algorithm.teacher.others=0.5", "algorithm.teacher.weight=0.7"),
     "reward": ("algorithm.teacher.signal=reward", "algorithm.teacher.weight=0.7"),
@@ -122,7 +122,7 @@ def test_without_a_teacher_that_is_a_server_there_is_no_column_and_not_a_byte_of
     more = len(encode(taught)) - len(encode(case.batch()))
     tokens = sum(one.num_tokens for one in taught.trajectories)
     assert 4 * tokens < more < 4 * tokens + 24 * case.BATCH
-    # A column that nobody asked for teaches nothing: neither without a teacher nor beside a model on the rank.
+    # An unrequested column teaches nothing: neither without a teacher nor beside a model on the rank.
     for choices in ((), (f"algorithm.teacher.model={teacher}", *SIGNALS["advantage"])):
         spoiled = pad(taught)
         assert spoiled.teacher_logprobs_BT is not None

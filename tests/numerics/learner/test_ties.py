@@ -56,7 +56,7 @@ WAYS: dict[str, tuple[bool, Callable[[Tensors], Tensors], bool]] = {
     "apart, both": (False, lambda held: held, False),
     "apart, both and equal": (False, _both, False),
 }
-"""What config.json says, what the file holds, and if one weight is trained in the end."""
+"""The entry of config.json, the weights in the file, and if one shared weight is trained."""
 
 
 def folder_of(folder: Path, way: str, *, pickle: bool = False) -> Path:

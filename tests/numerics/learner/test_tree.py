@@ -32,7 +32,7 @@ ROWS = pad(tree_rows.batch())
 WIDE = 10**9
 """The width of a model for which a tree is always less work than its paths."""
 NARROW = 3
-"""That of one for which this is so with some trees."""
+"""The width of a model for which a tree is sometimes less work."""
 
 
 def policy(folder: Path, implementation: str = "sdpa", temperature: float = 0.7) -> Policy:

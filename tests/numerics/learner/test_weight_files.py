@@ -1,4 +1,4 @@
-"""Every rank reads its own rows of a model's files, whatever the family calls and lays them out like."""
+"""Every rank reads its own rows of a model's files, whatever the family's names and layouts."""
 
 import logging
 from pathlib import Path
@@ -25,7 +25,7 @@ RANKS = 3
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take every model for a large one."""
+    """Treat every model as a large one."""
     monkeypatch.setattr(weight_files, "LARGE", 0)
 
 

@@ -230,13 +230,14 @@ def test_a_swap_in_the_middle_marks_every_token_with_the_weights_that_sampled_it
     first = int((done.versions == 0).sum())
     whole_old, whole_new = (reference(model, prompt, done.tokens) for model in (old, new))
     np.testing.assert_allclose(done.logprobs[:first], whole_old[:first], atol=1e-5, rtol=0)
-    # A recomputed cache is what the new weights alone would have made.
+    # A recomputed cache is that of the new weights alone.
     np.testing.assert_allclose(done.logprobs[first:], whole_new[first:], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_completion_that_is_cut_goes_on_from_the_same_cache_and_hands_over_its_first_tokens(max_tokens: int) -> None:
-    """By length, and before a swap if its first token would be a version old; what comes out is what came without."""
+    """Cuts by length, and before a swap if the first token would be a version old; the completions are those without
+    cuts."""
     old, new = make(seed=0), make(seed=1)
     prompt = prompts(1)[0]
 

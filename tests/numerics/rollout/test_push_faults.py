@@ -1,4 +1,4 @@
-"""Three hundred faults between two learner ranks and an engine: each is refused or survived, none is ever served."""
+"""Three hundred faults between two learner ranks and an engine: each is refused or survived, none is served."""
 
 import asyncio
 import random
@@ -206,7 +206,7 @@ class _Ref:
 
 
 def of(engine: EmbeddedEngine, held: parameters.Parameters | None = None) -> Tensors:
-    """What an engine decodes with, or other memory of its own, by name."""
+    """The tensors with which an engine decodes, or others of its own, by name."""
     held, names = held or engine._decoder.parameters, engine._decoder._expected.keys()
     return {name: view for name, view in parameters.views(held, names, engine._decoder.head_width)}
 

@@ -1,4 +1,4 @@
-"""Turns on the embedded engine: the context before is not computed again, and what comes out is as if it were."""
+"""Turns on the embedded engine: the context is not computed again, and the completions are the same."""
 
 import asyncio
 from collections.abc import Sequence

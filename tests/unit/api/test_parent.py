@@ -57,7 +57,7 @@ def test_the_folder_is_watched_while_the_run_goes_on_and_after_its_end(monkeypat
 
 
 def test_a_ctrl_c_reaches_the_run_once_and_the_script_when_the_run_has_ended() -> None:
-    # A process that was begun in the background is deaf to Ctrl-C, and so is what it begins: pytest may be one.
+    # A background process ignores Ctrl-C, and so do its children: pytest may be one.
     script = (
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -1,4 +1,4 @@
-"""A reward of a script or a notebook is a file that stands alone and scores as it did; anything else is refused."""
+"""A reward of a script or a notebook becomes a file of its own with the same scores; anything else is refused."""
 
 import json
 import os

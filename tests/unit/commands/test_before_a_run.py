@@ -1,4 +1,4 @@
-"""`run` says at once what it lacks, before it has a folder or a process; what is probably not meant is noted."""
+"""`run` reports errors before it has a folder or a process, and notes settings that are probably not meant."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`streamppo bench` measures in rounds, and says what became slower at the machine's present speed."""
+"""`streamppo bench` measures in rounds, and reports slower costs at the machine's present speed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`bisect` finds what a look at every version finds, and makes no update again that its answer does not need."""
+"""`bisect` finds the same version as an examination of all versions, and makes only the necessary updates again."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`streamppo check`: every shipped configuration is in order; what is wrong with another is said in a sentence."""
+"""`streamppo check`: every shipped configuration is in order; each mistake of another has a sentence."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`check` notes answers that are longer than a completion may be: a policy that writes them is cut off."""
+"""`check` notes answers beyond the token limit: a policy that writes them is cut off."""
 
 from pathlib import Path
 

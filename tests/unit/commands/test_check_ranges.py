@@ -1,4 +1,4 @@
-"""`check` refuses what cannot work, and notes with its number what hardly ever does."""
+"""`check` refuses impossible settings, and notes unusual ones with their number."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def worth(*overrides: str, file: Path = Path("run.toml")) -> list[Finding]:
-    """All that is neither ok nor looked at later; threads and cores are the machine's."""
+    """All findings that are neither ok nor later; threads and cores are the machine's."""
     found = light_checks.findings(configfile.load(file, overrides))
     return [one for one in found if one.state in ("note", "error") and " threads, and this machine" not in one.text]
 

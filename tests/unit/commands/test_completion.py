@@ -1,4 +1,4 @@
-"""The completion scripts in the shells themselves, which ask for what a Tab asks for."""
+"""The completion scripts in the shells themselves, with the requests of a Tab."""
 
 import shutil
 import subprocess

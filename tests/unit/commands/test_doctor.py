@@ -1,4 +1,4 @@
-"""`streamppo doctor`: everything that is missing is named with its remedy, and an error is an exit code of 1."""
+"""`streamppo doctor`: everything missing is named with its remedy, and an error is an exit code of 1."""
 
 import os
 import resource

@@ -116,7 +116,7 @@ def test_a_fork_at_version_0_begins_anew(exact: Path, tmp_path: Path) -> None:
 def test_a_fork_of_a_run_with_lag_that_died_has_the_same_prompts_in_the_same_order(
     lagged: Path, tmp_path: Path, at: int
 ) -> None:
-    """Batches come as samples end, so that a prompt may change its batch; what is to come is the same."""
+    """Batches come as samples end, so that a prompt may change its batch; later prompts are the same."""
     fork = Path(forked(lagged, at, runs=tmp_path)["folder"])
     with closing(Journal.open_run(fork)) as journal:
         counters, slots = journal.counters(), journal.slots()

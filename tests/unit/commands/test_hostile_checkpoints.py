@@ -91,7 +91,7 @@ def sealed(path: Path) -> None:
 
 
 def looked_at(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, str]]:
-    """The exit code of each command, and what it said."""
+    """The exit code and the output of each command."""
     ends: dict[str, tuple[int, str]] = {}
     for name, words in COMMANDS.items():
         to = run.parent / "to" / name.replace(" ", "-")

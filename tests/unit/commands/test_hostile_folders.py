@@ -1,6 +1,5 @@
-"""A run's folder from a stranger: commands that look at it end with what they found or with a sentence.
-
-No exception leaves them, nothing is executed, and whatever is in a file, it is looked at in bounded time.
+"""A run's folder from a stranger: commands that read it end with a result or a sentence. No exception leaves them,
+nothing is executed, and every file is read in bounded time.
 """
 
 import asyncio
@@ -65,7 +64,7 @@ ENDS = {
     "export": "no checkpoint of version 3",
     "inspect the time": "no process has told",
 }
-"""This run was made without processes: it has no checkpoint, and nobody has told of its phases."""
+"""This run was made without processes: it has no checkpoint and no phases."""
 FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "inputs.json", "archive"]
 FILES += ["model"]
 DEEP = 100_000
@@ -98,7 +97,7 @@ def run(made: Path, tmp_path: Path, math_config: Callable[..., Config], monkeypa
         run_folder(made, math_config(), updates=4)
         vocabulary = len(character_tokenizer(ALPHABET))
         Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "vocab_size": vocabulary})).save_pretrained(made / "model")
-        # Journals of the tests' runs lack what a driver writes at its begin.
+        # Journals of the tests' runs lack the first rows of a driver.
         with closing(Journal(made / "journal.sqlite")) as journal:
             journal.configure(0, msgspec.msgpack.encode(configfile.load(made / configfile.CONFIG)))
         assert cli.main(["resume", str(made)]) == RunError.exit_code
@@ -118,7 +117,7 @@ def look(run: Path, arguments: list[str]) -> int:
 
 
 def asked(run: Path) -> dict[str, httpx.Response]:
-    """Every answer of the page about `run`, and of one about another run that is compared with it."""
+    """Every answer of the page about `run`, and of a page that compares another run with it."""
 
     async def all_of(page: Path, others: list[Path], paths: list[str]) -> dict[str, httpx.Response]:
         transport = httpx.ASGITransport(server.application(page, others, None))
@@ -218,7 +217,7 @@ STRANGE = ("a pipe", "a device without end", "a socket", "a link to itself", "a 
 
 
 def put(kind: str, place: Path) -> None:
-    """Put something at `place` that is no file."""
+    """Put a pipe, a device or the like at `place`."""
     if place.is_dir():
         shutil.rmtree(place)
     place.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A new project: what is made can be run, and nothing that is there is touched."""
+"""A new project: it can be run, and existing files stay untouched."""
 
 import json
 from pathlib import Path

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 
 READS, KILLS = 2000, 10
 VERSIONS = 12
-"""Versions that are seen at least: a busy machine holds the writer up."""
+"""Least number of seen versions: a busy machine delays the writer."""
 
 
 @pytest.fixture

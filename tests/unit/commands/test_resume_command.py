@@ -1,4 +1,4 @@
-"""`resume` says what it is about before anything heavy is imported: nothing to do, another driver, what changes."""
+"""`resume` reports before a heavy import: nothing to do, another driver, the changes."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""The live page's server: sections as a run goes on, batches of the archive, and nobody else's requests."""
+"""The live page's server: sections during a run, batches of the archive, and refused foreign requests."""
 
 import asyncio
 import json

@@ -58,7 +58,7 @@ document.addEventListener("DOMContentLoaded", async () => {
   document.body.dataset.place = location.hash;
 });
 """
-"""Points at the first curve, opens the third trajectory, chooses its second token, and writes down what came of it."""
+"""Points at the first curve, opens the third trajectory, chooses its second token, and notes the result."""
 
 
 UNFOLD = """
@@ -110,11 +110,11 @@ document.addEventListener("DOMContentLoaded", async () => {
   document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 });
 """
-"""Waits for the tree of the trajectory in the address, clicks at its last node, and writes down what is there."""
+"""Waits for the tree of the trajectory in the address, clicks its last node, and notes the result."""
 
 
 def agents_run() -> Trajectory:
-    """A run of an agent: two turns, a branch, and an answer that nobody received, with text that could do harm."""
+    """A run of an agent: two turns, a branch, and an undelivered answer, with harmful text."""
     row = Row()
 
     def answer(text: str, version: int) -> Completion:

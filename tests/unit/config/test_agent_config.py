@@ -1,4 +1,4 @@
-"""The `[environment]` of an agent: its kind, its paths, and what is refused with it by name."""
+"""The `[environment]` of an agent: its kind, its paths, and the settings that it refuses."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every mistake of a configuration is told at once: where it stands, what is expected there, what was found."""
+"""Every mistake of a configuration is reported at once, with its place, the expected and the given value."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The configuration refuses what it does not know, and says what was meant."""
+"""The configuration refuses unknown names, and suggests the nearest."""
 
 import importlib
 import os

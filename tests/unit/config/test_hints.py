@@ -1,4 +1,4 @@
-"""A name that is not known is answered with ours: a typo, a field of another table, the word of another trainer."""
+"""An unknown name gets a suggestion: for a typo, a field of another table, the word of another trainer."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Values that no run can have: numbers that are none, names of no folder, addresses of nothing."""
+"""Impossible values: NaN, names of no folder, broken addresses."""
 
 import pytest
 from conftest import MATH

@@ -33,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         found.append({**options, "cluster": ray_constants.ENABLE_RAY_CLUSTER, "environment": dict(os.environ)})
 
     for name in (*environment.OWN_RAY, "RAY_COLOR_PREFIX", "PYTHONHASHSEED"):
-        # Set first, so that it is taken back whatever the code under test does.
+        # Set first, so that it is restored after the code under test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", "plugins")

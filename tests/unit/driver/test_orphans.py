@@ -45,7 +45,7 @@ KINDS = ("sleeps", "stopped", "ignores", "daemon", "session", "parent", "forks")
 
 @contextmanager
 def sleeper(folder: Path, kind: str, mark: str) -> Iterator[None]:
-    """A marked process of this kind; in the block it is what it is to be."""
+    """A marked process of this kind, ready in the block."""
     pid = folder / f"{kind}.pid"
     command = [sys.executable, "-S", "-c", SLEEPER, kind, str(pid)]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What Ray is asked for, and what cannot be asked for."""
+"""The resources that Ray is asked for, and the impossible ones."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_a_shortage_says_what_is_asked_for_and_what_is_there(math_config: Make) 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A Ray with 64 CPUs and no GPU, in which nothing finds a place; what it was asked for."""
+    """A Ray with 64 CPUs and no GPU, in which nothing finds a place; it records the requests."""
     asked: list[Any] = []
 
     def group(bundles: Any, strategy: str) -> Any:

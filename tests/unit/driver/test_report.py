@@ -1,4 +1,4 @@
-"""report.html has the whole run in it, escaped, and whatever part is missing is named; no report ever ends a run."""
+"""report.html has the whole run, escaped, and names missing parts; no report ever ends a run."""
 
 import errno
 import json

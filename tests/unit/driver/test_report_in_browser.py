@@ -23,7 +23,7 @@ document.body.dataset.drawn = String([...document.querySelectorAll("svg.curves")
   (svg) => [...svg.querySelectorAll("polyline")].some((line) => line.getBoundingClientRect().width > 100)).length);
 </script>
 """
-"""Points at the right end of the first curve, and writes down sizes as they are on the screen."""
+"""Points at the right end of the first curve, and notes sizes on the screen."""
 
 pytestmark = [pytest.mark.process, needs_chromium]
 

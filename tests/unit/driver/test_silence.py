@@ -13,7 +13,7 @@ WITH_RANK = f"queue.silent(['rollout-0', 'rollout-1', '{id_of('learner-0.0')}'],
 
 
 def after(run: Case, seconds: float) -> list[str]:
-    """The questions that are under way when the driver looks up so much later."""
+    """The calls under way when the driver looks after so many seconds."""
     run.ray.now += seconds
     run.tick()
     return run.watched("silent")

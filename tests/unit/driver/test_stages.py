@@ -1,4 +1,4 @@
-"""Stages that die, and a run that is asked for another number of rollout actors."""
+"""Stages that die, and a changed number of rollout actors."""
 
 from collections.abc import Callable
 from pathlib import Path

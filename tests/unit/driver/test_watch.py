@@ -1,4 +1,4 @@
-"""Calls that are waited for and calls that are watched meanwhile."""
+"""Awaited calls, and calls that are watched meanwhile."""
 
 from collections.abc import Callable
 from typing import Any

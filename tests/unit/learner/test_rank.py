@@ -22,7 +22,7 @@ from streamppo.types import encode
 
 
 class Parts:
-    """All that a rank is made of; each writes down what is asked of it. The queue hears `beats` by name."""
+    """The parts of a rank; each records its calls. The queue gets `beats` by name."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Copies of checkpoints at an address: which are whole, what is kept, what a store that refuses means."""
+"""Copies of checkpoints at an address: whole ones, kept ones, and a store that refuses."""
 
 import io
 import os

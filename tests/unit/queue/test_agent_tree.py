@@ -44,7 +44,7 @@ def sampled(text: str, version: int, cached: int = 0) -> Completion:
 
 
 def played() -> Trajectory:
-    """Two turns, a second answer to the first context, a sub-agent, and a turn that nobody received."""
+    """Two turns, a second answer to the first context, a sub-agent, and an undelivered turn."""
     row = Row()
     opened, ended = row.add(NOTHING, ids("1+2="), sampled("a=", 3), 1)
     row.add(ended, ids("3="), sampled('<tool_call>{"name":"sum"}', 4, cached=5), 2)

@@ -43,7 +43,7 @@ def batch(version: int = 3) -> Batch:
 
 
 def rewarded(version: int = 3) -> Batch:
-    """Rewards of every kind: in one number, on tokens, with components that not all have; versions that are guessed."""
+    """Rewards of every kind: in one number, on tokens, with partial components; guessed versions."""
     plain, one, two = batch(version).trajectories
     return Batch(
         version=version,

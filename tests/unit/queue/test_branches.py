@@ -1,4 +1,4 @@
-"""Branches: a row's tokens as a tree, from its column to the archive and back; what is no tree is refused."""
+"""Branches: a row's tokens as a tree, from its column to the archive and back; other columns are refused."""
 
 from collections.abc import Callable
 from pathlib import Path

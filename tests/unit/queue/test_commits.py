@@ -1,4 +1,4 @@
-"""A commit returns when all that has changed is written, and what would say nothing is not written."""
+"""A commit returns when all changes are written, and an empty one writes nothing."""
 
 import asyncio
 import threading

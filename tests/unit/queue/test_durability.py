@@ -108,7 +108,7 @@ def test_200_random_flips_and_truncations_of_a_checkpoint_are_named_and_the_one_
         logged.clear()
         found = whole_one(tmp_path)
         if found == second:
-            # White space and escapes of the manifest's JSON may change without changing what it says.
+            # White space and escapes of the manifest's JSON may change without changing its content.
             assert path.name == manifest.MANIFEST, f"{what} went unnoticed"
             assert json.loads(path.read_bytes()) == json.loads(whole[path]), what
             harmless += 1

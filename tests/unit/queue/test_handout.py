@@ -15,7 +15,7 @@ from streamppo.types import Batch, decode, encode
 
 
 class Store:
-    """Stands in for the object store: what was put, and by which threads."""
+    """Stands in for the object store: its objects, and the threads that put them."""
 
     def __init__(self) -> None:
         self.held: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The journal: what it keeps, what it forgets, and that no damage goes unnoticed."""
+"""The journal: kept and forgotten rows, and detected damage."""
 
 import math
 import random
@@ -164,7 +164,7 @@ def test_a_version_whose_file_gets_no_name_is_not_recorded(tmp_path: Path) -> No
 def test_a_power_cut_after_any_of_the_first_transactions_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite flushes what it commits; of all else the cut leaves the names and bytes of the last flush."""
+    """SQLite flushes commits; of everything else the cut leaves the names and bytes of the last flush."""
     run = tmp_path / "run"
     run.mkdir()
     flushed: dict[int, bytes] = {}
@@ -198,7 +198,7 @@ def test_a_transaction_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def damage(path: Path, generator: random.Random) -> str:
-    """Flip one bit, or cut the file; says what."""
+    """Flip one bit, or cut the file; return a description."""
     data = bytearray(path.read_bytes())
     if generator.random() < 0.2:
         cut = generator.randrange(len(data))
@@ -234,7 +234,7 @@ def test_damage_is_named_or_hits_a_byte_that_carries_nothing(tmp_path: Path, clo
 
 
 def _copy(source: Path, target: Path) -> Path:
-    # The shared-memory index is rebuilt from the log by whoever opens it first.
+    # The first reader rebuilds the shared-memory index from the log.
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*-shm"))
     return target
 

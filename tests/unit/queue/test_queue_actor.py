@@ -1,4 +1,4 @@
-"""The queue's actor without Ray: what is acknowledged is on disk, and versions follow their archived batch."""
+"""The queue's actor without Ray: acknowledged rows are on disk, and versions follow their archived batch."""
 
 import asyncio
 import threading
@@ -87,7 +87,7 @@ def counted(actor: QueueActor) -> QueueReport:
 
 
 def journal(run: Path) -> Journal:
-    """The journal as those see it who write nothing."""
+    """The journal as a reader sees it."""
     return Journal(run / "journal.sqlite")
 
 
@@ -102,7 +102,7 @@ async def deliver(actor: QueueActor, made: list[Trajectory]) -> None:
 
 
 async def made_version_0(actor: QueueActor) -> None:
-    """A new run: the driver has begun, and the learner has published what it starts from."""
+    """A new run: the driver has begun, and the learner has published its first version."""
     await actor.begin(0)
     await actor.publish(push(0), [], b"", 0)
 
@@ -170,7 +170,7 @@ def test_the_lag_that_came_with_a_version_is_admitted_also_after_a_kill(actor_of
         await second.begin(1)
         await sample(second, 1, 4 * 4, version=1)
         assert not second._queue.has_ticket(1)
-        # A learner that makes the version again tells what it told; the queue listens to new versions alone.
+        # A learner that makes the version again reports it again; the queue takes new versions alone.
         await second.publish(push(1, admitted_lag=5), [], b"", 1)
         assert not second._queue.has_ticket(1)
 
@@ -263,7 +263,7 @@ def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_jou
         assert await living.take(0) == batch
         await living.publish(push(1), [], told(living, TokenRecord(values=np.ones(8, np.float32).tobytes())), 1)
         for learned in (told(zombie, TokenRecord(values=np.zeros(8, np.float32).tobytes())), b""):
-            # Its shards have nothing of what the living one has archived.
+            # Its shards lack the living one's archived rows.
             with pytest.raises(JournalError, match=r"given up for dead|tokens are missing"):
                 await zombie.publish(push(1), [], learned, 0)
             zombie._broken = None
@@ -676,7 +676,7 @@ def test_a_stop_between_two_ranks_that_wait_for_the_same_batch_leaves_none_witho
         made = await sample(actor, 0, 4)
         ranks = [asyncio.create_task(actor.take(0)) for _ in range(4)]
         await asyncio.sleep(0.05)
-        # Whoever wakes first finds the run stopped as soon as it has the batch.
+        # The first woken caller finds the run stopped as soon as it has the batch.
         take = actor._queue.take
 
         def take_and_stop(version: int, *, leased_only: bool = False) -> Batch | None:

@@ -281,7 +281,7 @@ def test_nothing_is_dropped_for_a_version_that_is_not_in_the_journal_yet(
             await asyncio.sleep(0.1)
         second = actor._archive_of(1, b"")
         await second
-        # The second version is known here, and to nobody else: the transaction of the first one is being written.
+        # Only the test knows the second version: the transaction of the first one is being written.
         actor._queue.publish(2)
         gate.set()
         await first

@@ -1,4 +1,4 @@
-"""The copy of journal, shards and archive: what was acknowledged is there, and makes the run's folder again."""
+"""The copy of journal, shards and archive has everything acknowledged, and restores the run's folder."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from streamppo.weights.store import Store, with_crc
 pytestmark = pytest.mark.process
 
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
-"""Tokens that nobody else samples."""
+"""Tokens that no other sample has."""
 ROWS = ("counters", "slots", "leases", "versions", "configs", "ended_attempts", "dead_letters")
 
 
@@ -87,7 +87,7 @@ def trajectories(run: Path, number: int) -> list[Trajectory]:
 
 
 async def until(comes: Callable[[], bool]) -> None:
-    """Wait for what nobody says: the queue does not wait for its shards to drop anything."""
+    """Wait without a signal: the queue does not wait until its shards have dropped tokens."""
     async with asyncio.timeout(20):
         while not comes():
             await asyncio.sleep(0.01)
@@ -201,7 +201,7 @@ def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
         if next(left) == dies_at:
             (name,) = files
             files[name].seek(0)
-            # A part of it is there: a folder, unlike an object store, shows what is half written.
+            # A part of it is there: a folder, unlike an object store, shows a half-written file.
             with fsspec.open(f"{address}/{folder}/{name}", "wb") as file:
                 file.write(files[name].read(9))
             raise Dead

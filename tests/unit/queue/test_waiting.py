@@ -1,4 +1,4 @@
-"""Callers that wait in the queue: each is woken by what it waits for, in order, and by nothing else."""
+"""Callers that wait in the queue: only their own event wakes them, in order."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -32,7 +32,7 @@ Waiting: TypeAlias = asyncio.Task[tuple[Ticket, ...]]
 
 
 class Counting(QueueRules):
-    """The rules, and how often somebody asked them for tickets or for a batch."""
+    """The rules, and the number of requests for tickets or a batch."""
 
     asked = 0
 
@@ -79,7 +79,7 @@ def fail(rules: QueueRules, ticket: Ticket) -> None:
 
 
 def give_up(rules: QueueRules, ticket: Ticket) -> None:
-    """The slot fails until nobody samples it any more: it holds no room."""
+    """The slot fails until it is abandoned: it holds no room."""
     slot = rules.state.slots[ticket.identity.prompt, ticket.identity.sample]
     for _ in range(SETTINGS.max_attempts):
         rules.fail(Failure(identity=slot.identity, actor="holder", stage="reward", reason="no"))
@@ -92,7 +92,7 @@ def finished(ticket: Ticket, version: int = 0) -> Trajectory:
 
 
 async def turn() -> None:
-    """Let everybody who was woken run."""
+    """Let every woken task run."""
     for _ in range(5):
         await asyncio.sleep(0)
 

@@ -1,6 +1,5 @@
-"""The agents of examples/ that bring other people's frameworks: each against the real library, where it is installed.
-
-The policy is scripted: what it says is a function of the context that it was sampled behind.
+"""The agents of examples/ for other frameworks, each against the real library where it is installed. The policy is
+scripted: its text is a function of its context.
 """
 
 import asyncio

@@ -104,7 +104,7 @@ def test_a_program_in_a_sandbox_reaches_nothing_of_the_machine_but_its_files_and
             *[("variable", "TRAINERS_KEY"), ("process", f"{os.getpid()}"), ("root", "")],
         ]
         opened = [("write", "/tmp/new.txt"), ("write", "new.txt"), ("file", FILE), ("endpoint", "")]
-        # In a repository below /tmp that is a place in the scratch folder.
+        # In a repository below /tmp this path is in the scratch folder.
         beside = SUPPORT / "new.txt"
         (opened if beside.is_relative_to("/tmp") else shut).append(("write", f"{beside}"))
         # A word of a command that names a file which the sandbox does not see is refused: these are in longer words.

@@ -1,4 +1,4 @@
-"""Agents of every kind behind the endpoint: what each comes to, its sentence if it fails, and nobody left behind."""
+"""Agents of every kind behind the endpoint: their results, their sentences if they fail, and no process left."""
 
 import asyncio
 import subprocess
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def played(tokenizer: Tokenizer) -> Callable[..., Any]:
-    """Play what a test asks of a player with an agent, or with a program of these words."""
+    """Play with an agent, or with a program of these words."""
 
     def play(name: str, ask: Callable[[Player], Awaitable[T]], *words: str, scored: bool = False, **limits: Any) -> T:
         given = {"command": words} if words else {"agent": f"{FILE}:{name}"}

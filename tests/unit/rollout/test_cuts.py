@@ -1,4 +1,4 @@
-"""Segments of running completions: which are due, and what is handed over."""
+"""Segments of running completions: due ones, and the tokens that are handed over."""
 
 import math
 import random
@@ -114,7 +114,7 @@ def test_segments_of_several_turns_put_together_are_the_whole_and_its_rewards(
     for one in segments:
         assert one.prompt_tokens == whole.prompt_tokens + whole.tokens[: 4 * one.prefix]
     assert [one.reward for one in segments] == [0.0, 0.0, 7.0]
-    # The reward of the first turn stands on the first token behind what was handed over.
+    # The reward of the first turn stands on the first token behind the handed-over ones.
     assert floats(last.token_rewards).tolist() == [1.0, 6.0]
     assert floats(whole.token_rewards).sum() == 7.0
 

@@ -1,4 +1,4 @@
-"""Requests that go wrong: each has its sentence, its status and its counter, and nobody else's run is touched."""
+"""Requests that go wrong: each has its sentence, status and counter, and touches no other run."""
 
 import asyncio
 import json

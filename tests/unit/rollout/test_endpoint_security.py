@@ -1,4 +1,4 @@
-"""What docs/security.md says of the endpoint: who reaches what, with a key, without, from a page, as another user."""
+"""The claims of docs/security.md about the endpoint: access with a key, without, from a page, as another user."""
 
 import asyncio
 import logging

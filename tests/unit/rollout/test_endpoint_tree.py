@@ -117,7 +117,7 @@ def test_a_second_answer_to_one_context_begins_with_its_last_token_once_more() -
     # Of two turns one was received.
     assert columns.mask.tolist() == [False] * 6 + [True]
     assert (row.context(6).tolist(), row.context(4).tolist()) == ([1, 2, 3, 20], [1, 2, 3, 10, 11])
-    # A third one is its sibling, and what follows the first answer goes back to it.
+    # The third one is its sibling, and a message behind the first answer returns to that.
     assert row.add(5, of(), sampled(30), 3) == (7, 8)
     row.add(4, of(7), sampled(40), 4)
     assert row.columns([]).branches.tolist() == [[5, 1], [7, 1], [9, 4]]

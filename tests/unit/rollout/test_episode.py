@@ -37,7 +37,7 @@ def made(folder: Path, template: str) -> Tokenizer:
 
 
 class Echo:
-    """Says twice what the policy said, with a point for each turn, until it says "bye"."""
+    """Repeats the policy's text twice, with a point for each turn, until it is "bye"."""
 
     async def reset(self, prompt: Prompt) -> list[Message]:
         return [Message(role="user", content=prompt.text)]
@@ -88,7 +88,7 @@ def test_what_was_sampled_is_never_tokenised_again_and_observations_are_masked(t
     assert whole == "ab<eos> [tool]abab<eos> [assistant]bye<eos>"
     assert text_of(tokenizer, episode.tokens[episode.mask]) == "ab<eos>bye<eos>"
     assert text_of(tokenizer, episode.prompt_tokens) == "[user]hi<eos> [assistant]"
-    # The engine is shown exactly what the learner will see, token by token.
+    # The engine gets exactly the learner's tokens.
     seen = [*episode.prompt_tokens.tolist(), *episode.tokens.tolist()]
     assert engine.asked[1] == seen[: len(engine.asked[1])]
     assert episode.finish == "stop"
@@ -99,7 +99,7 @@ def test_what_was_sampled_is_never_tokenised_again_and_observations_are_masked(t
 
 
 def test_ends_that_are_no_special_tokens_are_in_the_tokens_and_in_no_text(tokenizer: Tokenizer) -> None:
-    """The policy ends its turns with "!", or by writing "z"; the environment and the rewards see what is before."""
+    """The policy ends its turns with "!", or by writing "z"; the environment and the rewards see the text before it."""
     exclaimed = int(tokenizer.encode(Prompt(text="!", columns={}))[0])
     stop = Stop({exclaimed: ["rollout.stop"]}, ("z",))
     for said in ("bye!", "byez"):
@@ -323,7 +323,7 @@ def test_a_family_plays_two_turns_with_an_environment_and_rewards_read_them_as_m
         ("assistant", "bye"),
     ]
     assert [one.content for one in text.prompt_messages] == ["say hi"]
-    # The engine saw the end of what the template writes of the conversation; the spelled token was text.
+    # The engine saw the end of the rendered conversation; the spelled token was text.
     turns = (("user", "say hi"), ("assistant", "ab"), ("user", "abab<eos>"))
     whole = Prompt(text="", columns={}, messages=tuple(Message(role=role, content=said) for role, said in turns))
     assert text_of(tokenizer, engine.asked[1]).endswith(tokenizer.render(whole)[-14:])

@@ -1,4 +1,4 @@
-"""Rows that stay in the cache: what a prompt begins from, and which rows go."""
+"""Rows that stay in the cache: the reused beginning of a prompt, and the evicted rows."""
 
 from collections.abc import Sequence
 

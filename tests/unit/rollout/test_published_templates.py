@@ -1,6 +1,6 @@
 """Sessions of two and more turns with tools, under the templates that model families publish.
 
-The oracle is transformers: what is appended behind a turn is the end of what the template renders for the conversation.
+The oracle is transformers: the tokens behind a turn are the end of the rendered conversation.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ NO_TEXT = {"trl-idefics3", "trl-smolvlm", "trl-llava_next"}
 
 
 class Played(NamedTuple):
-    """A conversation and its refusal, if it had one, with the row's text and what of it was sampled."""
+    """A conversation and its refusal, if any, with the row's text and its sampled part."""
 
     messages: list[dict[str, Any]]
     refusal: str

@@ -45,7 +45,7 @@ PARTS = st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", CALL, "a
 @settings(max_examples=500, deadline=None)
 @given(PARTS, st.booleans(), st.data())
 def test_what_is_streamed_is_a_beginning_of_the_whole(parts: list[str], opened: bool, data: st.DataObject) -> None:
-    """Of every beginning of a text, what it shows is a beginning of what the whole text shows."""
+    """The reading of every beginning of a text is a beginning of the whole text's reading."""
     text = "".join(parts)
     begun = text[: data.draw(st.integers(0, len(text)))]
     shown, whole = reply.so_far(begun, opened=opened), reply.read(text, opened=opened)

@@ -381,7 +381,7 @@ def test_a_swap_that_hangs_ends_the_actor_with_its_version_and_the_bound_grows_w
 
 
 class Full(Tickets):
-    """A queue that has no ticket for an actor that is full, and one new version."""
+    """A queue without a ticket for a full actor, and with one new version."""
 
     async def _issue(self, actor: str, version: int, room: int, call: int) -> bytes:
         return await asyncio.Event().wait() and b""
@@ -534,7 +534,7 @@ def test_trajectories_that_finish_one_soon_after_another_share_a_delivery_and_wa
 
 
 class Plenty(Tickets):
-    """A queue that has a ticket for whoever asks, until it has given out all of them."""
+    """A queue with a ticket for each request, until all are given out."""
 
     def __init__(self, prompts: int) -> None:
         super().__init__(prompts)

@@ -1,4 +1,4 @@
-"""What SGLang holds is compared with each push, with an SGLang that is a dozen lines."""
+"""SGLang's weights are compared with each push; this SGLang is a dozen lines."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping
@@ -147,7 +147,7 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
     strange = "lm_head.weight"
 
     def known(tensors: Tensors) -> dict[str, str]:
-        """The sums of `Checked`, but for one tensor, which is laid out in a way that is not known."""
+        """The sums of `Checked`, but for one tensor with an unknown layout."""
         sums: dict[str, dict[str, float]] = {}
         for name, tensor in tensors.items():
             sums.setdefault(layout.held_name(name), {})[name] = float(tensor.double().sum())

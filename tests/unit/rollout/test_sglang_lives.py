@@ -1,4 +1,4 @@
-"""The lives and deaths of SGLang as our side of it sees them, with an SGLang that is a dozen lines."""
+"""Starts and deaths of SGLang as the actor sees them; this SGLang is a dozen lines."""
 
 import asyncio
 

@@ -30,7 +30,7 @@ Task = asyncio.Task[Completion]
 
 
 def begun(engine: SGLangEngine, sampling: Sampling, **cuts: Any) -> tuple[Task, list[Completion]]:
-    """A completion that is being sampled, and all that is handed over of it."""
+    """A running completion, and its handed-over tokens."""
     handed: list[Completion] = []
     return asyncio.ensure_future(engine.generate(PROMPT, sampling, Cuts(handed.append, **cuts))), handed
 

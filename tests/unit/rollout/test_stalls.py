@@ -59,7 +59,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def played(folder: Path, *said: str, timeout_s: float) -> tuple[Player, Sequence[object]]:
-    """The player of one environment for each line, all at once, and what became of them."""
+    """The player of one environment for each line, all at once, and the results."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz[] ")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A teacher that is a server: its log-probs, its failures, and its tokenizer."""
+"""A teacher's server: its log-probs, its failures, and its tokenizer."""
 
 import asyncio
 import socket
@@ -107,7 +107,7 @@ def test_of_a_tree_every_sampled_token_has_its_log_prob_on_its_path_and_no_token
 
 
 class Twice:
-    """An environment that answers with twice the text, until that is "+"."""
+    """An environment that answers with the text twice, until it is "+"."""
 
     async def reset(self, prompt: Prompt) -> str:
         return prompt.text

@@ -1,4 +1,4 @@
-"""Coroutines that are begun before they are awaited, and rewards in the actor that are given up in time."""
+"""Coroutines that begin before they are awaited, and rewards in the actor with a time limit."""
 
 import asyncio
 import time

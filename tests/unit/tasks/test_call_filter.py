@@ -1,4 +1,4 @@
-"""The filter of system calls, built for each machine and interpreted here: what it refuses, and what it lets pass."""
+"""The filter of system calls, built for each machine and interpreted here: refused and allowed calls."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""The cgroup of a program: where one can be made, what is in it, and that nothing of it stays.
+"""The cgroup of a program: its place, its processes, and its end.
 
 Groups of this machine's version 2 have no limits in these tests: its controllers may be those of version 1.
 """

@@ -87,7 +87,7 @@ def test_every_family_plays_a_second_turn(family: str) -> None:
     assert shown(tokenizer, observed).replace(" ", "") == TURNS[family].replace(" ", "")
     end = ENDS[family]
     assert tokenizer.turn_end() == (end and number(tokenizer, end))
-    # It is the end of what transformers renders, for a conversation whose last turn it is.
+    # It is the end of transformers' rendering, for a conversation whose last turn it is.
     theirs = tokenizer._tokenizer.apply_chat_template(
         [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "wrong"))],
         add_generation_prompt=True,

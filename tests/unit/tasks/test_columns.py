@@ -99,7 +99,7 @@ def test_a_value_of_another_library_becomes_a_plain_one(value: Any, wanted: Any)
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Send a value to a process of a reward, which says what it got."""
+    """Send a value to a process of a reward, which returns it."""
     path = tmp_path_factory.mktemp("rewards") / "echo.py"
     path.write_text(
         "from streamppo.types import Reward\n"

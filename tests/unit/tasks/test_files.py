@@ -1,4 +1,4 @@
-"""The files of a split are those that are named after it alone; others are said, or refused."""
+"""The files of a split are those named after it; others are reported or refused."""
 
 import gzip
 import json

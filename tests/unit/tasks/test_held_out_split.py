@@ -1,4 +1,4 @@
-"""No prompt is both trained on and held out: rows are divided by the content of their prompts, whatever made them."""
+"""No prompt is both trained on and held out: rows are divided by the content of their prompts."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The user's function that limits each completion: an answer that is no number of tokens costs one trajectory."""
+"""The user's function that limits each completion: an answer other than a number of tokens fails one trajectory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Programs are hostile: what each sandbox keeps them from, and that no program has a score that it did not earn.
+"""Programs are hostile: the bounds of each sandbox, and no unearned score.
 
 Every attack here is on files, sockets and processes that the test has made itself.
 """

@@ -1,4 +1,4 @@
-"""metrics.jsonl as it is written: each line is read once, whole, and what was read stays."""
+"""metrics.jsonl during its writing: each line is read once, whole, and stays."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(
 
 def test_only_new_bytes_are_read(tmp_path: Path, follower: LineReader) -> None:
     path = tmp_path / METRICS
-    # In its place, with as many bytes: whoever reads them again finds damage.
+    # In its place, with as many bytes: a second reading finds the damage.
     with path.open("r+b") as file:
         file.write(b"x" * 10)
     add(tmp_path, queue(3))

@@ -125,7 +125,7 @@ def test_every_name_of_the_catalogue_makes_a_gauge_of_its_own() -> None:
 
 
 class FakeGauge:
-    """A gauge of Ray's that keeps what it was set to."""
+    """A gauge of Ray's that keeps its value."""
 
     made: dict[str, "FakeGauge"]
     broken = False

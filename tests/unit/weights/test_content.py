@@ -1,4 +1,4 @@
-"""The hash of a tensor: it adds up over shards, wherever they are cut, and finds what can go wrong with bytes."""
+"""The hash of a tensor: it adds up over shards, wherever they are cut, and finds changed bytes."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Deltas: what comes out is bit for bit what went in, or an error that has changed nothing."""
+"""Deltas: the result is the input bit for bit, or an error that has changed nothing."""
 
 import numpy as np
 import pytest

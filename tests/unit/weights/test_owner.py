@@ -1,4 +1,4 @@
-"""An address belongs to one folder: copies of a run find out, whoever begins first and wherever they are."""
+"""An address belongs to one folder: a copy of a run notices it, in any order and any place."""
 
 import io
 import shutil

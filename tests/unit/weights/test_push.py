@@ -1,4 +1,4 @@
-"""From buckets to a replica, over the ledger: a version arrives bit for bit as it was pushed, or nobody has it."""
+"""From buckets to a replica, over the ledger: a version arrives bit for bit, or not at all."""
 
 import asyncio
 import gc
@@ -380,7 +380,7 @@ def test_deltas_end_when_they_have_as_many_bytes_as_the_whole_version() -> None:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands in for the object store: what was put, in order."""
+    """Stands in for the object store: its objects, in order."""
     put: list[Any] = []
     monkeypatch.setattr(object_store.ray, "put", lambda array: put.append(array.copy()) or len(put) - 1)
     return put

@@ -211,7 +211,7 @@ def test_a_rank_that_is_killed_leaves_nobody_waiting(kind: str, tmp_path: Path) 
         except transport.BucketGone:
             return False
 
-    # A folder outlives its rank: the ledger no longer names what is in it.
+    # A folder outlives its rank: the ledger no longer names its files.
     assert asyncio.run(fetched()) == (kind == "folder")
 
 

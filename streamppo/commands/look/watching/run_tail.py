@@ -1,4 +1,4 @@
-"""A run as it goes on: its folder is looked at again and again, and each line of metrics.jsonl is read once."""
+"""Follows a run: polls its folder, and reads each line of metrics.jsonl once."""
 
 import time
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from streamppo.telemetry.watch.sections import RunView
 from streamppo.types import QueueReport
 
 JOURNAL_S = 10.0
-"""Seconds between two looks into the journal at least: they read all that waits in the queue."""
+"""Least time between two reads of the journal, which read all waiting trajectories."""
 AHEAD = 2
-"""Updates of a running run that the journal has, and metrics.jsonl has not: their lines come when the driver reads."""
+"""Updates by which the journal of a running run may be ahead of metrics.jsonl."""
 
 
 class CurveSource(Protocol):
-    """Something with curves: a run, or a replay."""
+    """A run or a replay, with curves."""
 
     def tag(self) -> str:
-        """Look for news; returns a word that is another one after there were some."""
+        """Look for changes; returns a word that changes with them."""
         ...
 
     def run_view(self) -> RunView:
@@ -37,7 +37,7 @@ class CurveSource(Protocol):
 
 
 class WatchedRun:
-    """The run in `folder`, called `name`. A part of it that cannot be read is named, and the rest is shown."""
+    """The run in `folder`, called `name`. Unreadable parts are named, and the rest is shown."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class WatchedRun:
         return RunView(self.view, self._state, self._condition)
 
     def _begin(self) -> None:
-        """Forget the lines: there is another file."""
+        """Forget the lines of an earlier file."""
         config, name = self.config, self.view.name
         self._state = state_of(config, self._folder) if config else RunState(name, str(self._folder), 0, "", 0)
         self._diagnosis = Diagnosis(config) if config else None
@@ -97,14 +97,14 @@ class WatchedRun:
         self._journal_at = time.monotonic()
         before, self.view.notes = self.view.notes, [*self._notes, *self._lines.content.damage]
         if (config := self.config) is not None:
-            # A journal that is gone changes nothing about what was read.
-            found = report.try_part(self.view, lambda: report.read_counters(config, self._folder, self.view.notes))
-            self._found = found or self._found
+            # Without a journal the earlier numbers stay.
+            counters = report.try_part(self.view, lambda: report.read_counters(config, self._folder, self.view.notes))
+            self._found = counters or self._found
         self._looks += self.view.notes != before
 
     @property
     def _is_early(self) -> bool:
-        """True while what was found in the journal is ahead of the lines, which will come."""
+        """True while the journal is ahead of the lines."""
         queue, _ = self._found
         ahead = queue.version - self._state.version if queue else 0
         return 0 < ahead <= AHEAD and self._condition == "running"
@@ -119,7 +119,7 @@ class WatchedRun:
         try:
             return condition(self._folder, self.view)
         except RunError:
-            # Nobody may lock a file there: a folder of somebody else.
+            # A folder of another user cannot be locked.
             return self.view.outcome
 
 
@@ -130,7 +130,7 @@ class WatchedReplay:
         self._view = report.replay(path)
 
     def tag(self) -> str:
-        """Return a word that never changes: a replay does not go on."""
+        """Return a constant: a replay never changes."""
         return ""
 
     def run_view(self) -> RunView:

@@ -1,7 +1,6 @@
 """The batches in a run's archive for the page: trajectories in short, and one with a row of numbers for each token.
 
-Only numbers that the archive keeps are shown, and differences and ratios of two of them; a column that a run has not is
-left out.
+The page shows numbers of the archive, and differences and ratios of two of them; columns without numbers are left out.
 """
 
 import math
@@ -44,7 +43,7 @@ LEARNED = {
 
 
 class TokenColumn(TypedDict):
-    """A number for each token of a completion; None where the policy did not sample it, or where there is none.
+    """A number for each token of a completion; None for a token that the policy did not sample, or without a number.
 
     `kind` says how it is coloured: "more" from pale to deep, "less" the other way, "both" by its sign, around 0.
     """
@@ -106,9 +105,9 @@ class TreeRow(TypedDict):
 class OpenedTrajectory(TypedDict):
     """One trajectory, token by token; `left_out` are tokens at its end that are not shown.
 
-    `row_columns` are (name, value) of the columns that rewards get, or `row_missing` the reason that there are none.
-    `tree` are the nodes of several turns, and `tree_words` says how many there are; `lost` are the tokens of each turn
-    that nobody received, from the first to the one behind the last.
+    `row_columns` are (name, value) of the columns for rewards; `row_missing` is the reason for their absence.
+    `tree` are the nodes of several turns, and `tree_words` counts them; `lost` are the spans of undelivered turns, from
+    the first token to the one behind the last.
     """
 
     update: int
@@ -150,40 +149,45 @@ class Trajectories:
         if not versions:
             raise JournalError(f"{self._folder}: no batch is kept in its archive yet")
         version = versions[-1] if update is None else update - 1
-        found, _ = self._batch(version)
+        batch, _ = self._batch(version)
         return {
             "update": version + 1,
             "updates": [versions[0] + 1, versions[-1] + 1],
-            "rewards": str(plot.histogram([one.reward for one in found.trajectories], "reward", "trajectories")),
-            "parts": _parts(found.trajectories),
-            "rows": [_row(found, number, self._decode) for number in range(len(found.trajectories))],
+            "rewards": str(
+                plot.histogram([trajectory.reward for trajectory in batch.trajectories], "reward", "trajectories")
+            ),
+            "parts": _parts(batch.trajectories),
+            "rows": [_row(batch, number, self._decode) for number in range(len(batch.trajectories))],
         }
 
     def open(self, update: int, row: int) -> OpenedTrajectory:
         """Trajectory number `row` of a batch. Raises `JournalError` if it is not kept, or the batch has no such row."""
-        found, learned = self._batch(update - 1)
-        if not 0 <= row < len(found.trajectories):
-            raise JournalError(f"update {update} has no trajectory {row}: there are {len(found.trajectories)}")
-        one = found.trajectories[row]
-        tokens = ints(one.tokens)[:SHOWN_TOKENS]
-        behind = self._rows.row_of(one)
-        columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
-        nodes, prompt = tree.nodes(found, one, self._spell) if tree.has_tree(one) else [], len(one.prompt_tokens) // 4
+        batch, learned = self._batch(update - 1)
+        if not 0 <= row < len(batch.trajectories):
+            raise JournalError(f"update {update} has no trajectory {row}: there are {len(batch.trajectories)}")
+        trajectory = batch.trajectories[row]
+        tokens = ints(trajectory.tokens)[:SHOWN_TOKENS]
+        behind = self._rows.row_of(trajectory)
+        columns = _columns(batch, trajectory, {name: column[row] for name, column in learned.items()})
+        nodes, prompt = (
+            tree.nodes(batch, trajectory, self._spell) if tree.has_tree(trajectory) else [],
+            len(trajectory.prompt_tokens) // 4,
+        )
         return {
             "update": update,
             "row": row,
-            "title": _title(one),
-            "prompt": self._decode(ints(one.prompt_tokens)),
-            "reward": one.reward,
-            "components": one.components,
-            "explanation": one.explanation,
+            "title": _title(trajectory),
+            "prompt": self._decode(ints(trajectory.prompt_tokens)),
+            "reward": trajectory.reward,
+            "components": trajectory.components,
+            "explanation": trajectory.explanation,
             "row_columns": behind.columns,
             "row_missing": behind.missing,
             "texts": _texts(self._model, self._decode, tokens),
             "ids": tokens.tolist(),
-            "sampled": flags(one.mask)[:SHOWN_TOKENS].tolist(),
+            "sampled": flags(trajectory.mask)[:SHOWN_TOKENS].tolist(),
             "columns": [{**column, "values": column["values"][:SHOWN_TOKENS]} for column in columns],
-            "left_out": one.num_tokens - len(tokens),
+            "left_out": trajectory.num_tokens - len(tokens),
             "missing": "" if "advantages" in learned else MISSING,
             "tree": [_tree_row(node, prompt) for node in nodes[:SHOWN_NODES]],
             "tree_words": tree.totals(nodes).words() if nodes else "",
@@ -191,32 +195,32 @@ class Trajectories:
         }
 
     def _spell(self, tokens: Ints) -> str:
-        """The text of tokens, special ones too, of which its messages are told apart."""
+        """The text of tokens, with the special tokens between messages."""
         if not (self._model / report.TOKENIZER).is_file():
             return self._decode(tokens)
         return _tokenizer(self._model).decode(tokens.tolist(), skip_special_tokens=False)
 
     def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
-        """A batch, and what is kept of the learner's numbers for each of its completions, by their names."""
+        """A batch, and the kept numbers of the learner for each of its completions, by name."""
         return archive.open(self._folder).batch_and_record(version)
 
 
-def _title(one: Trajectory) -> str:
-    identity = one.identity
-    return f"prompt {identity.prompt}, sample {identity.sample}, attempt {identity.attempt}, by {one.actor}"
+def _title(trajectory: Trajectory) -> str:
+    identity = trajectory.identity
+    return f"prompt {identity.prompt}, sample {identity.sample}, attempt {identity.attempt}, by {trajectory.actor}"
 
 
 def _row(batch: Batch, number: int, decode: Decode) -> ListedTrajectory:
-    one = batch.trajectories[number]
+    trajectory = batch.trajectories[number]
     return {
         "row": number,
-        "title": f"{one.identity.prompt}.{one.identity.sample}",
-        "reward": one.reward,
-        "components": one.components,
-        "tokens": one.num_tokens,
-        "lag": batch.version - one.oldest_version,
-        "finish": one.finish,
-        "begins": decode(ints(one.tokens)[:BEGINNING])[:BEGINNING],
+        "title": f"{trajectory.identity.prompt}.{trajectory.identity.sample}",
+        "reward": trajectory.reward,
+        "components": trajectory.components,
+        "tokens": trajectory.num_tokens,
+        "lag": batch.version - trajectory.oldest_version,
+        "finish": trajectory.finish,
+        "begins": decode(ints(trajectory.tokens)[:BEGINNING])[:BEGINNING],
     }
 
 
@@ -234,9 +238,9 @@ def _tree_row(node: tree.TreeNode, prompt: int) -> TreeRow:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
-    columns: dict[str, list[float]] = {"reward": [one.reward for one in trajectories]}
-    for one in trajectories:
-        for name, value in one.components.items():
+    columns: dict[str, list[float]] = {"reward": [trajectory.reward for trajectory in trajectories]}
+    for trajectory in trajectories:
+        for name, value in trajectory.components.items():
             columns.setdefault(f"reward: {name}", []).append(value)
     return [
         {"name": name, "mean": sum(column) / len(column), "lowest": min(column), "highest": max(column)}
@@ -247,10 +251,10 @@ def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
 # --- columns -------------------------------------------------------------------------------------------------
 
 
-def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> list[TokenColumn]:
-    """The numbers of each token that are known of this trajectory."""
-    mask, versions, logprobs = flags(one.mask), ints(one.versions), floats(one.logprobs)
-    found = [
+def _columns(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats]) -> list[TokenColumn]:
+    """The known numbers of each token of a trajectory."""
+    mask, versions, logprobs = flags(trajectory.mask), ints(trajectory.versions), floats(trajectory.logprobs)
+    columns = [
         _column("lag", "versions between sampling and training", "more", batch.version - versions, mask),
         _column("version", "weights that sampled it", "more", versions, mask),
         _column("young enough", "1 if max_lag lets it into the loss", "more", versions >= batch.min_version, mask),
@@ -260,31 +264,33 @@ def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> li
     ]
     for name, (title, text, kind) in LEARNED.items():
         if name in learned:
-            found.append(_column(title, text, kind, learned[name], mask))
+            columns.append(_column(title, text, kind, learned[name], mask))
     if "proximal_logprobs" in learned:
         difference = learned["proximal_logprobs"] - logprobs
-        found.append(_column("log-ratio", "nats, learner's log-prob - log-prob", "both", difference, mask))
-        found.append(
+        columns.append(_column("log-ratio", "nats, learner's log-prob - log-prob", "both", difference, mask))
+        columns.append(
             _column("ratio", "learner's probability over that of sampling it", "more", np.exp(difference), mask)
         )
-    if one.token_rewards:
-        found.append(
-            _column("reward", "the part of the reward that stands on it", "both", floats(one.token_rewards), mask)
+    if trajectory.token_rewards:
+        columns.append(
+            _column(
+                "reward", "the part of the reward that stands on it", "both", floats(trajectory.token_rewards), mask
+            )
         )
-    if one.branches:
-        prompt, width = len(one.prompt_tokens) // 4, len(one.prompt_tokens) // 4 + one.num_tokens
-        piece, _ = branches.seen(one.branches, width)
+    if trajectory.branches:
+        prompt, width = len(trajectory.prompt_tokens) // 4, len(trajectory.prompt_tokens) // 4 + trajectory.num_tokens
+        piece, _ = branches.seen(trajectory.branches, width)
         text = "the branch that it is of, in the order of time; 0: the prompt's own"
-        found.append(_column("branch", text, "more", piece[prompt:], mask))
-    if one.candidate_counts:
-        counts = ints(one.candidate_counts)
+        columns.append(_column("branch", text, "more", piece[prompt:], mask))
+    if trajectory.candidate_counts:
+        counts = ints(trajectory.candidate_counts)
         text = "tokens that top-p and top-k left to draw from; 0: the whole vocabulary"
-        found.append(_column("candidates", text, "more", counts, mask))
-    if one.teacher_logprobs:
-        teacher = floats(one.teacher_logprobs)
-        found.append(_column("teacher's log-prob", "nats, under the teacher", "less", teacher, mask))
-        found.append(_column("difference", "nats, teacher's log-prob - log-prob", "both", teacher - logprobs, mask))
-    return found
+        columns.append(_column("candidates", text, "more", counts, mask))
+    if trajectory.teacher_logprobs:
+        teacher = floats(trajectory.teacher_logprobs)
+        columns.append(_column("teacher's log-prob", "nats, under the teacher", "less", teacher, mask))
+        columns.append(_column("difference", "nats, teacher's log-prob - log-prob", "both", teacher - logprobs, mask))
+    return columns
 
 
 def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: NDArray[np.bool_]) -> TokenColumn:
@@ -296,7 +302,7 @@ def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: 
 
 
 def _texts(model: Path, decode: Decode, tokens: Ints) -> list[str]:
-    """The text that each token adds; that of a character in several tokens stands at the last of them."""
+    """The text that each token adds; a character of several tokens stands at the last of them."""
     if not (model / report.TOKENIZER).is_file():
         return [decode(tokens[place : place + 1]) for place in range(len(tokens))]
     tokenizer, stream = _tokenizer(model), DecodeStream(skip_special_tokens=False)

@@ -1,7 +1,7 @@
-"""Files of a new project, and the configuration for what people bring.
+"""Files of a new project, and the configuration for a user's model, data and reward.
 
 run.toml, rewards.py, README.md     the project that sorts letters, as it is written
-rows.py, policy.py                  what rows, their reward and a model say of themselves
+rows.py, policy.py                  properties of rows, their reward and a model
 sizes.py                            the numbers of a run, chosen from these
 text.py                             the configuration as TOML, with a comment on each line
 """

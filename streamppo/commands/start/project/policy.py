@@ -64,9 +64,9 @@ def look(path: str) -> PolicyModel:
     """Look at the model at `path`. Raises `ConfigError` for a path at which there is none."""
     if path == BUILTIN:
         return PolicyModel(path, None, "qwen2", TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
-    folder, found = folders.find(path, "model")
+    folder, finding = folders.find(path, "model")
     if folder is None and folders.looks_like_path(path):
-        raise ConfigError(f"--model: {found.text}")
+        raise ConfigError(f"--model: {finding.text}")
     if folder is None:
         return PolicyModel(path, None, "", _by_name(path), UNKNOWN_CONTEXT, None, chat=_is_chat_by_name(path))
     settings = _settings(Path(folder))
@@ -82,23 +82,23 @@ def look(path: str) -> PolicyModel:
 
 
 def _settings(folder: Path) -> Mapping[str, object]:
-    """The model's own settings: of one that is more than its language model, that one's."""
+    """The settings of the model, or of its language model if it is a part."""
     try:
         settings: object = json.loads(durable.read(folder / "config.json"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model")
-    own = cast("dict[str, object]", settings)
-    text = own.get("text_config")
-    return own | cast("dict[str, object]", text) if isinstance(text, dict) else own
+    entries = cast("dict[str, object]", settings)
+    text = entries.get("text_config")
+    return entries | cast("dict[str, object]", text) if isinstance(text, dict) else entries
 
 
 def _parameters(folder: Path) -> int:
     """Count the numbers in the model's files, by their headers."""
-    found = sum(map(_in_file, folder.glob("*.safetensors")))
+    numbers = sum(map(_in_file, folder.glob("*.safetensors")))
     halves = sum(path.stat().st_size // 2 for path in folder.glob("pytorch_model*.bin"))
-    return found or halves or UNKNOWN_PARAMETERS
+    return numbers or halves or UNKNOWN_PARAMETERS
 
 
 def _in_file(path: Path) -> int:
@@ -106,7 +106,7 @@ def _in_file(path: Path) -> int:
         with durable.reading(path) as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
-        return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
     except (
         OSError,
         ValueError,
@@ -118,7 +118,7 @@ def _in_file(path: Path) -> int:
         OverflowError,
         RecursionError,
     ):
-        # `check` says what is wrong with it.
+        # `check` reports the error.
         return 0
 
 
@@ -143,10 +143,10 @@ def _has_template(folder: Path) -> bool:
 
 
 def _by_name(path: str) -> int:
-    """The size that a name tells: Qwen2.5-0.5B has half a billion parameters."""
+    """The size in a name: Qwen2.5-0.5B has half a billion parameters."""
     units = {"b": 10**9, "m": 10**6}
-    found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", path.lower())
-    return int(float(found[-1][0]) * units[found[-1][1]]) if found else UNKNOWN_PARAMETERS
+    sizes = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", path.lower())
+    return int(float(sizes[-1][0]) * units[sizes[-1][1]]) if sizes else UNKNOWN_PARAMETERS
 
 
 def _is_chat_by_name(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rows that people bring: the columns of prompt and answer, their number, and their lengths in tokens."""
+"""A user's rows: the columns of prompt and answer, their number, and their lengths in tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -14,14 +14,14 @@ from streamppo.tasks.rewards.scoring import detect
 from streamppo.types import Prompt
 
 PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input", "conversation", "text")
-"""Names of a prompt's column, the surest first."""
+"""Names of a prompt's column, the most certain first."""
 ANSWERS = (
     *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
     *("reference", "gold", "label", "response", "completion", "output", "chosen"),
 )
-"""Names of an answer's column, the surest first."""
+"""Names of an answer's column, the most certain first."""
 LOOKED_AT = 64
-"""Rows by which columns are told."""
+"""Rows by which columns are chosen."""
 MEASURED = 10_000
 """Rows that are measured; all are counted."""
 Measure = Callable[[Prompt], int]
@@ -54,9 +54,9 @@ class DataRows(NamedTuple):
 
 
 def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: Measure, *, chat: bool) -> DataRows:
-    """Look at the rows of `data`, whose prompt and answer are in `columns`; empty names are found out.
+    """Read the rows of `data`, with prompt and answer in `columns`; empty names are chosen.
 
-    Raises `ConfigError` if the prompt cannot be told, or if `reward` asks for a column that no row has.
+    Raises `ConfigError` if no column is the prompt, or if `reward` asks for a missing column.
     """
     try:
         rows = [row for _, row in islice(dataset_files.rows(data, "train"), MEASURED)]
@@ -77,8 +77,8 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: M
     source = Source(data=data, prompt=prompt, answer=answer, chat=chat)
     try:
         prompts = [data_sets.prompt(row, f"{data}, row {place}", "data", source) for place, row in enumerate(rows, 1)]
-        lengths = [measure(one) for one in prompts]
-        texts = [text for one in prompts if isinstance(text := one.columns.get("answer"), str) and text]
+        lengths = [measure(row_prompt) for row_prompt in prompts]
+        texts = [text for row_prompt in prompts if isinstance(text := row_prompt.columns.get("answer"), str) and text]
         answers = [measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
@@ -116,11 +116,13 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
 
 
 def _is_prompt(value: object) -> bool:
-    """True for a text, and for messages that leave the last word to the policy."""
+    """True for a text, and for messages that do not end with the assistant's."""
     if not isinstance(value, list):
         return isinstance(value, str) and bool(value)
     messages = cast("list[object]", value)
-    if not messages or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
+    if not messages or not all(
+        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
+    ):
         return False
     return cast("Mapping[str, object]", messages[-1])["role"] != "assistant"
 

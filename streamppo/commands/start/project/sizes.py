@@ -8,18 +8,18 @@ from streamppo.commands.start.project.rows import MEASURED, DataRows
 from streamppo.errors import ConfigError
 
 SMALL = 20_000_000
-"""Parameters below which a model learns its answers here, and writes no reasoning before them."""
+"""Parameters below which a model learns its answers without reasoning before them."""
 RATES = ((1_000_000, 1e-3), (10_000_000, 3e-4), (100_000_000, 3e-5), (300_000_000, 5e-6))
 """(parameters, learning rate of a model with fewer); `RATE` beyond."""
 RATE = 1e-6
 SAMPLES = 8
 """Completions of a prompt."""
 REASONING = {True: 1024, False: 256}
-"""Tokens of a completion with and without a GPU, where answers are short or unknown and a model writes before them."""
+"""Tokens of a completion with and without a GPU, for a reasoning model with short or unknown answers."""
 MOST_TOKENS = 4096
-"""Tokens of a completion that are chosen at most."""
+"""Most tokens of a completion."""
 SMALL_TOKENS = 64
-"""Tokens of a small model's completion where no row has an answer."""
+"""Tokens of a small model's completion without answers to measure."""
 VERSIONS = 3
 """Versions of the weights in Ray's object store."""
 MIB = 2**20
@@ -86,7 +86,7 @@ def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> S
 
 
 def is_small(policy: PolicyModel) -> bool:
-    """Tell if the model is one that learns in minutes on a CPU."""
+    """Tell if the model learns in minutes on a CPU."""
     return policy.parameters < SMALL
 
 
@@ -128,11 +128,11 @@ def _all_measured(policy: PolicyModel, rows: DataRows) -> bool:
 
 
 def _slots(policy: PolicyModel, length: LengthGuess, memory_mib: int, *, most: int) -> int:
-    """So many completions that their cache takes a quarter of the memory at most."""
+    """The number of completions whose cache takes at most a quarter of the memory."""
     if policy.cache is None:
         return most
-    one = policy.cache * (length.max_prompt_tokens + length.max_tokens)
-    return max(1, min(most, memory_mib * MIB // 4 // one))
+    slot = policy.cache * (length.max_prompt_tokens + length.max_tokens)
+    return max(1, min(most, memory_mib * MIB // 4 // slot))
 
 
 def _places(gpus: int) -> Places:

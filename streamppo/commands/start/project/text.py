@@ -1,4 +1,4 @@
-"""A configuration as a file has it: every line with a comment that tells its reason."""
+"""The text of a configuration file: every line has a comment with its reason."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from streamppo.commands.start.project.sizes import Sizes, is_small
 
 
 class Line(NamedTuple):
-    """`key = value  # comment`; a value that is a text is TOML already."""
+    """`key = value  # comment`; the value is TOML."""
 
     key: str
     value: str
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 class ProjectChoices(NamedTuple):
-    """All that a file is written from; `model`, `data` and `reward` are paths as they stand in it."""
+    """The choices of a file; `model`, `data` and `reward` are paths as it has them."""
 
     name: str
     model: str

@@ -46,7 +46,7 @@ class Chat:
         if turn.reply.reasoning:
             message["reasoning_content"] = turn.reply.reasoning
         if turn.reply.calls:
-            message["tool_calls"] = [_call(one) for one in turn.reply.calls]
+            message["tool_calls"] = [_call(call) for call in turn.reply.calls]
         choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
         return {**_head(turn, model, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
@@ -81,8 +81,10 @@ class ChatStream:
 
     def more(self, partial: Reply) -> bytes:
         """See `Stream.more`."""
-        said, self._said = self._said, partial
-        thought, content = (wire.behind(a, b) for a, b in ((said.reasoning, partial.reasoning), (said[0], partial[0])))
+        written, self._said = self._said, partial
+        thought, content = (
+            wire.behind(a, b) for a, b in ((written.reasoning, partial.reasoning), (written[0], partial[0]))
+        )
         chunks = [self._chunk({"reasoning_content": thought})] if thought else []
         return b"".join([*chunks, *([self._chunk({"content": content})] if content else [])])
 
@@ -90,8 +92,8 @@ class ChatStream:
         """See `Stream.end`."""
         assert turn.reply is not None
         chunks = [self.more(turn.reply)]
-        for number, one in enumerate(turn.reply.calls):
-            chunks.append(self._chunk({"tool_calls": [{"index": number, **_call(one)}]}))
+        for number, call in enumerate(turn.reply.calls):
+            chunks.append(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
         chunks.append(self._chunk({}, _finish(turn)))
         if self._usage:
             chunks.append(wire.event({**self._head, "choices": [], "usage": _usage(turn)}))
@@ -106,7 +108,7 @@ def _message(item: Body) -> Message:
     content = wire.text(item.get("content"), f"a message of the {item['role']}")
     name = item.get("name")
     if role == "assistant":
-        calls = [_read_call(one) for one in wire.listed(item.get("tool_calls") or [], "tool_calls")]
+        calls = [_read_call(call) for call in wire.listed(item.get("tool_calls") or [], "tool_calls")]
         return reply.assistant(content, calls, item.get("reasoning_content") or item.get("reasoning"))
     return Message(
         role=role,
@@ -130,8 +132,8 @@ def _tool(item: Body) -> dict[str, Any]:
     return wire.tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _call(one: ToolCall) -> Body:
-    return {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+def _call(call: ToolCall) -> Body:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finish(turn: Turn) -> str:

@@ -43,7 +43,7 @@ class Messages:
         first = (Message(role="system", content=system),) if system else ()
         tools = () if kind == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
         return Request(
-            messages=(*first, *(made for one in listed for made in _messages(one))),
+            messages=(*first, *(message for item in listed for message in _messages(item))),
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
             max_tokens=wire.most_tokens(body, "max_tokens"),
@@ -83,11 +83,11 @@ class MessageStream:
 
     def more(self, partial: Reply) -> bytes:
         """See `Stream.more`."""
-        said, self._said = self._said, partial
+        written, self._said = self._said, partial
         parts: list[bytes] = []
-        if thought := wire.behind(said.reasoning, partial.reasoning):
+        if thought := wire.behind(written.reasoning, partial.reasoning):
             parts += [self._enter("thinking"), self._delta(type="thinking_delta", thinking=thought)]
-        if content := wire.behind(said.content, partial.content):
+        if content := wire.behind(written.content, partial.content):
             parts += [self._enter("text"), self._delta(type="text_delta", text=content)]
         return b"".join(parts)
 
@@ -97,9 +97,9 @@ class MessageStream:
         parts = [self.more(turn.reply)]
         if not turn.reply.calls and not turn.reply.content:
             parts.append(self._enter("text"))
-        for one in turn.reply.calls:
-            parts += [self._leave(), self._begin({"type": "tool_use", "id": one.id, "name": one.name, "input": {}})]
-            parts.append(self._delta(type="input_json_delta", partial_json=one.arguments))
+        for call in turn.reply.calls:
+            parts += [self._leave(), self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})]
+            parts.append(self._delta(type="input_json_delta", partial_json=call.arguments))
             self._open = "tool_use"
         usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
         delta = {"stop_reason": _reason(turn), "stop_sequence": None}
@@ -107,7 +107,7 @@ class MessageStream:
         return b"".join(parts)
 
     def _enter(self, kind: str) -> bytes:
-        """Begin a block of a kind, unless one is open."""
+        """Begin a block, unless one of its kind is open."""
         if self._open == kind:
             return b""
         empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
@@ -123,7 +123,7 @@ class MessageStream:
         return _event("content_block_delta", index=self._block, delta=delta)
 
     def _leave(self) -> bytes:
-        """End the block that is open, if there is one."""
+        """End the open block, if any."""
         if not self._open:
             return b""
         self._open = ""
@@ -131,28 +131,30 @@ class MessageStream:
 
 
 def _messages(item: Body) -> Iterator[Message]:
-    """The messages in one of the dialect's: results of tools are messages of their own, before the user's text."""
+    """Read one message of the dialect; each tool result becomes a message, before the user's text."""
     role, content = wire.role(item, ROLES), item.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else wire.listed(content, "content")
     if role == "assistant":
         yield _assistant(blocks)
         return
-    for one in (one for one in blocks if one.get("type") == "tool_result"):
-        said = wire.text(one.get("content"), "a tool's result")
-        yield Message(role="tool", content=said, tool_call_id=str(one.get("tool_use_id")))
-    rest = [one for one in blocks if one.get("type") != "tool_result"]
+    for block in (block for block in blocks if block.get("type") == "tool_result"):
+        result = wire.text(block.get("content"), "a tool's result")
+        yield Message(role="tool", content=result, tool_call_id=str(block.get("tool_use_id")))
+    rest = [block for block in blocks if block.get("type") != "tool_result"]
     if rest or not blocks:
         yield Message(role=role, content=wire.text(rest, f"a message of the {role}"))
 
 
 def _assistant(blocks: Any) -> Message:
-    thoughts = [one for one in blocks if one.get("type") in ("thinking", "redacted_thinking")]
+    thoughts = [block for block in blocks if block.get("type") in ("thinking", "redacted_thinking")]
     calls = [
-        wire.call(one.get("id"), one.get("name"), one.get("input")) for one in blocks if one.get("type") == "tool_use"
+        wire.call(block.get("id"), block.get("name"), block.get("input"))
+        for block in blocks
+        if block.get("type") == "tool_use"
     ]
     known = ("thinking", "redacted_thinking", "tool_use")
-    said = wire.text([one for one in blocks if one.get("type") not in known], "a message of the assistant")
-    return reply.assistant(said, calls, "".join(str(one.get("thinking", "")) for one in thoughts))
+    text = wire.text([block for block in blocks if block.get("type") not in known], "a message of the assistant")
+    return reply.assistant(text, calls, "".join(str(thought.get("thinking", "")) for thought in thoughts))
 
 
 def _tool(item: Body) -> dict[str, Any]:
@@ -161,15 +163,15 @@ def _tool(item: Body) -> dict[str, Any]:
     return wire.tool(item.get("name"), item.get("description"), item.get("input_schema"))
 
 
-def _blocks(found: Reply) -> list[Body]:
+def _blocks(answer: Reply) -> list[Body]:
     blocks: list[Body] = []
-    if found.reasoning:
-        blocks.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
-    if found.content or not found.calls:
-        blocks.append({"type": "text", "text": found.content})
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content or not answer.calls:
+        blocks.append({"type": "text", "text": answer.content})
     return [
         *blocks,
-        *({"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)} for c in found.calls),
+        *({"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)} for c in answer.calls),
     ]
 
 

@@ -75,11 +75,11 @@ class ResponseStream:
 
     def more(self, partial: Reply) -> bytes:
         """See `Stream.more`."""
-        said, self._said = self._said, partial
+        written, self._said = self._said, partial
         parts: list[bytes] = []
-        if thought := wire.behind(said.reasoning, partial.reasoning):
+        if thought := wire.behind(written.reasoning, partial.reasoning):
             parts += [self._enter("reasoning"), self._delta("reasoning_text", thought)]
-        if content := wire.behind(said.content, partial.content):
+        if content := wire.behind(written.content, partial.content):
             parts += [self._enter("message"), self._delta("output_text", content)]
         return b"".join(parts)
 
@@ -91,7 +91,7 @@ class ResponseStream:
         if not turn.reply.content and not turn.reply.calls:
             parts.append(self._enter("message"))
         parts.append(self._leave())
-        for item in (one for one in items if one["type"] == "function_call"):
+        for item in (item for item in items if item["type"] == "function_call"):
             self._item += 1
             parts.append(self._event("output_item.added", item={**item, "arguments": "", "status": "in_progress"}))
             known = {"item_id": item["id"], "name": item["name"]}
@@ -103,7 +103,7 @@ class ResponseStream:
         return b"".join(parts)
 
     def _enter(self, kind: str) -> bytes:
-        """Begin an item of a kind, unless one is open."""
+        """Begin an item, unless one of its kind is open."""
         if self._open == kind:
             return b""
         left = self._leave()
@@ -119,7 +119,7 @@ class ResponseStream:
         return self._event(f"{kind}.delta", **self._place(), delta=text, **more)
 
     def _leave(self) -> bytes:
-        """End the item that is open, if there is one."""
+        """End the open item, if any."""
         kind, self._open = self._open, ""
         if not kind:
             return b""
@@ -146,19 +146,19 @@ class ResponseStream:
 
 
 def _messages(items: Sequence[Body]) -> list[Message]:
-    """The messages that items make: those of an assistant that follow one another are one."""
-    made, parts = list[Message](), list[Body]()
+    """Join items into messages; consecutive items of the assistant are one message."""
+    messages, parts = list[Message](), list[Body]()
     for item in [*items, {}]:
         kind = item.get("type", "message" if "role" in item else "")
         if kind in OF_ASSISTANT or (kind == "message" and item.get("role") == "assistant"):
             parts.append(item)
             continue
         if parts:
-            made.append(_assistant(parts))
+            messages.append(_assistant(parts))
             parts = []
         if item:
-            made.append(_message(item, str(kind)))
-    return made
+            messages.append(_message(item, str(kind)))
+    return messages
 
 
 def _message(item: Body, kind: str) -> Message:
@@ -174,25 +174,25 @@ def _message(item: Body, kind: str) -> Message:
 
 def _assistant(parts: Sequence[Body]) -> Message:
     calls = [
-        wire.call(one.get("call_id"), one.get("name"), one.get("arguments"))
-        for one in parts
-        if one.get("type") == "function_call"
+        wire.call(part.get("call_id"), part.get("name"), part.get("arguments"))
+        for part in parts
+        if part.get("type") == "function_call"
     ]
-    said = [one for one in parts if one.get("type", "message") == "message"]
+    texts = [part for part in parts if part.get("type", "message") == "message"]
     thoughts = [
-        str(part.get("text", ""))
-        for one in parts
-        if one.get("type") == "reasoning"
-        for part in wire.listed(one.get("content") or [], "content")
+        str(thought.get("text", ""))
+        for part in parts
+        if part.get("type") == "reasoning"
+        for thought in wire.listed(part.get("content") or [], "content")
     ]
-    text = "".join(wire.text(one.get("content"), "a message of the assistant") for one in said)
-    made = reply.assistant(text, calls, "".join(thoughts))
-    name = next((one["id"] for one in said if isinstance(one.get("id"), str)), "")
+    text = "".join(wire.text(item.get("content"), "a message of the assistant") for item in texts)
+    message = reply.assistant(text, calls, "".join(thoughts))
+    name = next((item["id"] for item in texts if isinstance(item.get("id"), str)), "")
     return Message(
-        role=made.role,
-        content=made.content,
-        tool_calls=made.tool_calls,
-        fields={**made.fields, **({"id": name} if name else {})},
+        role=message.role,
+        content=message.content,
+        tool_calls=message.tool_calls,
+        fields={**message.fields, **({"id": name} if name else {})},
     )
 
 
@@ -202,14 +202,14 @@ def _tool(item: Body) -> dict[str, Any]:
     return wire.tool(item.get("name"), item.get("description"), item.get("parameters"))
 
 
-def _items(turn: Turn, found: Reply) -> list[Body]:
-    items = [_reasoning(turn, found.reasoning)] if found.reasoning else []
-    if found.content or not found.calls:
-        items.append(_text(turn, found.content))
-    calls = ({"call_id": one.id, "name": one.name, "arguments": one.arguments} for one in found.calls)
+def _items(turn: Turn, answer: Reply) -> list[Body]:
+    items = [_reasoning(turn, answer.reasoning)] if answer.reasoning else []
+    if answer.content or not answer.calls:
+        items.append(_text(turn, answer.content))
+    calls = ({"call_id": call.id, "name": call.name, "arguments": call.arguments} for call in answer.calls)
     return [
         *items,
-        *({"type": "function_call", "id": f"fc_{one['call_id']}", "status": "completed", **one} for one in calls),
+        *({"type": "function_call", "id": f"fc_{call['call_id']}", "status": "completed", **call} for call in calls),
     ]
 
 

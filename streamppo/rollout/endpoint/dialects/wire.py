@@ -1,4 +1,4 @@
-"""What the dialects share: how a request's parts are read, and what each dialect gives the server."""
+"""The common part of the dialects: readers of a request's fields, and the protocol of a dialect."""
 
 import json
 import time
@@ -16,7 +16,7 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
     *("min_tokens", "ignore_eos"),
 )
-"""Parameters that are the run's to choose: of a request they are counted and left out."""
+"""Parameters that the run sets itself; those of a request are counted and left out."""
 FORMAT = "the policy is sampled without a grammar: ask for the form in the messages, and reward it"
 LOGPROBS = "they are kept with the run's trajectories"
 STOP = "rollout.stop sets the strings that end a turn, for all of them"
@@ -31,7 +31,7 @@ ABSENT = {
     **dict.fromkeys(("web_search_options", "mcp_servers", "container"), "tools are the program's: describe them"),
     "prompt": "nothing is stored beside this run: send the messages",
 }
-"""Parameters of some dialect, or of other servers, that would change what is answered, and why they are refused."""
+"""Parameters of any dialect or server that would change the answer, and the reason for which they are refused."""
 Body = Mapping[str, Any]
 
 
@@ -43,7 +43,7 @@ class Stream(Protocol):
         ...
 
     def more(self, partial: Reply) -> bytes:
-        """The events of what is new in a turn that goes on."""
+        """The events of an unfinished turn's new text."""
         ...
 
     def end(self, turn: Turn) -> bytes:
@@ -61,7 +61,7 @@ class Dialect(Protocol):
         ...
 
     def whole(self, turn: Turn, model: str) -> Body:
-        """Write a turn that has ended."""
+        """Write an ended turn."""
         ...
 
     def stream(self, turn: Turn, model: str, body: Body) -> Stream:
@@ -89,7 +89,7 @@ def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
 
 
 def ignored(body: Body) -> tuple[str, ...]:
-    """Name the parameters of sampling that a request has."""
+    """Name the sampling parameters of a request."""
     alone = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
     return (*(name for name in SAMPLING if body.get(name) is not None), *alone)
 
@@ -103,23 +103,23 @@ def role(item: Body, known: Mapping[str, str]) -> str:
 
 
 def listed(value: object, name: str) -> Sequence[Body]:
-    """Return a list of objects. Raises `RequestRefused` if it is none."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    """Return a list of objects. Raises `RequestRefused` for another value."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise refusal.bad(f"{name} is a list of objects")
     return cast("Sequence[Body]", value)
 
 
 def text(content: object, where: str) -> str:
-    """Return the text of a message's content: a text, or a list of parts that are texts. Raises `RequestRefused`."""
+    """Return the text of a message's content: a text, or a list of text parts. Raises `RequestRefused`."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part(one, where) for one in listed(content, f"the content of {where}"))
+    return "".join(_part(part, where) for part in listed(content, f"the content of {where}"))
 
 
 def _part(part: Body, where: str) -> str:
-    kind, said = part.get("type"), part.get("text")
-    if kind in ("text", "input_text", "output_text") and isinstance(said, str):
-        return said
+    kind, content = part.get("type"), part.get("text")
+    if kind in ("text", "input_text", "output_text") and isinstance(content, str):
+        return content
     raise refusal.bad(f"the content of {where} is text alone, and this has a part of the type {kind!r}")
 
 
@@ -170,7 +170,7 @@ def event(value: object, name: str = "") -> bytes:
 
 
 def behind(seen: str, whole: str) -> str:
-    """Return what comes behind `seen` in `whole`."""
+    """Return the rest of `whole` behind `seen`."""
     return whole[len(seen) :] if whole.startswith(seen) else ""
 
 
