@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -450,3 +451,22 @@ def test_a_link_where_a_file_is_written_aside_is_not_followed(tmp_path: Path) ->
     (tmp_path / "report.html.tmp").symlink_to(other)
     durable.write(tmp_path / "report.html", b"ours")
     assert (other.read_text(), (tmp_path / "report.html").read_bytes()) == ("theirs", b"ours")
+
+
+@pytest.mark.parametrize(("data", "is_hollow"), [((), True), ((0,), True), ((700,), True), ((0, 300, 900), False)])
+def test_a_file_of_holes_alone_is_not_read(
+    tmp_path: Path, data: tuple[int, ...], is_hollow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,000 blocks some are data."""
+    monkeypatch.setattr(durable, "HOLLOW_BYTES", 2**20)
+    monkeypatch.setattr(durable, "HOLLOW_RATIO", 400)
+    with (tmp_path / "file").open("wb") as file:
+        for block in data:
+            file.seek(4096 * block)
+            file.write(b"x" * 4096)
+        file.truncate(4096 * 1000)
+    assert durable.is_hollow(tmp_path / "file") is is_hollow
+    with pytest.raises(OSError, match="a file of holes") if is_hollow else nullcontext():
+        assert len(durable.read(tmp_path / "file")) == 4096 * 1000
+    with durable.reading(tmp_path / "file") as opened:
+        assert opened.read(1) == (b"x" if 0 in data else b"\0")
