@@ -83,11 +83,14 @@ def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
 
 
 def is_hollow(path: Path) -> bool:
-    """True for a file that `read` refuses as hollow. Raises `OSError`."""
-    if path.stat().st_size <= HOLLOW_BYTES:
+    """True for a file that `read` refuses as hollow; False for one that is gone. Raises `OSError`."""
+    try:
+        if path.stat().st_size <= HOLLOW_BYTES:
+            return False
+        with open(path, "rb", opener=_at_once) as file:
+            return _is_hollow(file.fileno())
+    except FileNotFoundError:
         return False
-    with open(path, "rb", opener=_at_once) as file:
-        return _is_hollow(file.fileno())
 
 
 def _is_hollow(file: int) -> bool:

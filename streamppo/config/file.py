@@ -6,6 +6,7 @@
 A run keeps its configuration in its folder in the same format.
 """
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +78,10 @@ def existing(run: Path) -> Path:
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
         raise CheckpointError(f"{run}: no run is there")
-    if strange := [entry.name for entry in run.iterdir() if not entry.is_file() and not entry.is_dir()]:
+    # A temporary file of a running run may be gone by now.
+    if strange := [
+        one.name for one in run.iterdir() if not one.is_file() and not one.is_dir() and os.path.lexists(one)
+    ]:
         raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder, which streamppo does not write")
     # SQLite and tokenizers read their files themselves; of weights only a header is read.
     for path in (*run.iterdir(), *(run / "model").glob("*")):

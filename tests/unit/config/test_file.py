@@ -445,6 +445,17 @@ def test_a_folder_with_something_that_is_no_file_is_refused(tmp_path: Path, kind
         configfile.existing(tmp_path)
 
 
+def test_a_file_that_goes_while_a_running_run_is_looked_at_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(Path, "iterdir", lambda one: iter([one / "config.toml", one / "inputs.json.tmp"]))
+    assert configfile.existing(tmp_path) == tmp_path
+    monkeypatch.setattr(Path, "is_file", lambda one: True)
+    assert configfile.existing(tmp_path) == tmp_path
+
+
 def test_a_link_where_a_file_is_written_aside_is_not_followed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("theirs")
