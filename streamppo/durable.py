@@ -17,6 +17,9 @@ from streamppo.errors import StreamppoError
 
 ASIDE = ".tmp"
 """The suffix of a temporary name: of a file that does not count yet, or no longer."""
+HOLLOW_BYTES, HOLLOW_RATIO = 2**28, 100
+"""A larger file of which less than one part in so many is data is hollow: it takes a reader's memory, and no disk."""
+HOLLOW = "a file of holes, which streamppo does not write"
 
 
 def aside(path: Path) -> Path:
@@ -66,12 +69,47 @@ def _not_by_link(path: str, flags: int) -> int:
 
 
 @contextmanager
-def reading(path: Path) -> Generator[BufferedReader]:
-    """Open a regular file for reading. Raises `OSError` for anything else, such as a pipe, without blocking on it."""
+def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
+    """Open a regular file for reading. Raises `OSError` for anything else, such as a pipe, without blocking on it.
+
+    For a reader of the `whole` file a hollow one is refused too.
+    """
     with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a file", str(path))
+        if whole and _is_hollow(file.fileno()):
+            raise OSError(errno.EFBIG, HOLLOW, str(path))
         yield file
+
+
+def is_hollow(path: Path) -> bool:
+    """True for a file that `read` refuses as hollow; False for one that is gone. Raises `OSError`."""
+    try:
+        if path.stat().st_size <= HOLLOW_BYTES:
+            return False
+        with open(path, "rb", opener=_at_once) as file:
+            return _is_hollow(file.fileno())
+    except FileNotFoundError:
+        return False
+
+
+def _is_hollow(file: int) -> bool:
+    """True for an open file of nearly nothing but holes. A file system that tells of none has files without them."""
+    size = os.fstat(file).st_size
+    if size <= HOLLOW_BYTES or not hasattr(os, "SEEK_DATA"):
+        return False
+    data = end = 0
+    try:
+        while data * HOLLOW_RATIO < size:
+            begin = os.lseek(file, end, os.SEEK_DATA)
+            end = os.lseek(file, begin, os.SEEK_HOLE)
+            data += end - begin
+    except OSError as error:
+        # There are no data behind the last hole, or the file system cannot tell.
+        return error.errno == errno.ENXIO
+    finally:
+        os.lseek(file, 0, os.SEEK_SET)
+    return False
 
 
 def _at_once(path: str, flags: int) -> int:
@@ -80,13 +118,13 @@ def _at_once(path: str, flags: int) -> int:
 
 def read(path: Path) -> bytes:
     """The content of a file. Raises `OSError` for what is no file, as `reading` does."""
-    with reading(path) as file:
+    with reading(path, whole=True) as file:
         return file.read()
 
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file."""
-    with reading(path) as file:
+    with reading(path, whole=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

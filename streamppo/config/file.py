@@ -6,6 +6,7 @@
 A run keeps its configuration in its folder in the same format.
 """
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from streamppo.errors import CheckpointError, ConfigError, RunError
 
 CONFIG = "config.toml"
 """The name of a run's configuration in its folder."""
+WEIGHTS = (".safetensors", ".bin")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -37,7 +39,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     try:
         # A file that the user names may be a pipe of the shell's, `<(...)`; that in a run's folder may not.
-        with durable.reading(path) if path.name == CONFIG else path.open("rb") as file:
+        with durable.reading(path, whole=True) if path.name == CONFIG else path.open("rb") as file:
             text = file.read().decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -69,15 +71,22 @@ def existing(run: Path) -> Path:
     """The absolute path of a run's folder.
 
     Raises `CheckpointError` if it has no run, or an entry that is neither a file nor a folder: reading a pipe could
-    block for ever, and a device has no end.
+    block for ever, and a device has no end. So does a hollow file, whose reader may have no memory left.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
         raise CheckpointError(f"{run}: no run is there")
-    if strange := [entry.name for entry in run.iterdir() if not entry.is_file() and not entry.is_dir()]:
+    # A temporary file of a running run may be gone by now.
+    if strange := [
+        one.name for one in run.iterdir() if not one.is_file() and not one.is_dir() and os.path.lexists(one)
+    ]:
         raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder, which streamppo does not write")
+    # SQLite and tokenizers read their files themselves; of weights only a header is read.
+    for path in (*run.iterdir(), *(run / "model").glob("*")):
+        if path.suffix not in WEIGHTS and path.is_file() and durable.is_hollow(path):
+            raise CheckpointError(f"{path}: {durable.HOLLOW}")
     return run
 
 

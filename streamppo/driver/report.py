@@ -213,8 +213,17 @@ def decoder(model: Path) -> Decode:
     """A function from tokens to text without special tokens; avoids transformers, whose import takes 4 s of CPU."""
     if not (model / TOKENIZER).is_file():
         return Tokenizer(model).decode
-    tokenizer = tokenizers.Tokenizer.from_file(str(model / TOKENIZER))
+    tokenizer = read_tokenizer(model)
     return lambda tokens: tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+
+def read_tokenizer(model: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in the file of `model`, without transformers. Raises `RunError`."""
+    file = model / TOKENIZER
+    found, why = attempt(lambda: tokenizers.Tokenizer.from_buffer(durable.read(file)))
+    if found is None:
+        raise RunError(f"{file}: cannot be read: {why}")
+    return found
 
 
 def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:

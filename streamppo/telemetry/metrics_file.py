@@ -189,7 +189,7 @@ class Tail:
     def read(self, most_bytes: int = -1) -> list[bytes]:
         """Read the next complete lines, about `most_bytes` of them; by default all. Raises `RunError`."""
         try:
-            with durable.reading(self.path) as file:
+            with durable.reading(self.path, whole=True) as file:
                 status = os.fstat(file.fileno())
                 self._recognize((status.st_dev, status.st_ino), status.st_size)
                 self.written_s = status.st_mtime

@@ -70,7 +70,7 @@ class Reader(FileSystemReader):
         """Read the metadata. Raises `CheckpointError` for any other pickle, and for files outside the folder."""
         path = Path(self.path) / METADATA
         try:
-            with durable.reading(path) as file:
+            with durable.reading(path, whole=True) as file:
                 metadata = _Unpickler(file).load()
             files = {stored.relative_path for stored in metadata.storage_data.values()}
         except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:

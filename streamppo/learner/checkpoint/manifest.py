@@ -90,7 +90,7 @@ def write(folder: Path, state: CheckpointState, files: CheckpointFiles) -> None:
 def read(path: Path, past: "History | None" = None) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises `DamagedFile`, also if it is not of the run's `past`."""
     try:
-        with durable.reading(path / MANIFEST) as file:
+        with durable.reading(path / MANIFEST, whole=True) as file:
             manifest = msgspec.json.decode(file.read(), type=Manifest)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise DamagedFile(f"{path / MANIFEST}: cannot be read: {error}") from error

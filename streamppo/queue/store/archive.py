@@ -232,7 +232,7 @@ def _path(folder: Path, version: int, part: str = "") -> Path:
 def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
     """The columns and attributes of a file. Raises `JournalError` if it is missing or damaged."""
     try:
-        with durable.reading(path) as file:
+        with durable.reading(path, whole=True) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
             columns, attributes = zarr_zip.unpack(file)

@@ -11,6 +11,7 @@ A slot's row is deleted when its batch is consumed, because the archive then has
 queue, plus a short row for each attempt that was lost, failed, too old or abandoned.
 """
 
+import os
 import sqlite3
 import struct
 from collections.abc import Callable, Generator, Sequence
@@ -89,7 +90,16 @@ class Journal(Database):
         for beside in (path.with_name(f"{path.name}{end}") for end in LOGS):
             if beside.exists() and not beside.is_file():
                 raise JournalError(f"{beside}: not a file")
-        return cls(path, read_only=True)
+        try:
+            return cls(path, read_only=True)
+        except JournalError as error:
+            # SQLite reads a log only with an index beside it, which it makes.
+            if path.with_name(f"{path.name}{LOGS[0]}").exists() and not os.access(run, os.W_OK):
+                raise JournalError(
+                    f"{error}: the run was not ended, and its journal can be read only where files can be written: "
+                    "copy the run's folder to such a place"
+                ) from error
+            raise
 
     @classmethod
     def from_copy(cls, path: Path, number: int) -> "Journal":

@@ -22,23 +22,36 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("what", HELD)
-def test_a_command_ends_whatever_a_rewards_module_has_begun(tmp_path: Path, what: str) -> None:
-    (tmp_path / "score.py").write_text(
+def ended(folder: Path, what: str, *words: str, before: str = "") -> "subprocess.CompletedProcess[str]":
+    """What a command says, and its exit code, with a reward whose module has begun something."""
+    (folder / "score.py").write_text(
         f"import threading, time\n{HELD[what]}def score(trajectory, **columns):\n    return 1.0\n"
     )
-    words = [str(MATH), "reward.function=score.py:score", "cluster.cpus=1", "rollout.actors=8"]
-    program = "from streamppo.commands import end; end.HOOKS_S = 1.0; from streamppo.__main__ import main; main()"
+    program = (
+        f"{before}from streamppo.commands import end; end.HOOKS_S = 1.0; from streamppo.__main__ import main; main()"
+    )
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", program, "check", *words],
-        cwd=tmp_path,
+        [sys.executable, "-c", program, *words, "reward.function=score.py:score"],
+        cwd=folder,
         env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=False,
         timeout=WITHIN_S,
     )
+    assert "is not waited for" in done.stderr and time.monotonic() - begin < WITHIN_S
+    return done
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_a_command_ends_whatever_a_rewards_module_has_begun(tmp_path: Path, what: str) -> None:
+    done = ended(tmp_path, what, "check", str(MATH), "cluster.cpus=1", "rollout.actors=8")
     assert (done.returncode, "errors, " in done.stdout) == (1, True), done.stderr
-    assert "is not waited for" in done.stderr
-    assert time.monotonic() - begin < WITHIN_S
+
+
+def test_a_good_run_ends_too(tmp_path: Path) -> None:
+    """The driver imports the reward itself, before its loop."""
+    loop = "from streamppo import loop; loop.run = lambda *_, **__: print('all updates are made') or 0\n"
+    done = ended(tmp_path, "a thread in the module", "run", str(MATH), before=loop)
+    assert (done.returncode, "all updates are made" in done.stdout) == (0, True), done.stderr

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -444,9 +445,39 @@ def test_a_folder_with_something_that_is_no_file_is_refused(tmp_path: Path, kind
         configfile.existing(tmp_path)
 
 
+def test_a_file_that_goes_while_a_running_run_is_looked_at_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(Path, "iterdir", lambda one: iter([one / "config.toml", one / "inputs.json.tmp"]))
+    assert configfile.existing(tmp_path) == tmp_path
+    monkeypatch.setattr(Path, "is_file", lambda one: True)
+    assert configfile.existing(tmp_path) == tmp_path
+
+
 def test_a_link_where_a_file_is_written_aside_is_not_followed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("theirs")
     (tmp_path / "report.html.tmp").symlink_to(other)
     durable.write(tmp_path / "report.html", b"ours")
     assert (other.read_text(), (tmp_path / "report.html").read_bytes()) == ("theirs", b"ours")
+
+
+@pytest.mark.parametrize(("data", "is_hollow"), [((), True), ((0,), True), ((700,), True), ((0, 300, 900), False)])
+def test_a_file_of_holes_alone_is_not_read(
+    tmp_path: Path, data: tuple[int, ...], is_hollow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,000 blocks some are data."""
+    monkeypatch.setattr(durable, "HOLLOW_BYTES", 2**20)
+    monkeypatch.setattr(durable, "HOLLOW_RATIO", 400)
+    with (tmp_path / "file").open("wb") as file:
+        for block in data:
+            file.seek(4096 * block)
+            file.write(b"x" * 4096)
+        file.truncate(4096 * 1000)
+    assert durable.is_hollow(tmp_path / "file") is is_hollow
+    with pytest.raises(OSError, match="a file of holes") if is_hollow else nullcontext():
+        assert len(durable.read(tmp_path / "file")) == 4096 * 1000
+    with durable.reading(tmp_path / "file") as opened:
+        assert opened.read(1) == (b"x" if 0 in data else b"\0")

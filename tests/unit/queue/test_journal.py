@@ -1,6 +1,7 @@
 """The journal: kept and forgotten rows, and detected damage."""
 
 import math
+import os
 import random
 import shutil
 import sqlite3
@@ -384,3 +385,20 @@ def test_a_row_of_a_stranger_with_its_checksum_is_told_in_a_sentence(tmp_path: P
         database.commit()
     with closing(Journal(path, read_only=True)) as journal, pytest.raises(JournalError, match="cannot be read"):
         journal.read()
+
+
+def test_the_journal_of_a_killed_run_on_a_disk_that_takes_no_file_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    killed = filled(tmp_path / "run" / "journal.sqlite")
+    for name in ("journal.sqlite", "journal.sqlite-wal", "journal.tip"):
+        shutil.copy(tmp_path / "run" / name, tmp_path / name)
+    # SQLite cannot make its index here.
+    (tmp_path / "journal.sqlite-shm").symlink_to(tmp_path / "nowhere" / "else")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(JournalError, match=r"journal\.sqlite: unable to open.*copy the run's folder to such a place"):
+        Journal.open_run(tmp_path)
+    (tmp_path / "journal.sqlite-shm").unlink()
+    with closing(Journal.open_run(tmp_path)) as found:
+        assert everything(found) == everything(killed)

@@ -311,4 +311,4 @@ def _texts(model: Path, decode: Decode, tokens: Ints) -> list[str]:
 
 @lru_cache(maxsize=2)
 def _tokenizer(model: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model / report.TOKENIZER))
+    return report.read_tokenizer(model)
