@@ -87,6 +87,7 @@ class Turn:
     reply: Reply | None = None
     finish: Literal["stop", "length"] = "stop"
     tokens: int = 0
+    cached: int = 0
     delivered: bool = False
     reward: float = 0.0
     error: Exception | None = None
@@ -305,7 +306,7 @@ class Session:
         """Parse the turn, and list it."""
         assert completion.finish != "cut"
         tokenizer = self._policy.tokenizer
-        turn.finish, turn.tokens = completion.finish, len(completion.tokens)
+        turn.finish, turn.tokens, turn.cached = completion.finish, len(completion.tokens), completion.cached
         turn.text = self._policy.stop.text(completion.tokens, completion.finish, tokenizer.completion)
         turn.reply = reply.read(turn.text, opened=turn.opened, parse=tokenizer.response_parser())
         turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))

@@ -141,8 +141,12 @@ def _finish(turn: Turn) -> str:
 
 
 def _usage(turn: Turn) -> Body:
-    total = turn.context + turn.tokens
-    return {"prompt_tokens": turn.context, "completion_tokens": turn.tokens, "total_tokens": total}
+    return {
+        "prompt_tokens": turn.context,
+        "prompt_tokens_details": {"cached_tokens": turn.cached},
+        "completion_tokens": turn.tokens,
+        "total_tokens": turn.context + turn.tokens,
+    }
 
 
 def _head(turn: Turn, model: str, kind: str) -> Body:

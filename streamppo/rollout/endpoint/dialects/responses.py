@@ -228,7 +228,7 @@ def _response(turn: Turn, model: str, items: Sequence[Body]) -> Body:
     ended, cut = turn.reply is not None, turn.finish == "length"
     usage = {
         "input_tokens": turn.context,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": turn.cached, "cache_write_tokens": 0},
         "output_tokens": turn.tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": turn.context + turn.tokens,
