@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ NAMED = {
     "pathlib.PosixPath",
 }
 """All names that `.metadata` may contain, besides tensor dtypes."""
+MOST_PARTS = 10**8
+GROWS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+"""Opcodes that change the object below what they take."""
+MARK = [0]
 
 
 def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
@@ -70,8 +75,9 @@ class Reader(FileSystemReader):
         """Read the metadata. Raises `CheckpointError` for any other pickle, and for files outside the folder."""
         path = Path(self.path) / METADATA
         try:
-            with durable.reading(path, whole=True) as file:
-                metadata = _Unpickler(file).load()
+            content = durable.read(path)
+            _refuse_repeats(content)
+            metadata = _Unpickler(io.BytesIO(content)).load()
             files = {stored.relative_path for stored in metadata.storage_data.values()}
         except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
@@ -87,6 +93,46 @@ class Planner(DefaultLoadPlanner):
         """Load a value that is no tensor."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+def _refuse_repeats(content: bytes) -> None:
+    """Raise `ValueError` for a pickle whose values, written out at every place, are more than `MOST_PARTS`.
+
+    A pair of one pair of one pair, and so on, takes a few bytes, and hashing it as a key takes for ever.
+    """
+    stack, memo = list[list[int]](), dict[int, list[int]]()
+    for opcode, argument, _ in pickletools.genops(content):
+        place = argument if isinstance(argument, int) else len(memo)
+        match opcode.name:
+            case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                memo[place] = stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(memo[place])
+            case "DUP":
+                stack.append(stack[-1])
+            case "MARK":
+                stack.append(MARK)
+            case name:
+                _reduce(stack, opcode, grows=name in GROWS)
+        if stack and stack[-1][0] > MOST_PARTS:
+            raise ValueError(f"more than {MOST_PARTS:,} values, nearly all of them repeated")
+
+
+def _reduce(stack: list[list[int]], opcode: pickletools.OpcodeInfo, *, grows: bool) -> None:
+    """Replace what an opcode takes by what it makes; the number of parts of an object that grows is changed itself."""
+    taken = opcode.stack_before
+    parts = 0
+    if pickletools.markobject in taken:
+        while (part := stack.pop()) is not MARK:
+            parts += part[0]
+        taken = taken[: taken.index(pickletools.markobject)]
+    if grows:
+        for _ in taken[1:]:
+            parts += stack.pop()[0]
+        stack[-1][0] += parts
+        return
+    parts += sum(stack.pop()[0] for _ in taken)
+    stack.extend([1 + parts] for _ in opcode.stack_after)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from streamppo.errors import CheckpointError
 from streamppo.learner.checkpoint import distcp, manifest
@@ -92,3 +93,41 @@ def test_random_mutations_of_the_metadata_end_with_a_sentence(path: Path) -> Non
             distcp.load(state(), path, alone=True)
         except CheckpointError:
             continue
+
+
+def pairs(value: Any, depth: int) -> Any:
+    """A pair of one pair of one pair, and so on: few bytes as a pickle."""
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a tuple", "an index", "a set"])
+def test_a_key_that_takes_for_ever_to_hash_is_refused(path: Path, kind: str) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    if kind == "an index":
+        index: Any = next(iter(metadata.storage_data))
+        for _ in range(60):
+            inner, index = index, MetadataIndex("x")
+            object.__setattr__(index, "fqn", inner)
+            object.__setattr__(index, "offset", inner)
+        metadata.planner_data = [index]
+    else:
+        metadata.planner_data = [pairs((), 60)]
+    content = pickle.dumps(metadata)
+    # As a key it cannot be made here. MARK, the value, TUPLE1, FROZENSET.
+    if kind == "a set":
+        content = pickle.dumps(pairs((), 60))[:-1] + b"\x85\x91."
+        content = content.replace(b"\x80\x04", b"\x80\x04(", 1)
+    (path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match="values, nearly all of them repeated"):
+        distcp.load(state(), path, alone=True)
+
+
+def test_metadata_of_many_tensors_are_read(tmp_path: Path) -> None:
+    tensors = {"policy": {f"layer.{number}.weight": torch.ones(3, 2) for number in range(500)}}
+    dcp.save(tensors, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    found = {"policy": {name: torch.zeros(3, 2) for name in tensors["policy"]}}
+    distcp.load(found, tmp_path / "checkpoint", alone=True)
+    assert all(one.eq(1).all() for one in found["policy"].values())

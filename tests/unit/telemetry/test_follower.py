@@ -43,7 +43,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(
 
     add(tmp_path, queue(3) + queue(4) + queue(5))
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "reading", lambda *_: Growing())
+        patch.setattr(durable, "reading", lambda *_, **__: Growing())
         assert [line.get("queue") for line in follower.read()] == [3]
     assert [line.get("queue") for line in follower.read()] == [4, 5]
     assert follower.content.damage == []
