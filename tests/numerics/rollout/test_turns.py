@@ -154,6 +154,25 @@ def test_branches_of_a_context_are_computed_from_where_they_part_at_once_and_lat
     asyncio.run(scenario())
 
 
+def test_a_context_of_1000_tokens_that_8_branches_share_is_computed_once() -> None:
+    model = make()
+
+    async def scenario(turns: bool) -> int:
+        running = engine(model, slots=10, turns=turns, max_total_tokens=1100)
+        root = text(1000, 1)
+        first = await running.generate(root, Sampling(4))
+        context = np.concatenate([root, first.tokens])
+        asked = [np.concatenate([context, text(3, 10 + n)]) for n in range(8)]
+        done = await asyncio.gather(*(running.generate(prompt, Sampling(4)) for prompt in asked))
+        for prompt, one in zip(asked[::7], done[::7], strict=True):
+            check(model, prompt, one)
+        return computed(running)
+
+    # Behind the context, each branch has the last sampled token, which was never fed, and three of its own.
+    assert asyncio.run(scenario(turns=True)) == 1000 + 8 * 4
+    assert asyncio.run(scenario(turns=False)) == 1000 + 8 * 1007
+
+
 def test_a_branch_from_a_running_row_copies_what_it_shares() -> None:
     model = make()
 

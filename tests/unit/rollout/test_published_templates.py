@@ -31,7 +31,11 @@ TOOL = {
 }
 CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
 SHIPPED = published_templates.shipped()
+FILES = sorted((Path(published_templates.__file__).parent / "templates").glob("*.jinja"))
+# That of GLM puts its tokens together from roles, so no tokenizer can be made from it: SHORT has another.
+WRITTEN = [path for path in FILES if path.stem != "glm"]
 TEMPLATES = [
+    *(pytest.param(path.read_text(), id=f"rules-{path.stem}") for path in WRITTEN),
     *(pytest.param(text, id=name) for name, text in published_templates.SHORT.items()),
     *(pytest.param(path.read_text(), id=f"trl-{name}") for name, path in SHIPPED.items()),
 ]
@@ -39,7 +43,10 @@ NO_TOOLS = {
     **dict.fromkeys(
         ("trl-cohere", "trl-gemma", "trl-gemma3"), "the chat template refuses the messages: Conversation roles"
     ),
-    **dict.fromkeys(("phi", "trl-cohere2", "trl-phi3", "trl-phi3_5"), "leaves out a message of the role 'tool'"),
+    **dict.fromkeys(("rules-gemma2", "rules-gemma3", "rules-mistral"), "the chat template refuses the messages: "),
+    **dict.fromkeys(
+        ("phi", "rules-phi", "trl-cohere2", "trl-phi3", "trl-phi3_5"), "leaves out a message of the role 'tool'"
+    ),
     **dict.fromkeys(("trl-deepseek_r1_distill",), ""),
 }
 """Families whose templates know no tools, and the sentence of a session that has some."""
@@ -68,13 +75,17 @@ async def ask(case: Case, messages: list[dict[str, Any]], tools: list[Any]) -> t
     return answer.json()["choices"][0]["message"], ""
 
 
-def played(template: str, folder: Path, *said: str, edits: bool = False) -> tuple[Tokenizer, Played]:
+def played(
+    template: str, folder: Path, *said: str, edits: bool = False, thinks: bool = False
+) -> tuple[Tokenizer, Played]:
     """Play turns: a call is answered by "seven", another by "more"; the last request may be of an edited history."""
     tokenizer = published_templates.tokenizer(template, folder)
     tools = [TOOL] if CALL in said else []
     left = list(said)
 
     def say(text: str) -> str:
+        if thinks:
+            return f"{'' if text.rstrip().endswith('<think>') else '<think>'}hm</think>{left.pop(0)}"
         return ("\n</think>\n\n" if text.rstrip().endswith("<think>") else "") + left.pop(0)
 
     async def main() -> Played:
@@ -150,6 +161,23 @@ def test_the_answer_of_a_tool_follows_its_call_as_transformers_renders_it_or_is_
     assert "seven" in first and "more" in second and "sum(" not in first
     assert rendered(tokenizer, found.messages[:3], [TOOL]).endswith(first)
     assert rendered(tokenizer, found.messages[:5], [TOOL]).endswith(second)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_reasoning_that_comes_back_stays_as_it_was_sampled_whatever_the_template_makes_of_it(
+    template: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    _, found = played(template, tmp_path, "one", "two", "three", thinks=True)
+    if request.node.callspec.id in NO_TEXT:
+        return
+    assert not found.refusal and not found.branches
+    said = [one for one in found.messages if one["role"] == "assistant"]
+    assert [(one["reasoning_content"], one["content"]) for one in said] == [
+        ("hm", "one"),
+        ("hm", "two"),
+        ("hm", "three"),
+    ]
+    assert found.sampled.count("hm</think>") == 3
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
