@@ -24,7 +24,7 @@ from streamppo.errors import JournalError
 from streamppo.queue.store import archive
 from streamppo.telemetry.report import plot
 from streamppo.terminal import bounded
-from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
 
 KEPT = 4
 """Batches that are kept in memory."""
@@ -162,9 +162,7 @@ class Trajectories:
     def open(self, update: int, row: int) -> OpenedTrajectory:
         """Trajectory number `row` of a batch. Raises `JournalError` if it is not kept, or the batch has no such row."""
         found, learned = self._batch(update - 1)
-        if not 0 <= row < len(found.trajectories):
-            raise JournalError(f"update {update} has no trajectory {row}: there are {len(found.trajectories)}")
-        one = found.trajectories[row]
+        one = self._trajectory(update, row)
         tokens = ints(one.tokens)[:SHOWN_TOKENS]
         behind = self._rows.row_of(one)
         columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
@@ -189,6 +187,17 @@ class Trajectories:
             "tree_words": tree.totals(nodes).words() if nodes else "",
             "lost": [(node.start - prompt, node.end - prompt) for node in nodes if not node.delivered],
         }
+
+    def place(self, update: int, row: int) -> tuple[Identity, int]:
+        """The identity of a trajectory, and the number of its completion's tokens in earlier segments. As `open`."""
+        one = self._trajectory(update, row)
+        return one.identity, one.prefix
+
+    def _trajectory(self, update: int, row: int) -> Trajectory:
+        found, _ = self._batch(update - 1)
+        if not 0 <= row < len(found.trajectories):
+            raise JournalError(f"update {update} has no trajectory {row}: there are {len(found.trajectories)}")
+        return found.trajectories[row]
 
     def _spell(self, tokens: Ints) -> str:
         """The text of tokens, special ones too, of which its messages are told apart."""
