@@ -8,6 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from streamppo.api import custom_reward, notebook
 from streamppo.api.messages import RunRequest
 from streamppo.api.parent import answer, drive
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
 
     from streamppo.commands.bisection import Answer
+    from streamppo.commands.trial import Trial
     from streamppo.driver.report import RunDifference
     from streamppo.queue.store.archive import Archive
 
@@ -178,6 +181,28 @@ def bisect(
     # A negative number is no option.
     words += [f"{option}={value}" for option, value in given.items() if value is not None]
     return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
+
+
+def try_versions(
+    folder: str | PathLike[str],
+    versions: Sequence[int],
+    prompt: int | str,
+    *,
+    at: int = 0,
+    sample: int | None = None,
+    n: int = 16,
+) -> "Trial":
+    """Have `versions` of the run in `folder` continue a completion of `prompt`, a number or a text, `n` times each.
+
+    They go on from token `at` of the archived `sample`, by default the first. Raises as `fork` does.
+    """
+    from streamppo.commands.trial import Trial
+
+    words = ["try", str(configfile.existing(Path(folder))), "--json", "--version", *map(str, versions)]
+    chosen = {"--prompt": prompt, "--at": at, "-n": n, "--sample": sample}
+    # A text may begin as an option does.
+    words += [f"{option}={value}" for option, value in chosen.items() if value is not None]
+    return msgspec.convert(answer(*words), Trial)
 
 
 def open(folder: str | PathLike[str]) -> Run:

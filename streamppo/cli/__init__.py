@@ -2,6 +2,7 @@
 
 words.py     the program, and the arguments that several commands share
 __init__.py  commands that train, and that look at a run
+models.py    commands that take its weights: a folder, held-out numbers, completions
 prepare.py   commands that prepare a run
 
 exit code 0     the command succeeded
@@ -23,6 +24,7 @@ from cyclopts import CycloptsError, Parameter
 from cyclopts.validators import Number
 
 from streamppo import __version__, process
+from streamppo.cli import models as models
 from streamppo.cli import prepare as prepare
 from streamppo.cli.words import Changes, ConfigFile, Override, RunFolder, Trust, Whole, app
 from streamppo.commands import run_argument
@@ -338,47 +340,3 @@ def list_runs(
     from streamppo.commands.look import summary as command
 
     return command.list_runs(runs)
-
-
-@app.command
-def export(
-    folder: RunFolder,
-    /,
-    *,
-    to: Annotated[Path, Parameter(help="The folder to write; it must not exist.")],
-    version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
-    adapter: Annotated[bool, Parameter(negative=(), help="Of a run with model.lora: its adapters, for peft.")] = False,
-) -> int:
-    """Write the weights of a checkpoint as a Hugging Face folder; also works for a run that died."""
-    folder = configfile.existing(folder)
-    config = configfile.load(folder / configfile.CONFIG)
-    from streamppo.commands.models import export as command
-
-    return command.export(config, folder, version, to, adapter=adapter)
-
-
-@app.command(name="eval")
-def evaluate(
-    model: Annotated[Path, Parameter(name="MODEL", help="The folder of a run, or the folder or hub name of a model.")],
-    /,
-    *words: Annotated[
-        str,
-        Parameter(
-            name="CONFIG",
-            help="A TOML file with another task and reward, which a model needs; and overrides, section.field=value.",
-        ),
-    ],
-    version: Annotated[Whole | None, Parameter(help="The checkpoint of the run (default: the newest).")] = None,
-    samples: Annotated[
-        Whole, Parameter(validator=Number(gte=0), help="Samples of each prompt for pass@k (default: 8).")
-    ] = 8,
-    json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
-    trust: Trust = False,
-) -> int:
-    """Measure held-out accuracy and pass@k of a run's checkpoint, with the run's reward, or of a model."""
-    own, config = run_argument.configuration_of(model, words, version)
-    if own is not None:
-        run_argument.ask(model.resolve(), trust=trust)
-    from streamppo.commands.models import eval as command
-
-    return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)

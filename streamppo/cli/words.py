@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter, Token
+from cyclopts.validators import Number
 
 from streamppo import __version__
 
@@ -21,6 +22,17 @@ RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/ma
 Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
 Changes = Annotated[
     Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
+]
+
+Versions = Annotated[
+    Sequence[int],
+    Parameter(
+        name="--version",
+        consume_multiple=True,
+        converter=lambda _, tokens: tuple(int(token.value) for token in tokens),
+        validator=Number(gte=0),
+        help="The version that samples; of several, each.",
+    ),
 ]
 
 Trust = Annotated[bool, Parameter(help="Agree to run the code that the configuration of this folder names.")]

@@ -137,7 +137,15 @@ class Usage(NamedTuple):
     kv_ages: Mapping[int, int] = {}
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
+    """What plays a prompt: an engine, or what stands before one."""
+
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
+        """See `Engine.generate`."""
+        ...
+
+
+class Engine(Sampler, Protocol):
     """Generates without end; swaps weights between two tokens while completions are running.
 
     consumes     requests by `generate`, weights by `update_weights`

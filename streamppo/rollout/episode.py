@@ -19,7 +19,7 @@ from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import random_numbers
-from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Engine, Sampling, TokenCandidates
+from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampler, Sampling, TokenCandidates
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
 from streamppo.tasks.stalls import EventLoopStalls
@@ -174,7 +174,7 @@ class Player:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         tokenizer: Tokenizer,
         environment: AnyEnvironment | None,
         stop: Stop = NO_STOP,

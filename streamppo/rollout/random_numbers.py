@@ -27,6 +27,16 @@ def seed_of_turn(seed: int | None, turn: int) -> int | None:
     return _hash(f"{seed}/{turn}") if seed is not None and turn else seed
 
 
+def seed_behind(seed: int | None, tokens: int) -> int | None:
+    """The seed of the rest of a turn, behind its first `tokens`: the same numbers u, token for token. None of None."""
+    return None if seed is None else (seed + tokens * GOLDEN) % 2**64
+
+
+def seed_of_retry(seed: int, number: int) -> int:
+    """The seed of one more completion of the prompt of the seed `seed`, counted from 0, with numbers of its own."""
+    return _hash(f"{seed}/try/{number}")
+
+
 def uniform(seeds_B: np.ndarray, at_B: np.ndarray) -> np.ndarray:
     """The numbers u of tokens `at_B` of completions with `seeds_B` (uint64): [B] float64, 0 < u < 1."""
     z_B = seeds_B + (at_B.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)

@@ -14,6 +14,8 @@ from streamppo.errors import ConfigError, RunError
 
 PORT = 8484
 """The port if it is free; else any other."""
+ENDING_S = 1
+"""Seconds that requests under way have behind a Ctrl-C."""
 ANYWHERE = ("0.0.0.0", "::")
 """Hosts for every address of this machine."""
 
@@ -26,11 +28,12 @@ def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int
     if not run.is_dir():
         raise ConfigError(f"{run}: the first RUN is the folder of one; a replay can be compared with it")
     listener = listening(host, port)
-    token = None if host in server.LOOPBACK else secrets.token_urlsafe()
-    echo(f"{run.name}: {address(listener, host, token)}   (Ctrl-C ends this page, and nothing else)")
+    token, key = None if host in server.LOOPBACK else secrets.token_urlsafe(), secrets.token_urlsafe()
+    echo(f"{run.name}: {address(listener, host, token)}#key={key}   (Ctrl-C ends this page, and nothing else)")
     if token is not None:
         echo("It goes over the network as it is, not encrypted: `ssh -L` to a page on loopback is safer.")
-    settings = uvicorn.Config(server.application(run, list(others), token), log_level="warning", lifespan="off")
+    app = server.application(run, list(others), token, key)
+    settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=ENDING_S)
     with suppress(KeyboardInterrupt):
         uvicorn.Server(settings).run(sockets=[listener])
     return 0

@@ -215,11 +215,11 @@ def _result(config: Config, subject: Subject, samples: int, answers: Sequence[Se
         "model": subject.name,
         "version": subject.version,
         "prompts": len(answers),
-        "accuracy": _estimate([float(reward >= correct_at) for reward in rewards]),
+        "accuracy": estimate([float(reward >= correct_at) for reward in rewards]),
         "samples": samples,
         "temperature": config.rollout.temperature,
         "pass_at": {
-            k: _estimate([pass_at(len(row), sum(row), k) for row in scored if len(row) >= k]) for k in _ks(samples)
+            k: estimate([pass_at(len(row), sum(row), k) for row in scored if len(row) >= k]) for k in _ks(samples)
         },
         "reward": _mean(rewards),
         "tokens": _mean([answer.tokens for answer in greedy]),
@@ -238,8 +238,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _estimate(values: Sequence[float]) -> MeanEstimate:
-    """The mean and its standard error, by the unbiased variance; a single value has no error."""
+def estimate(values: Sequence[float]) -> MeanEstimate:
+    """The mean, and its standard error by the unbiased variance; a single value has no error."""
     if (mean := _mean(values)) is None:
         return {"mean": None, "error": None}
     squares = sum((value - mean) ** 2 for value in values)

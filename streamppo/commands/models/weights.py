@@ -36,9 +36,12 @@ def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weight
     the shapes, is not there.
     """
     past = _run_history(config, run)
-    path = _checkpoint(run, version, past)
-    state = manifest.verify_whole(path, past)
-    start, model = model_path(config, run), config.model
+    return weights_in(_checkpoint(run, version, past), config, model_path(config, run), past)
+
+
+def weights_in(path: Path, config: Config, start: str, past: History | None = None) -> Weights:
+    """Read the policy of the checkpoint at `path`; the run began with the model `start`. Raises as above."""
+    state, model = manifest.verify_whole(path, past), config.model
     tensors = _read(path, start, model)
     still = {} if model.lora is None else model_weights(start, model.dtype)
     push, _ = buckets.pack_whole(state.version, tensors, config.learner.bucket_bytes)

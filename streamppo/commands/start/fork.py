@@ -10,43 +10,35 @@ Nothing of RUN is changed, and it may be running. The fork is trained by `resume
 """
 
 import json
-import logging
 import os
 import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import ray
 from msgspec import structs
-from ray.exceptions import RayError
 
 from streamppo import durable
-from streamppo.commands import replay
+from streamppo.commands import versions
 from streamppo.commands.console import echo, log_to_stderr
 from streamppo.commands.models import weights
+from streamppo.commands.versions import Past
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.origin import Origin
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import inputs
 from streamppo.driver.folder import disk
-from streamppo.driver.ray import orphans
-from streamppo.driver.ray.cluster import describe
-from streamppo.errors import CheckpointError, ConfigError, Diverged, JournalError, RunError
-from streamppo.learner.checkpoint import history as histories
+from streamppo.errors import ConfigError, RunError
 from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.distcp import METADATA
-from streamppo.learner.checkpoint.history import ANY, History
 from streamppo.queue import resume_checks, rewind
 from streamppo.queue.rewind import Rewound
 from streamppo.queue.rules.state import settings_of
-from streamppo.queue.store.archive import checksums
-from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import Line
 
@@ -54,8 +46,6 @@ WAITS = "Interrupted: a fork that was not resumed yet"
 """The end of its lines, so that it is not taken for a run that was killed."""
 REWARD = "reward.py"
 """The source of a reward of a script or notebook, in the run's folder."""
-
-log = logging.getLogger(__name__)
 
 
 class Fork(NamedTuple):
@@ -67,16 +57,6 @@ class Fork(NamedTuple):
     begin: int
     remade: int
     seconds: float
-
-
-class Past(NamedTuple):
-    """The run as it was at a version: the digests of its versions, its batches, and all that it was configured with."""
-
-    run: Path
-    version: int
-    digests: dict[int, str]
-    archived: set[int]
-    history: History
 
 
 def fork(run: Path, at: int, changes: Sequence[str], name: str, runs: Path, *, as_json: bool) -> int:
@@ -100,7 +80,7 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
     that no fork can have; `CheckpointError` for damage; `Diverged` if the version has other weights than it had.
     """
     began = time.perf_counter()
-    past = _look(run, at)
+    past = versions.look(run, at)
     config = _configuration(past, changes, name)
     _refuse(past, config, runs, name)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
@@ -115,20 +95,6 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Fork(folder, at, past.digests[at], begin, at - begin, time.perf_counter() - began)
-
-
-# --- what there is -------------------------------------------------------------------------------------------
-
-
-def _look(run: Path, at: int) -> Past:
-    present = configfile.load(run / configfile.CONFIG)
-    with closing(Journal.open_run(run)) as journal:
-        made = journal.versions()
-    if at not in made:
-        raise JournalError(f"{run}: version {at} was never made; the newest is {max(made, default=0)}")
-    archived = set(checksums(made.values()))
-    digests = {version: one.digest for version, one in made.items()}
-    return Past(run, at, digests, archived, histories.read_history(run, present))
 
 
 def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
@@ -258,56 +224,13 @@ def _lines(past: Past) -> Iterator[Line]:
 
 def _checkpoint(past: Past, aside: Path) -> int:
     """Have the checkpoint of the version in the fork; returns the version that it was made of, which may be its own."""
-    begin = _newest_whole(past)
+    begin = versions.newest_whole(past)
     start = int(begin.name) if begin else 0
     if begin and start == past.version:
         _bring_checkpoint(begin, aside / "checkpoints" / begin.name)
-        return start
-    if missing := [one for one in range(start, past.version) if one not in past.archived]:
-        raise JournalError(
-            f"{past.run}: version {past.version} cannot be made again: the batch of version {missing[0]} was not kept. "
-            f"A fork can begin at a checkpoint ({_checkpoints(past.run)}), or behind one whose batches are kept"
-        )
-    log.info("version %d is made again from version %d: %d updates", past.version, start, past.version - start)
-    try:
-        with ExitStack() as ending:
-            mark = ending.enter_context(orphans.ends())
-            ending.callback(ray.shutdown)
-            configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
-            history = structs.replace(past.history, configs=configs)
-            digests, _ = replay.remake(past.run, history, begin, past.version, mark, checkpoints=aside / "checkpoints")
-    except RayError as error:
-        raise RunError(f"the learner: {describe(error)}") from error
-    if past.history.digests[past.version] not in (ANY, digests[past.version]):
-        raise Diverged(
-            f"version {past.version} was made again and has other weights ({digests[past.version][:12]}, first "
-            f"{past.digests[past.version][:12]}): the software, the device or the number of ranks is another one"
-        )
-    past.digests[past.version] = digests[past.version]
+    else:
+        versions.remake(past, begin, aside / "checkpoints")
     return start
-
-
-def _without_copies(config: Config) -> Config:
-    """A configuration of ranks that copy no checkpoint to the run's address."""
-    cluster = structs.replace(config.cluster, own_disks=False)
-    return structs.replace(config, cluster=cluster, checkpoint=structs.replace(config.checkpoint, remote=""))
-
-
-def _newest_whole(past: Past) -> Path | None:
-    """The newest checkpoint up to the version whose files are all there and as the manifest says; None without one."""
-    for path in reversed(manifest.complete(past.run / "checkpoints")):
-        if int(path.name) <= past.version:
-            try:
-                manifest.verify_whole(path, past.history)
-            except CheckpointError as error:
-                log.info("%s: passed over", error)
-            else:
-                return path
-    return None
-
-
-def _checkpoints(run: Path) -> str:
-    return ", ".join(str(int(path.name)) for path in manifest.complete(run / "checkpoints")) or "there is none"
 
 
 def _bring_checkpoint(source: Path, target: Path) -> None:

@@ -29,7 +29,7 @@ from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.row import Row
 from streamppo.rollout.endpoint.tree import NOTHING, Tree, TreePlace, digest
-from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Engine, Sampling
+from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampler, Sampling
 from streamppo.tasks.chat_template import PLAIN
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class Turn:
 class SampledPolicy(NamedTuple):
     """The policy behind all runs of an actor."""
 
-    engine: Engine
+    engine: Sampler
     tokenizer: Tokenizer
     stop: Stop
     contexts: ContextReuse

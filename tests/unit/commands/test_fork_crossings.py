@@ -1,7 +1,8 @@
 """Forks of runs of every kind: estimators, segments, adapters, environments, an adaptive lag.
 
 Each run dies after its fifth update, with checkpoints of 2 and 4; each is forked at version 3, which is made again. At
-lag 0 the fork is the same run. With lag it has the prompts that were to come, each once. All of them are replayed.
+lag 0 the fork is the same run. With lag it has the prompts that were to come, each once. All of them are replayed, and
+in all of them `try` samples a completion of one version again.
 """
 
 import json
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 import replay_case
 import thread_run
+from conftest import SUPPORT
 
 from benchmarks.lib import draw
+from streamppo.commands.models import archived
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 
@@ -26,9 +29,9 @@ LAG = ("queue.max_lag=2", "rollout.in_flight=48")
 STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3", "rollout.in_flight=64")
 TURNS = (
     "task.kind=calculator",
-    "environment.name=streamppo.tasks.library.calculator:Calculator",
+    f"environment.name={SUPPORT}/three_turns.py:ThreeTurns",
     "environment.max_turns=3",
-    "environment.max_tokens=24",
+    "environment.max_tokens=32",
     "reward={}",
 )
 EXACT = {
@@ -57,7 +60,7 @@ def crossings(found: dict[str, tuple[str, ...]]) -> list[object]:
 
 
 def forked(run: Path, runs: Path) -> Path:
-    words = ("streamppo", "fork", str(run), "--at", "3", "--runs", str(runs), "--json")
+    words = ("streamppo", "fork", str(run), "--at", "3", "--runs", str(runs), "--json", "--trust")
     done = replay_case.command(*words)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -75,10 +78,29 @@ def digests(run: Path) -> dict[int, str]:
         return {version: one.digest for version, one in journal.versions().items()}
 
 
+def continued(run: Path) -> int:
+    """Sample a completion of one version again, behind the first token of its last turn; returns its turns."""
+    trajectories = [one for version in range(5) for one in archive.open(run).batch(version).trajectories]
+    names = sorted({(one.identity.prompt, one.identity.sample) for one in trajectories if one.finish != "cut"})
+    whole = [one for name in names if (one := archived.find(run, *name, None)) is not None]
+    known = [(version, one) for one in whole for version in (0, 2, 4) if one.sampled_by(version)]
+    version, one = max(known, key=lambda pair: len(pair[1].recorded.turns))
+    start, end = one.recorded.turns[-1]
+    words = ("--prompt", str(one.identity.prompt), "--sample", str(one.identity.sample), "-n", "2", "--json", "--trust")
+    at = str(min(start + 1, end - 1))
+    done = replay_case.command("streamppo", "try", str(run), "--version", str(version), "--at", at, *words)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["versions"]
+    assert found["is_same"] is True and found["begin"] == version, found
+    assert all(each["reward"] is not None for each in found["continuations"])
+    return len(one.recorded.turns)
+
+
 @pytest.mark.parametrize("overrides", crossings(EXACT))
 def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)
     made = digests(run)
+    continued(run)
     assert {
         version: digest for version, digest in digests(forked(run, tmp_path / "forks")).items() if version <= 5
     } == made
@@ -87,6 +109,7 @@ def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, .
 @pytest.mark.parametrize("overrides", crossings(LAGGED))
 def test_with_lag_a_fork_has_what_was_to_come_each_once(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)
+    assert continued(run) == (3 if overrides[0] == TURNS[0] else 1)
     fork = forked(run, tmp_path / "forks")
     found, its = archive.open(fork), archive.open(run)
     assert [found.batch(version) for version in range(3)] == [its.batch(version) for version in range(3)]
@@ -117,6 +140,7 @@ def test_a_fork_of_two_ranks_is_the_same_run(tmp_path: Path) -> None:
         ("fork", str(run), "--at", "3", "--runs", str(forks)),
         ("resume", str(forks / "math-at-3")),
         ("replay", str(forks / "math-at-3")),
+        ("try", str(run), "--version", "3", "--prompt", "0", "-n", "2"),
     ):
         done = subprocess.run([sys.executable, "-m", "streamppo", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,8 @@
 """The page's server: starlette, answering one run and those that it is compared with.
 
 On loopback it answers requests that name it by a loopback name, so that no page of elsewhere reaches it through a name
-of its own (DNS rebinding). Bound elsewhere it wants the token: in the address first, then as a cookie.
+of its own (DNS rebinding). Bound elsewhere it wants the token: in the address first, then as a cookie. What starts a
+process wants the key too (tries.py).
 """
 
 import secrets
@@ -20,6 +21,7 @@ from starlette.routing import Route
 
 from streamppo.commands.look.watching.run_tail import CurveSource, WatchedReplay, WatchedRun
 from streamppo.commands.look.watching.trajectories import Trajectories
+from streamppo.commands.look.watching.tries import Tries
 from streamppo.config import file as configfile
 from streamppo.errors import StreamppoError
 from streamppo.telemetry.report import page
@@ -32,6 +34,7 @@ SHORTEST_S, LONGEST_S = 2.0, 60.0
 SHARE = 0.03
 """The share of a core that making the sections may take."""
 POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
+UNREADABLE = "the run's configuration cannot be read, and so neither can its archive"
 REPORT = Path(page.__file__).parent
 ASSETS = {
     "/watch.css": ("text/css", [REPORT / "page.css", HERE / "watch.css"]),
@@ -42,10 +45,11 @@ ASSETS = {
 class Page:
     """The page about the run in `folder`; `others` are runs and replays that are compared from the beginning."""
 
-    def __init__(self, folder: Path, others: list[Path]) -> None:
+    def __init__(self, folder: Path, others: list[Path], key: str) -> None:
         self._run = WatchedRun(folder, folder.name)
         config = self._run.config
         self._trajectories = Trajectories(folder, config) if config else None
+        self._tries = Tries(folder, self._trajectories, key) if self._trajectories else None
         self._paths: dict[str, Path] = {}
         for path in others:
             self._paths[_name(path, {folder.name, *self._paths})] = path
@@ -92,9 +96,15 @@ class Page:
         """One trajectory of a batch."""
         return JSONResponse(self._archive().open(request.path_params["update"], request.path_params["row"]))
 
+    async def go_on(self, request: Request) -> Response:
+        """Continuations of a trajectory from one of its tokens."""
+        if self._tries is None:
+            raise StreamppoError(UNREADABLE)
+        return await self._tries.answer(request)
+
     def _archive(self) -> Trajectories:
         if self._trajectories is None:
-            raise StreamppoError("the run's configuration cannot be read, and so neither can its archive")
+            raise StreamppoError(UNREADABLE)
         return self._trajectories
 
     def _comparison(self, name: str) -> CurveSource:
@@ -107,9 +117,12 @@ class Page:
         return self._watched[name]
 
 
-def application(folder: Path, others: list[Path], token: str | None) -> Starlette:
-    """The application. With a `token` nothing is answered without it; without one, only under a loopback name."""
-    page = Page(folder, others)
+def application(folder: Path, others: list[Path], token: str | None, key: str = "") -> Starlette:
+    """The application. With a `token` nothing is answered without it; without one, only under a loopback name.
+
+    Only who has the `key` starts a process; nobody without one.
+    """
+    page = Page(folder, others, key)
     routes = [
         Route("/", page.shell),
         *(Route(path, page.asset) for path in ASSETS),
@@ -117,6 +130,7 @@ def application(folder: Path, others: list[Path], token: str | None) -> Starlett
         Route("/batch", page.batch),
         Route("/batch/{update:int}", page.batch),
         Route("/batch/{update:int}/{row:int}", page.trajectory),
+        Route("/try", page.go_on, methods=["POST"]),
     ]
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK), www_redirect=False)
     if token is not None:

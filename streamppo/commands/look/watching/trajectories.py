@@ -23,7 +23,7 @@ from streamppo.errors import JournalError
 from streamppo.queue.store import archive
 from streamppo.telemetry.report import plot
 from streamppo.terminal import bounded
-from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
 
 KEPT = 4
 """Batches that are kept in memory."""
@@ -163,16 +163,12 @@ class Trajectories:
     def open(self, update: int, row: int) -> OpenedTrajectory:
         """Trajectory number `row` of a batch. Raises `JournalError` if it is not kept, or the batch has no such row."""
         batch, learned = self._batch(update - 1)
-        if not 0 <= row < len(batch.trajectories):
-            raise JournalError(f"update {update} has no trajectory {row}: there are {len(batch.trajectories)}")
-        trajectory = batch.trajectories[row]
+        trajectory = self._trajectory(update, row)
         tokens = ints(trajectory.tokens)[:SHOWN_TOKENS]
         behind = self._rows.row_of(trajectory)
         columns = _columns(batch, trajectory, {name: column[row] for name, column in learned.items()})
-        nodes, prompt = (
-            tree.nodes(batch, trajectory, self._spell) if tree.has_tree(trajectory) else [],
-            len(trajectory.prompt_tokens) // 4,
-        )
+        nodes = tree.nodes(batch, trajectory, self._spell) if tree.has_tree(trajectory) else []
+        prompt = len(trajectory.prompt_tokens) // 4
         return {
             "update": update,
             "row": row,
@@ -193,6 +189,17 @@ class Trajectories:
             "tree_words": tree.totals(nodes).words() if nodes else "",
             "lost": [(node.start - prompt, node.end - prompt) for node in nodes if not node.delivered],
         }
+
+    def place(self, update: int, row: int) -> tuple[Identity, int]:
+        """The identity of a trajectory, and the number of its completion's tokens in earlier segments. As `open`."""
+        trajectory = self._trajectory(update, row)
+        return trajectory.identity, trajectory.prefix
+
+    def _trajectory(self, update: int, row: int) -> Trajectory:
+        batch, _ = self._batch(update - 1)
+        if not 0 <= row < len(batch.trajectories):
+            raise JournalError(f"update {update} has no trajectory {row}: there are {len(batch.trajectories)}")
+        return batch.trajectories[row]
 
     def _spell(self, tokens: Ints) -> str:
         """The text of tokens, with the special tokens between messages."""

@@ -1,0 +1,126 @@
+"""Continuations that the page asks for: `streamppo try` in a process of its own, one at a time, for a bounded time.
+
+A request names this page as its origin, which a page of elsewhere cannot, and has in a header the key that the command
+`watch` has printed, which no other user of this machine knows. It never agrees to code: `try` refuses a stranger's run.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from streamppo.commands import trial
+from streamppo.commands.look.watching.trajectories import Trajectories
+from streamppo.commands.trial import Trial
+from streamppo.terminal import bounded
+
+KEY = "x-streamppo-key"
+"""The header with the key: a browser sends none of that name for a page of elsewhere."""
+LONGEST_S, ENDING_S = 600.0, 10.0
+"""Seconds that a process may take, and those between the order to end and its death."""
+MOST_BYTES, MOST_SAID = 1024, 1000
+"""Bytes of a request, and characters of a refusal."""
+PROGRAM = (
+    "import sys; from streamppo import process; process.die_with_parent(); "
+    "from streamppo.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+class TryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Token `token` of trajectory `row` of the batch that made version `update`."""
+
+    update: int
+    row: int
+    token: Annotated[int, msgspec.Meta(ge=0)]
+    versions: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1, max_length=2)]
+    n: Annotated[int, msgspec.Meta(ge=1, le=64)]
+
+
+class Tries:
+    """Answers the requests for the run in `folder`; none without a `key`."""
+
+    def __init__(self, folder: Path, trajectories: Trajectories, key: str) -> None:
+        self._folder, self._trajectories, self._key = folder, trajectories, key
+        self._is_busy = False
+
+    async def answer(self, request: Request) -> Response:
+        """Continue a completion. The answer has the lines and the cells of `streamppo try`."""
+        given, origin = request.headers.get(KEY, ""), f"{request.url.scheme}://{request.headers.get('host')}"
+        is_known = bool(self._key) and secrets.compare_digest(self._key.encode(), given.encode(errors="replace"))
+        if not is_known or request.headers.get("origin") != origin:
+            return _refusal(403, "to try from here, open the address that `streamppo watch` has printed")
+        try:
+            asked = msgspec.json.decode(await _body(request), type=TryRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _refusal(400, f"{error}")
+        if self._is_busy:
+            return _refusal(409, "one is under way: try again when it has ended")
+        self._is_busy = True
+        try:
+            return await self._run(await asyncio.to_thread(self._words, asked))
+        finally:
+            self._is_busy = False
+
+    def _words(self, asked: TryRequest) -> list[str]:
+        identity, prefix = self._trajectories.place(asked.update, asked.row)
+        options = {"--prompt": identity.prompt, "--sample": identity.sample, "--attempt": identity.attempt}
+        options |= {"--at": prefix + asked.token, "-n": asked.n}
+        chosen = [f"{name}={value}" for name, value in options.items()]
+        return ["try", str(self._folder), "--json", *chosen, "--version", *map(str, asked.versions)]
+
+    async def _run(self, words: list[str]) -> Response:
+        command = [sys.executable, "-P", "-c", PROGRAM, *words]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=environment
+        )
+        try:
+            async with asyncio.timeout(LONGEST_S):
+                out, err = await process.communicate()
+        except TimeoutError:
+            return _refusal(
+                504, f"it took more than {LONGEST_S:g} s, and was ended: ask for fewer, or on the command line"
+            )
+        finally:
+            await _end(process)
+        if not out:
+            said = err.decode(errors="replace").rpartition("streamppo: ")[2].strip()
+            return _refusal(422, bounded(said or f"`streamppo try` has died ({process.returncode})", MOST_SAID))
+        found = msgspec.json.decode(out, type=Trial)
+        names = [f"version {one.version}" for one in found.versions]
+        return JSONResponse({"lines": trial.sentences(found), "names": names, "rows": trial.cells(found)})
+
+
+async def _body(request: Request) -> bytes:
+    """The body, or as much of one that is too long that it is no request."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            break
+    return body
+
+
+async def _end(process: Process) -> None:
+    """End a process that has not ended, whatever it does."""
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), ENDING_S)
+        process.kill()
+    await process.wait()
+
+
+def _refusal(status: int, sentence: str) -> Response:
+    return JSONResponse({"error": sentence}, status_code=status)

@@ -1,0 +1,110 @@
+"""A whole completion of a run's archive: with segments it is several trajectories, perhaps of several batches."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.errors import ConfigError, JournalError
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.rollout.continuation import Recorded
+from streamppo.types import Floats, Identity, Ints, Trajectory, flags, ints
+
+
+class ArchivedCompletion(NamedTuple):
+    """A completion, with the versions that sampled its tokens, and the critic's values where they were kept.
+
+    `update` is the version that its batch made, or the batch of its last segment; the `reward` is None if that is cut.
+    """
+
+    identity: Identity
+    update: int
+    recorded: Recorded
+    versions: Ints
+    versions_known: bool
+    values: Floats
+    reward: float | None
+
+    def refuse(self, at: int) -> None:
+        """Raise `ConfigError` for a token that the policy did not sample, or that there is not."""
+        count, turns = len(self.recorded.tokens), self.recorded.turns
+        if at >= count:
+            raise ConfigError(f"--at {at}: the completion has {count} tokens, 0 to {count - 1}")
+        if not self.recorded.mask[at]:
+            nearest = min((start for start, _ in turns), key=lambda start: abs(start - at))
+            raise ConfigError(f"--at {at}: that token was not sampled; the nearest turn begins at token {nearest}")
+
+    def sampled_by(self, version: int) -> bool:
+        """True if the completion is whole, and `version` alone has sampled it."""
+        sampled = self.versions[self.recorded.mask]
+        return self.reward is not None and self.versions_known and bool((sampled == version).all())
+
+
+class _Part(NamedTuple):
+    trajectory: Trajectory
+    update: int
+    values: Floats
+
+
+def find(run: Path, prompt: int, sample: int | None, attempt: int | None) -> ArchivedCompletion | None:
+    """Find a completion of a prompt, by default the newest attempt at the first sample; None without any.
+
+    Raises `JournalError` if one of its segments was not kept, or not trained on.
+    """
+    parts = [
+        part
+        for part in _parts(run, prompt)
+        if sample in (None, part.trajectory.identity.sample) and attempt in (None, part.trajectory.identity.attempt)
+    ]
+    if not parts:
+        return None
+    first = min(parts, key=lambda part: (part.trajectory.identity.sample, -part.trajectory.identity.attempt))
+    return _joined(run, [part for part in parts if _name(part) == _name(first)])
+
+
+def _parts(run: Path, prompt: int) -> list[_Part]:
+    """The trajectories of a prompt. Only files whose range of prompts has it are opened."""
+    with closing(Journal.open_run(run)) as journal:
+        made = journal.versions().values()
+    archive, found = Archive(run / "archive", checksums(made)), list[_Part]()
+    for one in made:
+        if one.archived is None or not one.archived.first_prompt <= prompt <= one.archived.last_prompt:
+            continue
+        batch, learned = archive.batch_and_record(one.version - 1)
+        for row, trajectory in enumerate(batch.trajectories):
+            if trajectory.identity.prompt == prompt:
+                nothing = np.full(trajectory.num_tokens, np.nan, np.float32)
+                found.append(_Part(trajectory, one.version, learned["values"][row] if "values" in learned else nothing))
+    return found
+
+
+def _name(part: _Part) -> tuple[int, int]:
+    return part.trajectory.identity.sample, part.trajectory.identity.attempt
+
+
+def _joined(run: Path, parts: list[_Part]) -> ArchivedCompletion:
+    parts = sorted(parts, key=lambda part: part.trajectory.identity.segment)
+    rows = [part.trajectory for part in parts]
+    numbers = [one.identity.segment for one in rows]
+    if missing := sorted(set(range(numbers[-1] + 1)) - set(numbers)):
+        identity = rows[0].identity
+        raise JournalError(
+            f"{run}: segment {missing[0]} of prompt {identity.prompt}, sample {identity.sample} was not kept, or not "
+            "trained on: the completion is not known from its beginning"
+        )
+    recorded = Recorded(
+        ints(rows[0].prompt_tokens),
+        ints(b"".join(one.tokens for one in rows)),
+        flags(b"".join(one.mask for one in rows)),
+    )
+    return ArchivedCompletion(
+        rows[0].identity,
+        parts[-1].update,
+        recorded,
+        ints(b"".join(one.versions for one in rows)),
+        all(one.versions_known for one in rows),
+        np.concatenate([part.values for part in parts]),
+        None if rows[-1].finish == "cut" else rows[-1].reward,
+    )

@@ -1,0 +1,151 @@
+"""The question of `streamppo try`, and its answer. Needs neither Ray nor torch."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from streamppo.config.sections import Config
+from streamppo.config.task import AgentEnvironment
+from streamppo.errors import ConfigError
+from streamppo.terminal import bounded
+
+MOST_TEXT, MOST_BESIDE = 2_000, 200
+"""Characters that are shown of a prompt or a completion, and of a completion beside another."""
+
+
+class TrialQuestion(NamedTuple):
+    """`n` continuations by each of `versions`, from token `at` of an archived completion, or of the text of a prompt.
+
+    `prompt` is a number, or a text. Without `sample` and `attempt` it is the newest attempt at the first sample.
+    """
+
+    versions: tuple[int, ...]
+    prompt: str
+    at: int = 0
+    sample: int | None = None
+    attempt: int | None = None
+    n: int = 16
+
+    @property
+    def number(self) -> int | None:
+        """The number of a prompt of the run; None of a text."""
+        return int(self.prompt) if self.prompt.isdecimal() and self.prompt.isascii() else None
+
+    def refuse(self) -> None:
+        """Raise `ConfigError` for a question that asks nothing."""
+        if not self.prompt:
+            raise ConfigError("--prompt is the number of a prompt, as `inspect --prompt` takes it, or a text")
+        if not self.versions:
+            raise ConfigError("--version is the version that samples, or several")
+        if len(set(self.versions)) != len(self.versions):
+            raise ConfigError("--version: each version once")
+        if self.number is None and (self.at or self.sample is not None or self.attempt is not None):
+            raise ConfigError("--at, --sample and --attempt are of an archived completion, and --prompt is a text")
+
+    def refuse_agent(self, config: Config) -> None:
+        """Raise `ConfigError` for the run of an agent."""
+        if isinstance(config.environment, AgentEnvironment):
+            raise ConfigError(
+                "this run trains an agent (environment.kind): its program asks what it likes, and nothing records its "
+                "state, so that no token of its run can be gone on from"
+            )
+
+
+class Continued(msgspec.Struct, frozen=True):
+    """One continuation: `text` and `tokens` behind the token; a failed one has no reward, and a `reason`."""
+
+    reward: float | None
+    tokens: int = 0
+    text: str = ""
+    finish: str = ""
+    reason: str = ""
+
+
+class VersionTrial(msgspec.Struct, frozen=True):
+    """The continuations of a version, which was made again from version `begin`: its own number for a checkpoint.
+
+    `mean` and `error`, its standard error, are of their rewards. `value` is what the critic of the version says of the
+    token. `is_same` tells if it has sampled the archived completion again with the run's random numbers; None where
+    it did not sample that alone, and from `differs` on the tokens are others.
+    """
+
+    version: int
+    begin: int
+    mean: float | None
+    error: float | None
+    value: float | None
+    continuations: tuple[Continued, ...]
+    is_same: bool | None = None
+    differs: int | None = None
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """The answer: the completion up to the token, as the run had it, and each version's continuations.
+
+    `recorded_value` is the critic's as the update to version `update` began. `difference` is the second version's mean
+    reward less the first's over pairs with the same random numbers.
+    """
+
+    prompt: str
+    at: int
+    before: str
+    versions: tuple[VersionTrial, ...]
+    number: int | None = None
+    sample: int | None = None
+    attempt: int | None = None
+    update: int | None = None
+    archived: str = ""
+    reward: float | None = None
+    recorded_value: float | None = None
+    difference: float | None = None
+    difference_error: float | None = None
+
+
+def sentences(found: Trial) -> list[str]:
+    """The answer in words, without the completions."""
+    name = "" if found.number is None else f" {found.number}"
+    lines = [f"prompt{name}: {bounded(found.prompt, MOST_TEXT)!r}"]
+    if found.update is not None:
+        before = f"{bounded(found.before, MOST_TEXT)!r} | " if found.at else ""
+        reward = "cut" if found.reward is None else f"reward {found.reward:g}"
+        value = "" if found.recorded_value is None else f", recorded value {found.recorded_value:.3f}"
+        archived = f"{before}{bounded(found.archived, MOST_TEXT)!r}, {reward}{value}"
+        lines.append(f"sample {found.sample} of update {found.update}, from token {found.at}: {archived}")
+    lines += [line for one in found.versions for line in _of_version(one)]
+    if found.difference is not None:
+        pair = f"version {found.versions[-1].version} less {found.versions[0].version}"
+        error = _error(found.difference_error)
+        lines.append(f"{pair}: {found.difference:.3f}{error}, in pairs of the same random numbers")
+    return lines
+
+
+def _of_version(one: VersionTrial) -> Iterator[str]:
+    scored = sum(each.reward is not None for each in one.continuations)
+    made = "" if one.begin == one.version else f" (made again from version {one.begin})"
+    mean = "no reward" if one.mean is None else f"mean reward {one.mean:.3f}{_error(one.error)}"
+    value = "" if one.value is None else f", its critic's value {one.value:.3f}"
+    yield f"version {one.version}{made}: {mean} of {scored}{value}"
+    if one.is_same is not None:
+        other = f"another completion from token {one.differs} on: the machine, the threads or the software are others"
+        failed = "it could not be sampled again, and was not compared"
+        again = "the archived completion, token for token" if one.is_same else failed if one.differs is None else other
+        yield f"version {one.version} with the random numbers of the run: {again}"
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.3f}"
+
+
+def cells(found: Trial) -> list[list[str]]:
+    """A row for each number of a continuation, with the reward and the text of each version's."""
+    most = MOST_TEXT if len(found.versions) == 1 else MOST_BESIDE
+    pairs = zip(*(one.continuations for one in found.versions), strict=True)
+    return [[_cell(one, most) for one in pair] for pair in pairs]
+
+
+def _cell(one: Continued, most: int) -> str:
+    if one.reward is None:
+        return f"-  {bounded(one.text, most)!r} ({bounded(one.reason, most)})"
+    cut = " (cut off)" if one.finish == "length" else ""
+    return f"{one.reward:g}  {bounded(one.text, most)!r}{cut}"

@@ -1,0 +1,98 @@
+"""A version of a run: its checkpoint, or the updates from an earlier one made again from the archive."""
+
+import logging
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+from msgspec import structs
+from ray.exceptions import RayError
+
+from streamppo.commands import replay
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.driver.ray import orphans
+from streamppo.driver.ray.cluster import describe
+from streamppo.errors import CheckpointError, Diverged, JournalError, RunError
+from streamppo.learner.checkpoint import history as histories
+from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint.history import ANY, History
+from streamppo.queue.store.archive import checksums
+from streamppo.queue.store.journal import Journal
+
+log = logging.getLogger(__name__)
+
+
+class Past(NamedTuple):
+    """The run as it was at a version: the digests of its versions, its batches, and all that it was configured with."""
+
+    run: Path
+    version: int
+    digests: dict[int, str]
+    archived: set[int]
+    history: History
+
+
+def look(run: Path, at: int) -> Past:
+    """Look at a run as of version `at`. Raises `JournalError` for a version that was never made."""
+    present = configfile.load(run / configfile.CONFIG)
+    with closing(Journal.open_run(run)) as journal:
+        made = journal.versions()
+    if at not in made:
+        raise JournalError(f"{run}: version {at} was never made; the newest is {max(made, default=0)}")
+    archived = set(checksums(made.values()))
+    digests = {version: one.digest for version, one in made.items()}
+    return Past(run, at, digests, archived, histories.read_history(run, present))
+
+
+def newest_whole(past: Past) -> Path | None:
+    """The newest checkpoint up to the version whose files are all there and as the manifest says; None without one."""
+    for path in reversed(manifest.complete(past.run / "checkpoints")):
+        if int(path.name) <= past.version:
+            try:
+                manifest.verify_whole(path, past.history)
+            except CheckpointError as error:
+                log.info("%s: passed over", error)
+            else:
+                return path
+    return None
+
+
+def remake(past: Past, begin: Path | None, into: Path) -> None:
+    """Make the version again, behind the checkpoint `begin` (None: version 0), and save its checkpoint under `into`.
+
+    Raises `JournalError` for a batch that was not kept, and `Diverged` if the version has other weights than it had.
+    """
+    start = int(begin.name) if begin else 0
+    if missing := [one for one in range(start, past.version) if one not in past.archived]:
+        raise JournalError(
+            f"{past.run}: version {past.version} cannot be made again: the batch of version {missing[0]} was not kept. "
+            f"Take that of a checkpoint ({_checkpoints(past.run)}), or one behind it whose batches are kept"
+        )
+    log.info("version %d is made again from version %d: %d updates", past.version, start, past.version - start)
+    try:
+        with ExitStack() as ending:
+            mark = ending.enter_context(orphans.ends())
+            ending.callback(ray.shutdown)
+            configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
+            history = structs.replace(past.history, configs=configs)
+            digests, _ = replay.remake(past.run, history, begin, past.version, mark, checkpoints=into)
+    except RayError as error:
+        raise RunError(f"the learner: {describe(error)}") from error
+    if past.history.digests[past.version] not in (ANY, digests[past.version]):
+        raise Diverged(
+            f"version {past.version} was made again and has other weights ({digests[past.version][:12]}, first "
+            f"{past.digests[past.version][:12]}): the software, the device or the number of ranks is another one"
+        )
+    past.digests[past.version] = digests[past.version]
+
+
+def _without_copies(config: Config) -> Config:
+    """A configuration of ranks that copy no checkpoint to the run's address."""
+    cluster = structs.replace(config.cluster, own_disks=False)
+    return structs.replace(config, cluster=cluster, checkpoint=structs.replace(config.checkpoint, remote=""))
+
+
+def _checkpoints(run: Path) -> str:
+    return ", ".join(str(int(path.name)) for path in manifest.complete(run / "checkpoints")) or "there is none"

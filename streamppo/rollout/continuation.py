@@ -1,0 +1,93 @@
+"""Plays a recorded completion again up to one of its tokens, and goes on from there. Needs no torch.
+
+    recorded     prompt | turn 0 | observation | turn 1 | ...
+    from token `at`, which is in turn 1
+
+    turn 0       the recorded tokens          the environment is asked its steps again, and so has the state that it had
+    turn 1       the tokens before `at`, then sampled ones
+    later turns  sampled
+
+A recorded turn is given only if what stands before it is what stood there in the run.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.errors import RunError
+from streamppo.rollout import random_numbers
+from streamppo.rollout.engine import Completion, Cuts, Sampler, Sampling
+from streamppo.types import Flags, Ints
+
+
+class Recorded(NamedTuple):
+    """A completion of T tokens as it is recorded; `mask` [T] is true for tokens that the policy sampled."""
+
+    prompt_tokens: Ints
+    tokens: Ints
+    mask: Flags
+
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        """The tokens of each turn: those from the first of a pair to the one before the second."""
+        edges = np.flatnonzero(np.diff(self.mask, prepend=False, append=False))
+        return [(int(start), int(end)) for start, end in pairwise(edges) if self.mask[start]]
+
+
+class Continuation:
+    """The sampler of one episode: gives the turns before token `at` as recorded, and continues the one that it is in.
+
+    `completes` is as in `EndTokens`. `has_begun` once something was sampled.
+    """
+
+    def __init__(
+        self, engine: Sampler, recorded: Recorded, at: int, completes: Callable[[Ints], bool] | None = None
+    ) -> None:
+        self._engine, self._recorded, self._at, self._completes = engine, recorded, at, completes
+        self._turns = iter(recorded.turns)
+        self.has_begun = False
+
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
+        """See `Engine.generate`. Raises `RunError` if the recorded tokens stand behind another context."""
+        if self.has_begun:
+            return await self._engine.generate(prompt, sampling, cuts)
+        start, end = next(self._turns)
+        recorded = self._recorded
+        if not np.array_equal(prompt, np.concatenate([recorded.prompt_tokens, recorded.tokens[:start]])):
+            raise RunError(
+                f"what stands before token {start} is not what stood there in the run: its data, its chat template or "
+                "its environment say something else than they did, so that it cannot be gone on from there"
+            )
+        if end <= self._at:
+            return _as_recorded(recorded.tokens[start:end])
+        self.has_begun = True
+        before = recorded.tokens[start : self._at]
+        if len(before) >= sampling.max_tokens:
+            raise RunError(f"a turn has at most {sampling.max_tokens} tokens: none is left behind token {self._at}")
+        seed = random_numbers.seed_behind(sampling.seed, len(before))
+        rest = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
+        return self._joined(before, await self._engine.generate(np.concatenate([prompt, before]), rest, cuts))
+
+    def _joined(self, before: Ints, rest: Completion) -> Completion:
+        """The whole turn. A stop string that begins in `before` ends it, which the engine does not see."""
+        tokens, finish = np.concatenate([before, rest.tokens]), rest.finish
+        if self._completes is not None and len(before):
+            ends = (count for count in range(len(before) + 1, len(tokens)) if self._completes(tokens[:count]))
+            if end := next(ends, 0):
+                tokens, finish = tokens[:end], "stop"
+            elif self._completes(tokens):
+                finish = "stop"
+        given, kept = _as_recorded(before), len(tokens) - len(before)
+        return Completion(
+            tokens,
+            np.concatenate([given.logprobs, rest.logprobs[:kept]]),
+            np.concatenate([given.versions, rest.versions[:kept]]),
+            finish,
+        )
+
+
+def _as_recorded(tokens: Ints) -> Completion:
+    """A turn of which only the tokens are used."""
+    return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
