@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
 
     from streamppo.commands.bisection import Answer
+    from streamppo.commands.verification import Verification
     from streamppo.driver.report import RunDifference
     from streamppo.queue.store.archive import Archive
 
@@ -178,6 +179,18 @@ def bisect(
     # A negative number is no option.
     words += [f"{option}={value}" for option, value in given.items() if value is not None]
     return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
+
+
+def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
+    """Compare the records of the run in `folder`, and make `updates` of its updates again, drawn at random.
+
+    `expect` is a digest that the run must have. Its `faults` are empty if all is as recorded. Raises as `fork` does.
+    """
+    from streamppo.commands.verification import Fault, Verification
+
+    words = [str(configfile.existing(Path(folder))), "--updates", str(updates), "--expect", expect, "--json"]
+    told = cast(dict[str, Any], answer("verify", *words))
+    return Verification(**{**told, "faults": [Fault(**one) for one in told["faults"]]})
 
 
 def open(folder: str | PathLike[str]) -> Run:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter, Token
+from cyclopts.validators import Number
 
 from streamppo import __version__
 
@@ -32,3 +33,4 @@ def _whole(_: type[int], tokens: Sequence[Token]) -> int:
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
+Count = Annotated[int, Parameter(converter=_whole, validator=Number(gte=0))]
