@@ -8,6 +8,7 @@
     run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         a new one that begins as it was at a version
     streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version at which a condition holds
     streamppo.try_versions("runs/math", [20, 80], 7, at=2).difference   two versions that continue a completion
+    streamppo.verify("runs/math").faults                                what is not as it was recorded
 
 docs/python.md explains them. Importing the package imports no other module of it.
 """
@@ -16,10 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from streamppo.api.runs import Run, bisect, fork, open, resume, run, try_versions
+    from streamppo.api.runs import Run, bisect, fork, open, resume, run, try_versions, verify
 
 __version__ = "0.1.0"
-__all__ = ["Run", "bisect", "fork", "open", "resume", "run", "try_versions"]
+__all__ = ["Run", "bisect", "fork", "open", "resume", "run", "try_versions", "verify"]
 
 
 def __getattr__(name: str) -> object:

@@ -46,14 +46,14 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
 
 
 def answer(*words: str) -> object:
-    """Have a command of streamppo, with `--json` among its `words`, answer; return what it prints.
+    """Have a command of streamppo, with `--json` among its `words`, answer; return what it prints, whatever its code.
 
     Raises the error of streamppo that the command names.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "streamppo", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if not done.returncode:
+    if not done.returncode or done.stdout.startswith("{"):
         return json.loads(done.stdout)
     named, _, text = done.stderr.rpartition("streamppo: ")[2].partition(": ")
     kind = getattr(errors, named, None)

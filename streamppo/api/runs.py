@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from streamppo.commands.bisection import Answer
     from streamppo.commands.trial import Trial
+    from streamppo.commands.verification import Verification
     from streamppo.driver.report import RunDifference
     from streamppo.queue.store.archive import Archive
 
@@ -203,6 +204,18 @@ def try_versions(
     # A text may begin as an option does.
     words += [f"{option}={value}" for option, value in chosen.items() if value is not None]
     return msgspec.convert(answer(*words), Trial)
+
+
+def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
+    """Compare the records of the run in `folder`, and make `updates` of its updates again, drawn at random.
+
+    `expect` is a digest that the run must have. Its `faults` are empty if all is as recorded. Raises as `fork` does.
+    """
+    from streamppo.commands.verification import Fault, Verification
+
+    words = [str(configfile.existing(Path(folder))), "--updates", str(updates), "--expect", expect, "--json"]
+    told = cast(dict[str, Any], answer("verify", *words))
+    return Verification(**{**told, "faults": [Fault(**one) for one in told["faults"]]})
 
 
 def open(folder: str | PathLike[str]) -> Run:

@@ -26,7 +26,7 @@ from cyclopts.validators import Number
 from streamppo import __version__, process
 from streamppo.cli import models as models
 from streamppo.cli import prepare as prepare
-from streamppo.cli.words import Changes, ConfigFile, Override, RunFolder, Trust, Whole, app
+from streamppo.cli.words import Changes, ConfigFile, Count, Override, RunFolder, Trust, Whole, app
 from streamppo.commands import run_argument
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands.console import complain, echo, flush
@@ -158,7 +158,7 @@ def fork(
     folder: RunFolder,
     /,
     *,
-    at: Annotated[Whole, Parameter(validator=Number(gte=0), help="The version that the new run begins as.")],
+    at: Annotated[Count, Parameter(help="The version that the new run begins as.")],
     changes: Changes = (),
     name: Annotated[str, Parameter(help="Its name (default: NAME-at-N).")] = "",
     runs: Annotated[Path, Parameter(help="Where its folder is made (default: runs).")] = Path("runs"),
@@ -235,6 +235,24 @@ def bisect(
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
     return bisect.bisect(folder, asked, as_json=json)
+
+
+@app.command
+def verify(
+    folder: RunFolder,
+    /,
+    *,
+    updates: Annotated[Count, Parameter(help="Updates to make again, drawn at random (default: 1).")] = 1,
+    expect: Annotated[str, Parameter(help="The digest that it must have, from wherever it was published.")] = "",
+    json: Annotated[bool, Parameter(help="Print what was found as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Compare the records of a run with each other, and make some updates again. Prints a digest of the whole run."""
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    from streamppo.commands.look import verify as command
+
+    return command.verify(folder, updates, expect, as_json=json)
 
 
 @app.command

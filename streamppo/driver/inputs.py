@@ -68,9 +68,7 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
 
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """
-    named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
-    present = {entry.field: _find_input(entry) for entry in named}
-    changed = {entry.field: _change(before.get(entry.field), present[entry.field]) for entry in named}
+    named, before, present, changed = _compare(config, folder)
     refused = [f"{entry.field}: {changed[entry.field]}" for entry in named if entry.kept and changed[entry.field]]
     if refused and not accept_changes:
         raise CheckpointError(
@@ -85,6 +83,21 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
     if to_record != before:
         with durable.naming(folder / INPUTS, RunError):
             durable.write(folder / INPUTS, msgspec.json.format(msgspec.json.encode(to_record)))
+
+
+def changes(config: Config, folder: Path) -> dict[str, str]:
+    """What has changed of the recorded inputs of the run in `folder`, by field; empty text if nothing has."""
+    return _compare(config, folder)[3]
+
+
+def _compare(
+    config: Config, folder: Path
+) -> tuple[list[NamedInput], dict[str, Input], dict[str, Input], dict[str, str]]:
+    """(all inputs by name, the recorded ones, the present ones, how each has changed)."""
+    named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
+    present = {entry.field: _find_input(entry) for entry in named}
+    changed = {entry.field: _change(before.get(entry.field), present[entry.field]) for entry in named}
+    return named, before, present, changed
 
 
 def _recorded_inputs(folder: Path) -> dict[str, Input]:

@@ -16,6 +16,7 @@ from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.record import RunRecord
+from streamppo.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +46,25 @@ def lost_lines(record: RunRecord, folder: Path) -> None:
 
 def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
     """Rebuild the line of update `version`. Returns False, with a log line, if its batch cannot be read."""
+    try:
+        batch = archive.batch(version - 1)
+    except JournalError as error:
+        log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
+        return False
+    record.remade(version, *batch_numbers(configs[max(first for first in configs if first < version)], batch))
+    return True
+
+
+def batch_numbers(config: Config, batch: Batch) -> tuple[dict[str, float], dict[int, int]]:
+    """The metrics of an update that its batch gives, and its tokens by lag; `config` is that of the update."""
     # Imported here because these import torch and lines are seldom lost.
     from streamppo.learner.batch.fetch import lag_histogram
     from streamppo.learner.batch.padded import pad
     from streamppo.learner.objective.metrics import describe
     from streamppo.learner.objective.objective import trained_tokens
 
-    try:
-        batch = pad(archive.batch(version - 1))
-    except JournalError as error:
-        log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
-        return False
-    config = configs[max(first for first in configs if first < version)]
-    record.remade(version, describe(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
-    return True
+    padded = pad(batch)
+    return describe(padded, trained_tokens(config.algorithm, padded)), lag_histogram(padded)
 
 
 def _ranges(versions: list[int]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import learner_case
 import numpy as np
 import ray
+import torch.distributed as dist
 from conftest import REPOSITORY, SUPPORT
 from ray.exceptions import RayTaskError
 
@@ -83,7 +84,7 @@ def without_ray() -> None:
         "remote": lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: Actor(kind, *a))),
         "get": _get,
         "put": _put,
-        "shutdown": lambda: None,
+        "shutdown": _shutdown,
         "get_runtime_context": lambda: SimpleNamespace(get_actor_id=lambda: "replay"),
     }
     for name, function in patched.items():
@@ -94,6 +95,12 @@ def without_ray() -> None:
     placement = SimpleNamespace(rank=lambda _: {})
     for name, function in {"init_ray": _nothing, "here": _nothing, "Placement": lambda *_, **__: placement}.items():
         setattr(command, name, function)
+
+
+def _shutdown() -> None:
+    """End the process group of the ranks, whose processes end with Ray."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _nothing(*_: object) -> None:

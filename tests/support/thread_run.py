@@ -107,7 +107,7 @@ def _train(folder: Path, dies_at: int | None) -> None:
     record = RunRecord(folder, time.perf_counter(), config.seed, config.updates)
     newest = manifest.newest(checkpoints, record.complete_to, history.read_history(folder, config))
     queue = Actor(QueueActor, encoded, str(folder), model)
-    queue.begin.remote(int(newest.name) if newest else 0).result()
+    made = queue.begin.remote(int(newest.name) if newest else 0).result()
     configfile.save(config, folder)
     rank = Actor(Rank, encoded, 0, queue, 0)
     if config.model.path == BUILTIN:
@@ -116,17 +116,24 @@ def _train(folder: Path, dies_at: int | None) -> None:
     address = rank.rendezvous.remote().result()
     start = rank.setup.remote(address, model, str(newest) if newest else None, past).result()
     record.begin(start)
-    actors = [Actor(RolloutActor, encoded, f"rollout-{number}", queue, {}) for number in range(config.rollout.actors)]
-    for actor in actors:
-        actor.start.remote(model).result()
-        actor.run.remote()
-    for version in range(start + 1, config.updates + 1):
+
+    def update(version: int) -> None:
         record.update(decode(rank.update.remote().result(), UpdateReport))
         if version == dies_at:
             rank.settle.remote().result()
             os._exit(DIED)
         if config.checkpoint.every and version % config.checkpoint.every == 0:
             rank.save.remote(str(checkpoints)).result()
+
+    # Engines get no weights while versions are made again.
+    for version in range(start + 1, made + 1):
+        update(version)
+    actors = [Actor(RolloutActor, encoded, f"rollout-{number}", queue, {}) for number in range(config.rollout.actors)]
+    for actor in actors:
+        actor.start.remote(model).result()
+        actor.run.remote()
+    for version in range(max(start, made) + 1, config.updates + 1):
+        update(version)
     rank.save.remote(str(checkpoints)).result()
     rank.settle.remote().result()
     record.checksum = rank.export.remote(str(folder / "final")).result()

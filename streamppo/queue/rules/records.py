@@ -1,5 +1,6 @@
 """The rows of the journal, and the changes of one transaction."""
 
+from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamppo.queue.rules.slot import ISSUED, OPEN, READY, Slot, SlotState, TrajectoryRecord
@@ -125,13 +126,28 @@ class ArchivedBatch(WireStruct, frozen=True):
     first_prompt: int
     last_prompt: int
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the only file, or of those of all files."""
+        return self.files[0] if len(self.files) == 1 else sha256(",".join(self.files).encode()).hexdigest()
 
-class PublishedVersion(WireStruct, frozen=True):
-    """A published version: its weights' digest, and the archived batch that made it; version 0 has none."""
+
+class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
+    """A published version: its weights' digest, and the archived batch that made it; version 0 has none.
+
+    The journal adds the `link` (store/chain.py). `forgotten` is the digest of a batch that is no longer kept.
+    """
 
     version: int
     digest: str
     archived: ArchivedBatch | None
+    link: str = ""
+    forgotten: str = ""
+
+    @property
+    def batch_digest(self) -> str:
+        """The digest of the batch that made it; empty for version 0."""
+        return self.archived.digest if self.archived else self.forgotten
 
 
 class Changes(NamedTuple):

@@ -34,9 +34,10 @@ from streamppo.queue.rules.records import (
     QueueSnapshot,
     SavedSlot,
 )
+from streamppo.queue.store import chain
 from streamppo.queue.store.database import Database, with_checksum
 
-FORMAT = 7
+FORMAT = 8
 """The number of the tables' format; a journal with another number is refused."""
 DEAD_LETTERS = 1000
 """The number of newest dead letters that are kept."""
@@ -150,10 +151,9 @@ class Journal(Database):
                     for attempt in changes.ended
                 ],
             )
-            db.executemany(
-                "insert or ignore into versions values (?, ?, ?)",
-                [(version.version, *with_checksum(version)) for version in made],
-            )
+            for version in made:
+                row = with_checksum(self._linked(version))
+                db.execute("insert or ignore into versions values (?, ?, ?)", (version.version, *row))
             db.execute("delete from leases where version < ?", (changes.counters.version,))
             if changes.dead:
                 db.executemany("insert or ignore into dead_letters values (?, ?, ?, ?, ?)", map(_dead, changes.dead))
@@ -216,7 +216,11 @@ class Journal(Database):
             if version.archived is not None and version.version <= before
         ]
         rows = [
-            (version.version, *with_checksum(msgspec.structs.replace(version, archived=None))) for version in versions
+            (
+                version.version,
+                *with_checksum(msgspec.structs.replace(version, archived=None, forgotten=version.batch_digest)),
+            )
+            for version in versions
         ]
         with self._numbered_transaction() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
@@ -242,6 +246,12 @@ class Journal(Database):
             self._number = number + 1
             with open(self._tip, "r+b", buffering=0) as file:
                 file.write(_tip(self._number))
+
+    def _linked(self, made: PublishedVersion) -> PublishedVersion:
+        """The record of a version, with its link to that of the version before."""
+        query = "select row, checksum from versions where version >= ? and version < ?"
+        before = self._rows("versions", query, PublishedVersion, made.version - 1, made.version)
+        return chain.linked(made, self.configs(), before[0].link if before else "")
 
     def _transactions(self) -> int:
         """The recorded number of the last transaction."""

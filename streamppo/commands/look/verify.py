@@ -1,0 +1,331 @@
+"""`streamppo verify`: the records of a run against each other, and some of its updates made again.
+
+record                  differs from
+----------------------  --------------------------------------------------------------------------------------
+journal.sqlite          the checksums of its rows, and the chain of its versions (queue/store/chain.py)
+archive/                the journal's SHA-256; the versions of its tokens; a trajectory that is in another batch
+checkpoints/, final/    the manifest's SHA-256; the journal's digest, computed of the weights again
+metrics.jsonl           the rewards, lengths and lags of the batches; one line an update, in the order of time
+summary.json            the lines, and the journal
+config.toml             the journal's configuration of the newest version
+inputs.json             the files that it names
+K updates, at random    the recorded digests of all versions that they make, and their lines
+
+The digest of a run is the SHA-256 of its last link and of the files beside the chain. Nothing of the run is changed.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import ray
+import torch
+from ray.exceptions import RayError
+
+from streamppo import durable
+from streamppo.commands import replay
+from streamppo.commands.console import echo, log_to_stderr
+from streamppo.commands.models import weights
+from streamppo.commands.verification import Fault, Verification
+from streamppo.config import diff
+from streamppo.config import file as configfile
+from streamppo.driver import inputs, rebuild_metrics
+from streamppo.driver.folder import lock
+from streamppo.driver.ray import orphans
+from streamppo.driver.ray.cluster import describe
+from streamppo.errors import JournalError, RunError, StreamppoError
+from streamppo.learner.checkpoint import history, manifest
+from streamppo.learner.checkpoint.history import ANY, History
+from streamppo.queue import resume_checks
+from streamppo.queue.store import chain
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.telemetry import catalogue, metrics_file, record, summary
+from streamppo.telemetry.metrics_file import FINISHED, METRICS
+from streamppo.types import Batch, Identity, UpdateReport, ints
+
+PENDING = 3
+"""Updates whose lines a driver that was killed, or runs, may not have written."""
+NEAR = 1e-5
+"""Relative difference of a metric: sums over several ranks are rounded otherwise than those over a whole batch."""
+OF_MACHINE = ("learner_tokens_per_s", "learner_tflops", "mfu", "peak_memory_mib")
+"""Metrics, besides those in seconds and MiB, that no update has again."""
+FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
+"""Files under the digest of a run, besides what the chain names."""
+
+log = logging.getLogger(__name__)
+
+
+def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
+    """Verify a run and say what was found. The exit code is 1 if there is a fault."""
+    with log_to_stderr():
+        found = check(run, updates, expect)
+    if as_json:
+        echo(json.dumps({**found._asdict(), "faults": [one._asdict() for one in found.faults]}))
+        return bool(found.faults)
+    for row in (
+        *(f"note: {note}" for note in found.notes),
+        *(f"fault: {one.place}: {one.what}" for one in found.faults),
+    ):
+        echo(row)
+    counts = f"{found.versions} versions, {found.batches} batches, {found.checkpoints} checkpoints"
+    again = f", made again {', '.join(map(str, found.remade))}" if found.remade else ""
+    echo(f"{run.name}: {counts}{again}: {f'{len(found.faults)} faults' if found.faults else 'as recorded'}")
+    echo(f"digest: {found.digest or 'none'}")
+    return bool(found.faults)
+
+
+def check(run: Path, updates: int, expect: str = "", chance: random.Random | None = None) -> Verification:
+    """Compare the records of a run, and make `updates` of its updates again, drawn by `chance`.
+
+    `expect` is a digest that the run, or one of its links, must have.
+    """
+    try:
+        records = Records(run)
+    except StreamppoError as error:
+        place, what = _split(run, error)
+        return Verification("", "", 0, 0, 0, (), [Fault(place, what)], ())
+    records.check_batches()
+    records.check_lines()
+    records.check_summary()
+    records.check_settings()
+    whole = records.check_checkpoints()
+    remade = records.check_updates(whole, updates, chance or random.SystemRandom())
+    link = records.made[records.newest].link
+    digest = records.digest(link)
+    if expect and expect not in (digest, *(one.link for one in records.made.values())):
+        records.faults.append(Fault(".", f"its digest is {digest}, and not {expect}"))
+    counts = len(records.made), len(records.archive.versions()), len(whole)
+    return Verification(digest, link, *counts, remade, records.faults, records.notes)
+
+
+class Records:
+    """The records of one run. Each check adds to `faults` and `notes`. Raises the errors of reading the journal."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.faults, self.notes = run, list[Fault](), list[str]()
+        self.config = configfile.load(run / configfile.CONFIG)
+        # Before the journal, which a running run writes first.
+        self.content = metrics_file.content(run)
+        with closing(Journal.open_run(run)) as journal:
+            self.made, encoded, configs = journal.versions(), journal.configs(), resume_checks.configs(journal)
+            saved, self._ended = journal.read(), msgspec.msgpack.encode(journal.ended_attempts())
+        if saved is None or not configs or not self.made:
+            raise JournalError(f"{run / 'journal.sqlite'}: no version was made yet")
+        self.consumed, self.newest = saved.counters.counts.get("consumed", 0), max(self.made)
+        self.archive = Archive(run / "archive", checksums(self.made.values()))
+        present = {version: replay.with_changes(one, self.config, ()) for version, one in configs.items()}
+        self.past = History(present, history.digests(configs, self.made))
+        self._newest_config, self._numbers = configs[max(configs)], dict[int, tuple[dict[str, float], dict[int, int]]]()
+        for version in chain.breaks(self.made, encoded):
+            self._add("journal.sqlite", f"the chain does not hold at version {version}")
+        if saved.counters.version != self.newest:
+            self._add("journal.sqlite", f"the queue is at version {saved.counters.version}, of {self.newest}")
+
+    def _add(self, place: str, what: str) -> None:
+        self.faults.append(Fault(place, what))
+
+    def _name(self, error: Exception) -> None:
+        self._add(*_split(self.run, error))
+
+    def digest(self, link: str) -> str:
+        """The digest of the run: of its last link, the endings of attempts, and the files beside the chain."""
+        there = [name for name in FILES if (self.run / name).is_file()]
+        content = [f"link {link}", f"ended {hashlib.sha256(self._ended).hexdigest()}"]
+        content += [f"{name} {durable.sha256(self.run / name)}" for name in there]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+    # --- the archive, and the numbers made of it -------------------------------------------------------------
+
+    def check_batches(self) -> None:
+        """Compare each batch with the journal and with the other batches."""
+        places, kept = dict[Identity, int](), set[str]()
+        for version in self.archive.versions():
+            paths = self.archive.paths(version, len(self.archive.checksums[version]))
+            kept.update(path.name for path in paths)
+            try:
+                batch = self.archive.batch(version)
+            except JournalError as error:
+                self._name(error)
+                continue
+            if flaw := self._flaw(batch, version, places):
+                self._add(f"archive/{paths[0].name}", flaw)
+                continue
+            places |= {one.identity: version for one in batch.trajectories}
+            self._numbers[version + 1] = rebuild_metrics.batch_numbers(self.past.at(version), batch)
+        for path in sorted(self.archive.folder.glob("*.zarr.zip")):
+            # A batch has its name a moment before the journal has its version.
+            if path.name not in kept and path.name < f"{self.newest:08d}":
+                self._add(f"archive/{path.name}", "no batch of the journal")
+        if len(self._numbers) == self.newest and len(places) != self.consumed:
+            self._add("journal.sqlite", f"counts {self.consumed} trajectories, and the archive has {len(places)}")
+
+    def _flaw(self, batch: Batch, version: int, places: Mapping[Identity, int]) -> str:
+        size, rows = self.past.at(version).queue.batch_size, len(batch.trajectories)
+        youngest = max(int(ints(one.versions).max()) for one in batch.trajectories)
+        if batch.version != version or youngest > version:
+            return f"the batch of version {batch.version}, with tokens of version {youngest}"
+        if twice := [places[one.identity] for one in batch.trajectories if one.identity in places]:
+            return f"{len(twice)} of its trajectories are in the batch of version {twice[0]} too"
+        return f"{rows} trajectories, and queue.batch_size is {size}" if rows != size else ""
+
+    def check_lines(self) -> None:
+        """Compare the lines with the batches, and with each other."""
+        lines = self.content.lines
+        for sentence in self.content.damage:
+            self._add(METRICS, sentence.partition(": ")[2])
+        if any(later["wall_s"] < line["wall_s"] for line, later in pairwise(lines)):
+            self._add(METRICS, "a line of an earlier second behind a later one")
+        known = Counter[int]()
+        for line in lines:
+            if "update" not in line and "remade" not in line:
+                continue
+            version = line["remade"] if "remade" in line else line["update"]
+            known[version] += 1
+            if version in self._numbers and (name := _other(line, *self._numbers[version])):
+                self._add(METRICS, f"update {version} has another {name} than its batch")
+        for version in (version for version, count in known.items() if count > 1 or version not in self.made):
+            self._add(METRICS, f"{known[version]} lines of update {version}, which was made once or not at all")
+        missing = [version for version in self.made if version and version not in known]
+        is_open = lock.is_running(self.run) or not lines or "end" not in lines[-1]
+        if missing and is_open and missing[0] > self.newest - PENDING:
+            self.notes.append(f"updates {missing} have no line yet, or lost it in a kill")
+            return
+        for version in missing:
+            self._add(METRICS, f"no line of update {version}")
+
+    def check_summary(self) -> None:
+        """Compare summary.json, if there is one, with the lines and with the journal."""
+        try:
+            told = record.read_summary(self.run)
+        except RunError as error:
+            self._name(error)
+            return
+        if told is None:
+            return
+        # Through JSON, as the file: keys are texts there.
+        counted = json.loads(json.dumps(summary.summarise(self.content.lines)))
+        present = json.loads(json.dumps(told))
+        if (last := (self.content.lines or [None])[-1]) is not None and "end" in last:
+            counted |= {"outcome": last["end"]}
+        if told["outcome"] == FINISHED:
+            counted |= {"checksum": self.made[self.newest].digest}
+            counted |= {} if told["trajectories"] is None else {"trajectories": self.consumed}
+        for name in (name for name in counted if present.get(name) != counted[name]):
+            self._add(record.SUMMARY, f"another {name} than lines and journal give")
+
+    def check_settings(self) -> None:
+        """Compare the configuration with the journal, and inputs.json with the files that it names."""
+        was, becomes = diff.learning(self._newest_config), diff.learning(self.config)
+        for name in (name for name in {**was, **becomes} if was.get(name) != becomes.get(name)):
+            self._add(configfile.CONFIG, f"{name} = {becomes.get(name)!r}, and {was.get(name)!r} in the journal")
+        try:
+            changed = inputs.changes(self.config, self.run)
+        except RunError as error:
+            self._name(error)
+            return
+        for field, change in changed.items():
+            if change:
+                self._add(inputs.INPUTS, f"{field}: {change}")
+
+    # --- weights ---------------------------------------------------------------------------------------------
+
+    def check_checkpoints(self) -> list[Path]:
+        """Compute the digest of the weights of each checkpoint; return those that hold their version."""
+        whole: list[Path] = []
+        for path in manifest.complete(self.run / "checkpoints"):
+            version = int(path.name)
+            try:
+                found = weights.checkpoint_weights(self.past.at(version), self.run, version)
+                whole.append(path)
+                if version == self.newest and (self.run / "final").is_dir():
+                    self._check_final(found.tensors)
+            except StreamppoError as error:
+                # A running run drops those that it keeps no longer.
+                if path.is_dir():
+                    self._name(error)
+        return whole
+
+    def _check_final(self, expected: Mapping[str, torch.Tensor]) -> None:
+        found = weights.model_weights(str(self.run / "final"), self.past.at(self.newest).model.dtype)
+        names = [name for name in expected if name not in found or not torch.equal(found[name], expected[name])]
+        if names or len(found) != len(expected):
+            self._add("final", f"{len(names)} tensors are not those of version {self.newest}")
+
+    def check_updates(self, whole: Sequence[Path], updates: int, chance: random.Random) -> list[int]:
+        """Make updates again, each from the checkpoint before it; compare and return all versions on the way."""
+        kept = set(self.archive.versions())
+        starts = {
+            version: max((path for path in whole if int(path.name) < version), default=None) for version in self.made
+        }
+        possible = [
+            version
+            for version, path in starts.items()
+            if version and kept.issuperset(range(int(path.name) if path else 0, version))
+        ]
+        if updates and len(possible) < self.newest:
+            self.notes.append(
+                f"{self.newest - len(possible)} versions cannot be made again: their batches are not kept"
+            )
+        lasts = {starts[version]: version for version in sorted(chance.sample(possible, min(updates, len(possible))))}
+        remade: list[int] = []
+        for begin, last in lasts.items():
+            start = int(begin.name) if begin else 0
+            log.info("versions %d to %d are made again", start + 1, last)
+            try:
+                with ExitStack() as ending:
+                    mark = ending.enter_context(orphans.ends())
+                    ending.callback(ray.shutdown)
+                    digests, reports = replay.remake(self.run, self.past, begin, last, mark)
+            except (RayError, StreamppoError) as error:
+                why = describe(error) if isinstance(error, RayError) else str(error)
+                self._add("archive", f"versions {start + 1} to {last} cannot be made again: {why}")
+                continue
+            remade += range(start + 1, last + 1)
+            self._compare(digests, reports)
+        return remade
+
+    def _compare(self, digests: Mapping[int, str], reports: Sequence[UpdateReport]) -> None:
+        lines = {line["update"]: line for line in self.content.lines if "update" in line}
+        for version, digest in sorted(digests.items()):
+            known = self.past.digests[version]
+            if known == ANY:
+                self.notes.append(f"version {version} is made again only nearly: learner.exact = false")
+            elif known != digest:
+                self._add("journal.sqlite", f"version {version} is {known[:12]}, and {digest[:12]} if it is made again")
+        for report in (one for one in reports if one.version in lines and self.past.digests[one.version] != ANY):
+            metrics = {name: value for name, value in report.metrics.items() if not _is_measured(name)}
+            if name := _other(lines[report.version], metrics):
+                self._add(METRICS, f"update {report.version} has another {name} than if it is made again")
+
+
+def _split(run: Path, error: Exception) -> tuple[str, str]:
+    """The place in the run, and the rest, of an error that begins with a path; else the run as a whole."""
+    place, _, what = str(error).partition(": ")
+    return (str(Path(place).relative_to(run)), what) if Path(place).is_relative_to(run) else (".", str(error))
+
+
+def _other(line: Mapping[str, object], metrics: Mapping[str, float], lags: Mapping[int, int] | None = None) -> str:
+    """The first name of an update's line with another number than in `metrics` or `lags`; empty if there is none."""
+    if lags is not None and line.get("lag_histogram") != {str(lag): count for lag, count in lags.items()}:
+        return "lag_histogram"
+    return next((name for name, value in metrics.items() if not _is_near(line.get(name), value)), "")
+
+
+def _is_near(told: object, value: float) -> bool:
+    if not isinstance(told, int | float):
+        return False
+    return math.isclose(told, value, rel_tol=NEAR, abs_tol=1e-8) or (math.isnan(told) and math.isnan(value))
+
+
+def _is_measured(name: str) -> bool:
+    unit = catalogue.ENTRIES.get(name, "").partition(",")[0]
+    return name in OF_MACHINE or unit in ("seconds", "milliseconds", "MiB")

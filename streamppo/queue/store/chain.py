@@ -1,0 +1,35 @@
+"""The chain of a run's versions: the record of each has a link, a digest of its content and of the link before.
+
+    link(v) = SHA-256(v, digest of the weights, digest of the batch, SHA-256 of the configuration, link(v - 1))
+
+The configuration is the one that the update was made under. Whoever changes a record, or what it names, has to write
+every later link again; then the last link is another one. The chain has no key: the owner of a folder can do so, and
+only who knows the last link from elsewhere sees it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from msgspec import structs
+
+from streamppo.queue.rules.records import PublishedVersion
+
+
+def linked(made: PublishedVersion, configs: Mapping[int, bytes], before: str) -> PublishedVersion:
+    """The record with its link; `before` is the link of the version before, and `configs` are the journal's."""
+    since = max((first for first in configs if first < made.version), default=None)
+    config = "" if since is None else hashlib.sha256(configs[since]).hexdigest()
+    content = json.dumps([made.version, made.digest, made.batch_digest, config, before])
+    return structs.replace(made, link=hashlib.sha256(content.encode()).hexdigest())
+
+
+def breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int, bytes]) -> list[int]:
+    """The versions that are missing, or whose link does not follow from their record and the link before."""
+    links = {version: made.link for version, made in versions.items()}
+    return [
+        version
+        for version in range(max(versions, default=-1) + 1)
+        if version not in versions
+        or linked(versions[version], configs, links.get(version - 1, "")).link != links[version]
+    ]
