@@ -7,6 +7,8 @@
     run = streamppo.resume("runs/math", ["updates=2000"])               continues a run
     run = streamppo.fork("runs/math", 100, ["learner.lr=1e-4"])         a new one that begins as it was at a version
     streamppo.bisect("runs/math", "entropy", below=0.1).version         the first version at which a condition holds
+    file = streamppo.bundle("runs/math", 120)                           one update in a file
+    streamppo.replay(file).tokens["ratio"]                              made again alone, with the numbers of its tokens
 
 docs/python.md explains them. Importing the package imports no other module of it.
 """
@@ -15,14 +17,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from streamppo.api.bundles import bundle, replay
     from streamppo.api.runs import Run, bisect, fork, open, resume, run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "bisect", "fork", "open", "resume", "run"]
+__all__ = ["Run", "bisect", "bundle", "fork", "open", "replay", "resume", "run"]
 
 
 def __getattr__(name: str) -> object:
     """Import the Python API at its first use: every process of a run imports this package and needs no API."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("streamppo.api.runs"), name)
+    module = "bundles" if name in ("bundle", "replay") else "runs"
+    return getattr(import_module(f"streamppo.api.{module}"), name)

@@ -100,7 +100,7 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
     that no fork can have; `CheckpointError` for damage; `Diverged` if the version has other weights than it had.
     """
     began = time.perf_counter()
-    past = _look(run, at)
+    past = look(run, at)
     config = _configuration(past, changes, name)
     _refuse(past, config, runs, name)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
@@ -120,7 +120,8 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
 # --- what there is -------------------------------------------------------------------------------------------
 
 
-def _look(run: Path, at: int) -> Past:
+def look(run: Path, at: int) -> Past:
+    """The run as it was at version `at`. Raises `JournalError` if that was never made."""
     present = configfile.load(run / configfile.CONFIG)
     with closing(Journal.open_run(run)) as journal:
         made = journal.versions()
@@ -164,7 +165,7 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
 
 def _fill(past: Past, config: Config, aside: Path) -> int:
     """Write all files of the fork but its configuration; returns the version that the rest was made again from."""
-    begin = past.version and _checkpoint(past, aside)
+    begin = past.version and checkpoint_of(past, aside)
     lines = list(_lines(past))
     state = manifest.read(aside / "checkpoints" / f"{past.version:08d}").state if past.version else None
     tokens = round(sum(cast(dict[str, float], line).get("tokens", 0.0) for line in lines))
@@ -256,8 +257,11 @@ def _lines(past: Past) -> Iterator[Line]:
 # --- the checkpoint ------------------------------------------------------------------------------------------
 
 
-def _checkpoint(past: Past, aside: Path) -> int:
-    """Have the checkpoint of the version in the fork; returns the version that it was made of, which may be its own."""
+def checkpoint_of(past: Past, aside: Path) -> int:
+    """Have the checkpoint of the version under `aside`; returns the version that it was made of, which may be its own.
+
+    Raises `JournalError`, `CheckpointError` or `Diverged`, as `make` does.
+    """
     begin = _newest_whole(past)
     start = int(begin.name) if begin else 0
     if begin and start == past.version:
@@ -266,7 +270,7 @@ def _checkpoint(past: Past, aside: Path) -> int:
     if missing := [one for one in range(start, past.version) if one not in past.archived]:
         raise JournalError(
             f"{past.run}: version {past.version} cannot be made again: the batch of version {missing[0]} was not kept. "
-            f"A fork can begin at a checkpoint ({_checkpoints(past.run)}), or behind one whose batches are kept"
+            f"It can be had at a checkpoint ({_checkpoints(past.run)}), or behind one whose batches are kept"
         )
     log.info("version %d is made again from version %d: %d updates", past.version, start, past.version - start)
     try:

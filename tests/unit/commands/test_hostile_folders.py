@@ -47,6 +47,7 @@ LOOKS = {
     "export": ["export", "RUN", "--version", "3", "--to", "TO"],
     "replay": ["replay", "RUN"],
     "resume": ["resume", "RUN"],
+    "bundle": ["bundle", "RUN", "--update", "1", "--to", "BUNDLE"],
     "fork": ["fork", "RUN", "--at", "3", "--name", "forked", "--runs", "FORKS"],
     "bisect": ["bisect", "RUN", "--metric", "entropy", "--below", "9"],
     "bisect what was changed": ["bisect", "RUN", "--metric", "entropy", "--below", "0", "--set", "learner.lr=1e-3"],
@@ -110,7 +111,7 @@ def begun(*_: object, **__: object) -> NoReturn:
 
 def look(run: Path, arguments: list[str]) -> int:
     places = {"RUN": str(run), "RUNS": str(run.parent), "TO": str(run.parent.parent / "to")}
-    places["FORKS"] = str(run.parent.parent / "forks")
+    places["FORKS"], places["BUNDLE"] = str(run.parent.parent / "forks"), str(run.parent.parent / "1.safetensors")
     return cli.main([places.get(one, one) for one in arguments])
 
 
