@@ -47,7 +47,7 @@ LOOKS = {
     "export": ["export", "RUN", "--version", "3", "--to", "TO"],
     "replay": ["replay", "RUN"],
     "resume": ["resume", "RUN"],
-    "bundle": ["bundle", "RUN", "--update", "1", "--to", "BUNDLE"],
+    "bundle": ["bundle", "RUN", "--update", "4", "--to", "BUNDLE"],
     "fork": ["fork", "RUN", "--at", "3", "--name", "forked", "--runs", "FORKS"],
     "bisect": ["bisect", "RUN", "--metric", "entropy", "--below", "9"],
     "bisect what was changed": ["bisect", "RUN", "--metric", "entropy", "--below", "0", "--set", "learner.lr=1e-3"],
@@ -59,6 +59,7 @@ BEGUN = "processes would start here"
 ENDS = {
     "replay": BEGUN,
     "resume": BEGUN,
+    "bundle": BEGUN,
     "fork": BEGUN,
     "bisect what was changed": BEGUN,
     "export": "no checkpoint of version 3",
