@@ -13,6 +13,7 @@ StreamppoError
 ├── WeightsError           a push that does not verify: the engine keeps its version
 ├── CheckpointError        a checkpoint that is missing, damaged or of another run
 ├── JournalError           a journal or an archive that is damaged or cannot be written: says the file
+├── BundleError            a bundle that is damaged, not ours, or lacks a part: says the file
 ├── Diverged               a redone update gave other weights than the first time
 ├── QueueError             a request that the queue's rules refuse
 └── RunError               a stage died or stalled; the message names the stage
@@ -95,6 +96,10 @@ class CheckpointError(StreamppoError):
 
 class JournalError(StreamppoError):
     """A journal or an archive that is missing, damaged, or cannot be written; the message names the file."""
+
+
+class BundleError(StreamppoError):
+    """A bundle that is damaged, not of streamppo, or lacks a part that was asked for; the message names the file."""
 
 
 class Diverged(StreamppoError):

@@ -4,6 +4,7 @@ words.py     the program, and the arguments that several commands share
 __init__.py  commands that train, and that look at a run
 models.py    commands that take its weights: a folder, held-out numbers, completions
 prepare.py   commands that prepare a run
+updates.py   commands that make updates again
 
 exit code 0     the command succeeded
           1     something failed
@@ -26,6 +27,7 @@ from cyclopts.validators import Number
 from streamppo import __version__, process
 from streamppo.cli import models as models
 from streamppo.cli import prepare as prepare
+from streamppo.cli import updates as updates
 from streamppo.cli.words import Changes, ConfigFile, Count, Override, RunFolder, Trust, Whole, app
 from streamppo.commands import run_argument
 from streamppo.commands import scale as rollouts_of_run
@@ -188,26 +190,6 @@ def scale(
 
 
 # --- looking at a run ----------------------------------------------------------------------------------------
-
-
-@app.command
-def replay(
-    folder: RunFolder,
-    /,
-    *,
-    to: Annotated[Whole | None, Parameter(help="The last version to make (default: all).")] = None,
-    changes: Changes = (),
-    trust: Trust = False,
-) -> int:
-    """Redo the run's updates from its archive, without any engine, and compare the weights.
-
-    With --set: show the effect of another configuration on the same batches.
-    """
-    folder = configfile.existing(folder)
-    run_argument.ask(folder, trust=trust)
-    from streamppo.commands import replay as command
-
-    return command.replay(folder, to, changes)
 
 
 @app.command

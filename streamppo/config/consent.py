@@ -1,7 +1,8 @@
 """Consent to the code that a run's configuration names, and to the addresses that get an API key.
 
 STATE/streamppo/secret   32 random bytes of this user, in XDG_STATE_HOME or ~/.local/state
-RUN/consent              a line for each name that this user agreed to: its HMAC with the secret
+RUN/consent              a line for each name that this user agreed to: its HMAC with the secret; for the file of a
+                         bundle, FILE.consent
 
 The user who made the run has agreed; any other user must agree once. A moved or copied run keeps its lines, and a line
 cannot be written without the secret. A file in the run's folder is signed with its content. STREAMPPO_TRUST=1 agrees
@@ -87,7 +88,7 @@ def give(run: Path, config: Config) -> None:
     try:
         secret = _secret(make=True)
         lines = _lines(run) | {_hmac_of(secret, name, run) for name in named}
-        durable.write(run / FILE, "".join(f"{line}\n" for line in sorted(lines)).encode())
+        durable.write(_file(run), "".join(f"{line}\n" for line in sorted(lines)).encode())
     except (OSError, RuntimeError, StreamppoError) as error:
         log.warning(f"{run}: that you trust this run's code cannot be recorded ({error}): `resume` asks for --trust")
 
@@ -141,8 +142,13 @@ def _secret(*, make: bool) -> bytes:
     return secret
 
 
+def _file(run: Path) -> Path:
+    """The file of consent to a run, or to the bundle of an update, beside it."""
+    return run.with_name(f"{run.name}.{FILE}") if run.is_file() else run / FILE
+
+
 def _lines(run: Path) -> set[str]:
-    file = run / FILE
+    file = _file(run)
     if not file.is_file():
         return set()
     with durable.reading(file) as opened:

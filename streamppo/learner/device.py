@@ -2,7 +2,8 @@
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import psutil
@@ -77,6 +78,26 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
         timeout=LOAD,
         device_id=device if on_gpu else None,
     )
+
+
+@contextmanager
+def alone(device: torch.device) -> Generator[None]:
+    """Have a process group of this process only, which meets nobody."""
+    if interface := interface_to(LOOPBACK[0], 1):
+        os.environ.setdefault(GLOO, interface)
+    on_gpu = device.type == "cuda"
+    # A store in this process's memory: nothing listens.
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=device if on_gpu else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def interface_to(host: str, port: int) -> str:

@@ -1,7 +1,7 @@
 """All training state of one rank, made by `build`; only its pusher uses Ray."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,11 +156,14 @@ def build(
     publish: Publish,
     resume_from: str | None,
     past: History | None = None,
+    *,
+    restore: Callable[[TrainState], CheckpointState] | None = None,
 ) -> Learner:
     """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
 
-    `publish` is called for every pushed version. A checkpoint that is not of the run's `past` counts as damaged. Raises
-    `ModelError` or `CheckpointError`.
+    `publish` is called for every pushed version. A checkpoint that is not of the run's `past` counts as damaged.
+    `restore`, in place of a checkpoint, fills what is trained and returns its state. Raises `ModelError` or
+    `CheckpointError`.
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
@@ -170,15 +173,16 @@ def build(
     loaded = load_policy.load(model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)
-    has_moved = resume_from is not None and checkpoint.reference_has_moved(Path(resume_from))
+    has_moved = restore is not None or (resume_from is not None and checkpoint.reference_has_moved(Path(resume_from)))
     followed = frozen.load_reference(config, model_path, mesh, loaded, None, has_moved=has_moved)
     second_models = followed, frozen.load_teacher(config, model_path, mesh, None, slices)
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, second_models)
     trained, version, lag = TrainState(loaded, adamw, frozen.separate_reference(updater.reference)), 0, None
-    if resume_from is not None and (
-        state := checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote, past)
-    ):
+    state = restore(trained) if restore else None
+    if resume_from is not None:
+        state = checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote, past)
+    if state is not None:
         version, lag = state.version, AdmittedLag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)
         bonus = None if state.bonus is None else Bonus(*state.bonus)

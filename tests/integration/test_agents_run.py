@@ -50,3 +50,6 @@ def test_sub_agents_are_branches_of_one_trajectory_trained_once_and_replayed(tmp
     ledger = summary["tokens"]
     assert ledger["delivered"] == sum(count for name, count in ledger.items() if name != "delivered")
     assert "bit for bit" in streamppo("replay", str(run))
+    # One update alone: rows with branches, from the first model.
+    streamppo("bundle", str(run), "--update", "1", "--to", str(tmp_path / "1.safetensors"))
+    assert "version 1 made again bit for bit" in streamppo("replay", str(tmp_path / "1.safetensors"))

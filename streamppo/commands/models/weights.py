@@ -1,6 +1,5 @@
 """The policy's weights in a checkpoint of a run, also of a dead one; without Ray, engines or the journal."""
 
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,10 +102,7 @@ def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
     # The optimizer's state and the critic's weights are not read.
     state: dict[str, dict[str, Tensor]] = {"policy": {f"lm.{name}": torch.empty(shape) for name, shape in names}}
     try:
-        with warnings.catch_warnings():
-            # The warning is about this intended use.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            distcp.load(state, path, alone=True)
+        distcp.load(state, path, alone=True)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: does not hold the weights of {start}: {error}") from error
     dtype = getattr(torch, model.dtype)

@@ -130,7 +130,7 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
 
 def _fill(past: Past, config: Config, aside: Path) -> int:
     """Write all files of the fork but its configuration; returns the version that the rest was made again from."""
-    begin = past.version and _checkpoint(past, aside)
+    begin = past.version and checkpoint_of(past, aside)
     lines = list(_lines(past))
     state = manifest.read(aside / "checkpoints" / f"{past.version:08d}").state if past.version else None
     tokens = round(sum(cast(dict[str, float], line).get("tokens", 0.0) for line in lines))
@@ -222,8 +222,11 @@ def _lines(past: Past) -> Iterator[Line]:
 # --- the checkpoint ------------------------------------------------------------------------------------------
 
 
-def _checkpoint(past: Past, aside: Path) -> int:
-    """Have the checkpoint of the version in the fork; returns the version that it was made of, which may be its own."""
+def checkpoint_of(past: Past, aside: Path) -> int:
+    """Have the checkpoint of the version under `aside`; returns the version that it was made of, which may be its own.
+
+    Raises `JournalError`, `CheckpointError` or `Diverged`, as `make` does.
+    """
     begin = versions.newest_whole(past)
     start = int(begin.name) if begin else 0
     if begin and start == past.version:

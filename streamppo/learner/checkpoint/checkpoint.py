@@ -10,7 +10,7 @@ Nodes may have their own disks: in each folder one leading rank writes the manif
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -234,6 +234,30 @@ def load(
     if "cuda" in rank_state["rng"]:
         torch.cuda.set_rng_state(rank_state["rng"]["cuda"])
     return state
+
+
+def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `trained`, which is not sharded, from the whole tensors of a checkpoint by their flat names (`distcp.room`).
+
+    Without any moment the optimizer stays new. Raises `CheckpointError` for a tensor that is missing or does not fit.
+    """
+    policy, optimizer, reference = trained
+    named = dict(policy.named_parameters())
+    places = {f"policy.{name}": one for name, one in named.items() if one.requires_grad}
+    if any(name.startswith("optimizer.") for name in tensors):
+        moments = {name: optimizer.state.get(one, {}) for name, one in named.items()}
+        places |= {f"optimizer.{name}.{kind}": one for name, kept in moments.items() for kind, one in kept.items()}
+    if reference is not None and any(name.startswith("reference.") for name in tensors):
+        places |= {f"reference.{name}": one for name, one in reference.named_parameters()}
+    for name, into in places.items():
+        found = tensors.get(name)
+        if found is None or (found.shape, found.dtype) != (into.shape, into.dtype):
+            lacks = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+            raise CheckpointError(f"{name!r} {lacks}, and the model has {into.dtype} {list(into.shape)}")
+        with torch.no_grad():
+            into.copy_(found)
+    if (rng := tensors.get("rng")) is not None:
+        torch.set_rng_state(rng)
 
 
 def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: History | None) -> CheckpointState:

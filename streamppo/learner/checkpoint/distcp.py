@@ -12,6 +12,9 @@ import logging
 import os
 import pickle
 import pickletools
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from streamppo import durable
@@ -53,14 +56,36 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
     root = logging.getLogger()
     root.addFilter(_is_no_fallback)
     try:
-        dcp.load(  # pyright: ignore[reportPrivateImportUsage]
-            tensors, storage_reader=Reader(path), planner=Planner(), no_dist=alone
-        )
+        with _without_warning() if alone else nullcontext():
+            dcp.load(  # pyright: ignore[reportPrivateImportUsage]
+                tensors, storage_reader=Reader(path), planner=Planner(), no_dist=alone
+            )
     except dcp.api.CheckpointException as error:
         reasons = [str(failure) for failure, _ in error.failures.values()]
         raise CheckpointError(f"{path}: cannot be loaded: {reasons[0]}") from error
     finally:
         root.removeFilter(_is_no_fallback)
+
+
+@contextmanager
+def _without_warning() -> Generator[None]:
+    """Let torch not warn that it is alone: this is asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def room(path: Path) -> dict[str, torch.Tensor]:
+    """An empty tensor for each tensor of the checkpoint at `path`, whole and by its flat name; memory at first use.
+
+    `load` fills them. Raises `CheckpointError` as it does.
+    """
+    stored = Reader(path).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:

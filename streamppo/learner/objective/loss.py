@@ -3,6 +3,7 @@
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded).
 """
 
+from collections.abc import Mapping
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -25,6 +26,9 @@ from streamppo.learner.objective.objective import Objective
 from streamppo.learner.objective.targets import Targets
 from streamppo.process import phase
 
+NO_COUNTS = Denominators(tokens=1.0, sequences=1.0)
+"""In place of a minibatch's counts, where nothing is averaged."""
+
 
 class MicroBatchLoss(NamedTuple):
     """A micro-batch's share of its minibatch: a differentiable scalar, and sums to add over micro-batches and ranks.
@@ -35,6 +39,21 @@ class MicroBatchLoss(NamedTuple):
     loss: Tensor
     sums: Sums
     policy_pass: PolicyPass | None
+
+
+class TokenTerms(NamedTuple):
+    """[b, T] each: the terms of the policy's loss at the tokens of a micro-batch; `out` by the metric of each rule.
+
+    The loss of a token is `loss_bT * weights_bT` where it is kept.
+    """
+
+    proximal_bT: Tensor
+    weights_bT: Tensor
+    ratio_bT: Tensor
+    clipped_bT: Tensor
+    loss_bT: Tensor
+    kept_bT: Tensor
+    out: Mapping[str, Tensor]
 
 
 class Loss(NamedTuple):
@@ -48,6 +67,10 @@ class Loss(NamedTuple):
     batch: PaddedBatch
     targets: Targets
     entropy_weight: float
+
+    def terms(self, rows: Tensor, current: PolicyOutput) -> TokenTerms:
+        """What the policy's loss makes of each token of `rows` with the scores `current`."""
+        return _MicroBatch(self, rows, current, NO_COUNTS).terms()
 
     @phase("loss")
     def share(self, rows: Tensor, part: Part, current: PolicyOutput, counts: Denominators) -> MicroBatchLoss:
@@ -76,17 +99,10 @@ class _MicroBatch(NamedTuple):
     def policy(self) -> MicroBatchLoss:
         """The policy's loss, minus its entropy bonus, plus the KL to the reference and the NLL of right answers."""
         config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
-        advantages_bT = self.slice_rows(self.whole.targets.estimate.advantages)
-        behavior_bT = self.slice_rows(self.whole.batch.behavior_logprobs_BT)
-        proximal_bT, correction = self.proximal_and_correction(behavior_bT, advantages_bT)
-        weights_bT, columns = correction.weights, (proximal_bT, behavior_bT, advantages_bT, trained_bT)
-        tokens = self.whole.objective.policy_loss(logprobs_bT, *columns)
-        signed_bT = by_sign(tokens.loss, advantages_bT, negative=config.negative_weight)
-        loss_bT = self.apply_exploration(signed_bT, logprobs_bT - proximal_bT)
-        out = self.filter_masks(advantages_bT)
-        kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, out.values(), torch.zeros_like(trained_bT))
+        terms = self.terms()
+        proximal_bT, weights_bT, kept_bT = terms.proximal_bT, terms.weights_bT, terms.kept_bT
         # masked_fill, not times 0: the loss of a token that is left out may be NaN or infinite.
-        loss = self.average((loss_bT * weights_bT).masked_fill(~kept_bT, 0.0))
+        loss = self.average((terms.loss_bT * weights_bT).masked_fill(~kept_bT, 0.0))
         entropy_bT = self.current.entropy_BT
         total = loss - self.whole.entropy_weight * self.average(entropy_bT)
         if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
@@ -98,12 +114,26 @@ class _MicroBatch(NamedTuple):
             right_bT = self.slice_rows(self.whole.targets.right_BT)
             total = total + config.positive_nll * distillation.positive_nll(logprobs_bT, right_bT, self.counts.right)
         logprobs_bT = logprobs_bT.detach()
-        token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, tokens.clipped)
+        token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, terms.clipped_bT)
         sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
-        out = {rejection_metric(name): dropped_bT for name, dropped_bT in correction.dropped.items()} | out
         return MicroBatchLoss(
-            total, sums, PolicyPass(self.rows, logprobs_bT.float(), tokens.ratio.float(), kept_bT.sum(), out)
+            total, sums, PolicyPass(self.rows, logprobs_bT.float(), terms.ratio_bT.float(), kept_bT.sum(), terms.out)
         )
+
+    def terms(self) -> TokenTerms:
+        """What the policy's loss makes of each token, before it is averaged."""
+        trained_bT, logprobs_bT = self.trained_bT, self.current.logprobs_BT
+        advantages_bT = self.slice_rows(self.whole.targets.estimate.advantages)
+        behavior_bT = self.slice_rows(self.whole.batch.behavior_logprobs_BT)
+        proximal_bT, correction = self.proximal_and_correction(behavior_bT, advantages_bT)
+        weights_bT, columns = correction.weights, (proximal_bT, behavior_bT, advantages_bT, trained_bT)
+        tokens = self.whole.objective.policy_loss(logprobs_bT, *columns)
+        signed_bT = by_sign(tokens.loss, advantages_bT, negative=self.whole.algorithm.negative_weight)
+        loss_bT = self.apply_exploration(signed_bT, logprobs_bT - proximal_bT)
+        out = self.filter_masks(advantages_bT)
+        kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, out.values(), torch.zeros_like(trained_bT))
+        out = {rejection_metric(name): dropped_bT for name, dropped_bT in correction.dropped.items()} | out
+        return TokenTerms(proximal_bT, weights_bT, tokens.ratio, tokens.clipped, loss_bT, kept_bT, out)
 
     def critic(self) -> MicroBatchLoss:
         """The critic's loss times its coefficient."""

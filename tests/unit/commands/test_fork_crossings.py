@@ -1,8 +1,9 @@
-"""Forks of runs of every kind: estimators, segments, adapters, environments, an adaptive lag.
+"""Forks and bundles of runs of every kind: estimators, segments, adapters, environments, an adaptive lag.
 
 Each run dies after its fifth update, with checkpoints of 2 and 4; each is forked at version 3, which is made again. At
 lag 0 the fork is the same run. With lag it has the prompts that were to come, each once. All of them are replayed, and
-in all of them `try` samples a completion of one version again.
+in all of them `try` samples a completion of one version again. The update behind that version is bundled and made
+again alone, bit for bit.
 """
 
 import json
@@ -11,12 +12,14 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import bundle_case
 import pytest
 import replay_case
 import thread_run
 from conftest import SUPPORT
 
 from benchmarks.lib import draw
+from streamppo import cli
 from streamppo.commands.models import archived
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
@@ -34,8 +37,11 @@ TURNS = (
     "environment.max_tokens=32",
     "reward={}",
 )
+CRITIC = ("algorithm.advantage={kind='gae'}", "algorithm.critic.lr=1e-3")
 EXACT = {
     **ESTIMATORS,
+    "a critic of its own": (*CRITIC, "algorithm.critic.model=policy", "algorithm.critic.epochs=2"),
+    "a critic from scratch": (*CRITIC, "algorithm.critic.model=scratch", "algorithm.critic.warmup_updates=4"),
     "adapters": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3"),
     "top-p": ("rollout.top_p=0.9", "algorithm.proximal=behavior", "algorithm.correction={kind='off'}"),
     "a reference that follows": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2"),
@@ -99,6 +105,7 @@ def continued(run: Path) -> int:
 @pytest.mark.parametrize("overrides", crossings(EXACT))
 def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)
+    bundle_case.made_again(run, 4, tmp_path / "4.safetensors")
     made = digests(run)
     continued(run)
     assert {
@@ -110,6 +117,7 @@ def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, .
 def test_with_lag_a_fork_has_what_was_to_come_each_once(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)
     assert continued(run) == (3 if overrides[0] == TURNS[0] else 1)
+    bundle_case.made_again(run, 4, tmp_path / "4.safetensors")
     fork = forked(run, tmp_path / "forks")
     found, its = archive.open(fork), archive.open(run)
     assert [found.batch(version) for version in range(3)] == [its.batch(version) for version in range(3)]
@@ -131,12 +139,13 @@ def test_with_lag_a_fork_has_what_was_to_come_each_once(tmp_path: Path, override
 
 
 @pytest.mark.slow
-def test_a_fork_of_two_ranks_is_the_same_run(tmp_path: Path) -> None:
-    """With Ray: ranks are processes."""
+def test_a_fork_of_two_ranks_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With Ray: ranks are processes. The update alone has one rank, and says so if its bits are others."""
     run = thread_run.begin(tmp_path / "runs", "learner.ranks=2", "updates=5", "checkpoint.every=2")
-    forks = tmp_path / "forks"
+    forks, bundle = tmp_path / "forks", tmp_path / "3.safetensors"
     for words in (
         ("resume", str(run)),
+        ("bundle", str(run), "--update", "3", "--to", str(bundle)),
         ("fork", str(run), "--at", "3", "--runs", str(forks)),
         ("resume", str(forks / "math-at-3")),
         ("replay", str(forks / "math-at-3")),
@@ -145,3 +154,6 @@ def test_a_fork_of_two_ranks_is_the_same_run(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-m", "streamppo", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert digests(forks / "math-at-3") == digests(run)
+    assert cli.main(["replay", str(bundle)]) == 0
+    told = capsys.readouterr().out
+    assert "2 ranks added the gradient there, and one does here" in told or "bit for bit" in told

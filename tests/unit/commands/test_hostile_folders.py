@@ -50,6 +50,7 @@ LOOKS = {
     "export": ["export", "RUN", "--version", "3", "--to", "TO"],
     "replay": ["replay", "RUN"],
     "resume": ["resume", "RUN"],
+    "bundle": ["bundle", "RUN", "--update", "4", "--to", "BUNDLE"],
     "fork": ["fork", "RUN", "--at", "3", "--name", "forked", "--runs", "FORKS"],
     "bisect": ["bisect", "RUN", "--metric", "entropy", "--below", "9"],
     "bisect what was changed": ["bisect", "RUN", "--metric", "entropy", "--below", "0", "--set", "learner.lr=1e-3"],
@@ -61,6 +62,7 @@ BEGUN = "processes would start here"
 ENDS = {
     "replay": BEGUN,
     "resume": BEGUN,
+    "bundle": BEGUN,
     "fork": BEGUN,
     "bisect what was changed": BEGUN,
     "export": "no checkpoint of version 3",
@@ -114,7 +116,7 @@ def begun(*_: object, **__: object) -> NoReturn:
 
 def look(run: Path, arguments: list[str]) -> int:
     places = {"RUN": str(run), "RUNS": str(run.parent), "TO": str(run.parent.parent / "to")}
-    places["FORKS"] = str(run.parent.parent / "forks")
+    places["FORKS"], places["BUNDLE"] = str(run.parent.parent / "forks"), str(run.parent.parent / "1.safetensors")
     return cli.main([places.get(one, one) for one in arguments])
 
 

@@ -1,0 +1,187 @@
+"""The file of a bundle: a safetensors file, which holds tensors and text and nothing that could be executed.
+
+    header        the facts and the batch's words as JSON, the configuration of the update as TOML
+    batch.*       the columns of the batch, as in the archive (queue/store/columns.py)
+    policy.*      the trained weights before the update, with the critic's; optimizer.*, reference.* and rng beside them
+    model.*       weights of the run's first model that the update needs: under adapters, or of a reference
+    files.*       the bytes of config.json and of the tokenizer's files
+
+`read` takes a file from a stranger. The library checks that every shape has its bytes in the file, so that a file takes
+no more memory than it has bytes; what is derived from its numbers is bounded here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from msgspec import structs
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamppo import durable
+from streamppo.config import file as configfile
+from streamppo.config.algorithm import CRITICS
+from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.reward import FunctionScorer, Reward
+from streamppo.config.sections import Config, Rollout
+from streamppo.config.task import ArithmeticTask
+from streamppo.config.teacher import Teacher
+from streamppo.errors import BundleError, ConfigError
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.queue.store import columns
+from streamppo.types import Batch, TokenRecord
+from streamppo.weights.models.settings import REFUSALS
+
+FILE = re.compile(r"[A-Za-z0-9_.-]+\.(json|txt|model|tiktoken)")
+"""The names of a model's and a tokenizer's files: none of them is code or a pickle."""
+NAME = re.compile(rf"(batch|policy|optimizer|reference|model)\.[A-Za-z0-9_.]+|files\.{FILE.pattern}|rng")
+"""The names of a bundle's tensors."""
+MOST_ENTRIES = 2**26
+"""Rows times tokens of the longest row, to which all are padded."""
+MOST_STEPS = 10_000
+"""Optimizer steps of one update."""
+UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:score")
+"""In place of a run's scorers: an update has its rewards in the batch."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a bundle is of: `state` is that of the version before the update, `digest` the hash of the version after it.
+
+    `kept` are the rows of the run's batch that are in the file, and all of `rows` if it is empty; `digest` is then "".
+    An `exact` run makes the same bits again on the same `software`, and on a GPU if its ranks had one (`gpu`). `model`
+    is the name of the run's first model.
+    """
+
+    format: Literal[1] = 1
+    run: str
+    state: CheckpointState
+    digest: str
+    exact: bool
+    gpu: bool
+    rows: int
+    kept: tuple[int, ...] = ()
+    software: dict[str, str]
+    model: str
+
+
+class Bundle(NamedTuple):
+    """An update to be made: its facts, its configuration as TOML, its batch, and all other tensors."""
+
+    facts: Facts
+    config: str
+    batch: Batch
+    tensors: Mapping[str, Tensor]
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a part, without its name."""
+        return {key[len(name) + 1 :]: one for key, one in self.tensors.items() if key.startswith(f"{name}.")}
+
+
+def write(path: Path, bundle: Bundle) -> dict[str, int]:
+    """Write the file durably; return the bytes of each part. Raises `BundleError` if the disk refuses."""
+    found, attributes = columns.batch_columns(bundle.batch, TokenRecord())
+    tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(one.copy()) for name, one in found.items()}}
+    header = {"bundle": bundle.facts, "batch": attributes}
+    metadata = {name: msgspec.json.encode(one).decode() for name, one in header.items()} | {"config": bundle.config}
+    with durable.naming(path, BundleError):
+        durable.aside(path).unlink(missing_ok=True)
+        save_file(tensors, durable.aside(path), metadata)
+        durable.settle(path)
+    return sizes(tensors)
+
+
+def sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The bytes of each part."""
+    total: dict[str, int] = {}
+    for name, one in tensors.items():
+        part = name.partition(".")[0]
+        total[part] = total.get(part, 0) + one.nbytes
+    return total
+
+
+def read(path: Path) -> Bundle:
+    """Read the file at `path`. Raises `BundleError` for one that `write` has not written."""
+    try:
+        # Nothing but a regular file: a pipe would block, and a device has no end.
+        with durable.reading(path), safe_open(path, "pt") as opened:
+            header = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        facts = msgspec.json.decode(header["bundle"], type=Facts)
+        attributes = msgspec.json.decode(header["batch"], type=columns.Attributes)
+        if strange := [name for name in tensors if not NAME.fullmatch(name)]:
+            raise ValueError(f"a tensor {min(strange)[:100]!r}")
+        found = {name[6:]: tensors.pop(name).numpy() for name in list(tensors) if name.startswith("batch.")}
+        columns.verify(found, attributes)
+        batch = columns.to_batch(found, attributes)
+        _verify(facts, batch)
+        return Bundle(facts, header["config"], batch, tensors)
+    except (*REFUSALS, RecursionError) as error:
+        raise BundleError(f"{path}: not a bundle of streamppo: {' '.join(str(error).split())[:300]}") from error
+
+
+def _verify(facts: Facts, batch: Batch) -> None:
+    """Raise `ValueError` for numbers that no run has."""
+    longest = max(len(one.prompt_tokens) + len(one.tokens) for one in batch.trajectories) // 4
+    if len(batch.trajectories) * longest > MOST_ENTRIES:
+        raise ValueError(f"{len(batch.trajectories):,} rows of up to {longest:,} tokens: too many to be padded")
+    if not 0 <= batch.version == facts.state.version < 2**31 or not -(2**31) <= batch.min_version < 2**31:
+        raise ValueError(f"a batch of version {batch.version} beside weights of version {facts.state.version}")
+    if len(facts.kept or range(facts.rows)) != len(batch.trajectories):
+        raise ValueError(f"{len(batch.trajectories)} rows, and not those that it names")
+
+
+# --- the configuration ---------------------------------------------------------------------------------------
+
+
+def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tuple[Config, Config]:
+    """The configuration of the update, and the same with `changes`, read in `folder`.
+
+    Raises `ConfigError`, or `BundleError` for one that would read models elsewhere, or never end.
+    """
+    text = folder / configfile.CONFIG
+    try:
+        text.write_text(bundle.config)
+        own, changed = bare(configfile.load(text)), bare(configfile.load(text, changes))
+    except (ConfigError, ValueError) as error:
+        if isinstance(error, ConfigError) and changes:
+            raise
+        raise BundleError(f"no configuration of an update: {error}") from error
+    if own.algorithm.critic.model not in CRITICS or own.algorithm.teacher.model:
+        raise BundleError("its configuration names models elsewhere, which no bundle does")
+    for config in (own, changed):
+        learner, critic = config.learner, config.algorithm.critic
+        steps = learner.epochs * learner.minibatches + critic.epochs * (critic.minibatches or learner.minibatches)
+        if steps > MOST_STEPS:
+            raise BundleError(f"{steps:,} optimizer steps in one update: more than {MOST_STEPS:,}")
+    return own, changed
+
+
+def bare(config: Config) -> Config:
+    """The part of `config` on which an update depends: no place of files, no address, no code but the algorithm's."""
+    rollout, algorithm, model = config.rollout, config.algorithm, config.model
+    is_local = model.path.startswith("/")
+    critic = structs.replace(algorithm.critic, pretrain="")
+    teacher = algorithm.teacher
+    if teacher.url:
+        kept = {name: getattr(teacher, name) for name in ("weight", "signal", "others")}
+        teacher = Teacher(url="http://127.0.0.1:1", **kept)
+    return Config(
+        name=config.name,
+        model=structs.replace(model, path=Path(model.path).name if is_local else model.path, clock="", compile=False),
+        task=ArithmeticTask(),
+        updates=config.updates,
+        seed=config.seed,
+        queue=structs.replace(config.queue, shards=1, standby=False),
+        algorithm=structs.replace(algorithm, critic=critic, teacher=teacher),
+        learner=config.learner,
+        reward=Reward(scorers={"reward": UNUSED_REWARD}, correct_at=config.reward.correct_at),
+        rollout=Rollout(
+            engine=SGLangEngine(routes=True) if rollout.engine.routes else EmbeddedEngine(),
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+        ),
+    )

@@ -1,0 +1,198 @@
+"""`streamppo bundle`: one update of a run in one file, from which it can be made again alone, on another machine.
+
+the checkpoint before it, or that version made again      weights, optimizer, critic, reference, RNG
+the archive                                               the batch
+the journal                                               the configuration, the digests before and after
+the run's first model                                     config.json, tokenizer; weights if the update needs them
+"""
+
+import logging
+import platform
+import shlex
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+import transformers
+from msgspec import structs
+from torch import Tensor
+
+import streamppo
+from streamppo import durable
+from streamppo.commands import versions
+from streamppo.commands.bundle import file
+from streamppo.commands.bundle.file import Bundle, Facts
+from streamppo.commands.console import echo, log_to_stderr
+from streamppo.commands.models import weights
+from streamppo.commands.start import fork
+from streamppo.commands.versions import Past
+from streamppo.config import consent
+from streamppo.config import file as configfile
+from streamppo.config.algorithm import CRITICS
+from streamppo.config.sections import Config, model_path
+from streamppo.errors import BundleError, ConfigError, JournalError
+from streamppo.learner.checkpoint import distcp, manifest
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.queue.store import archive
+from streamppo.weights.models import loading, tokenizer
+
+MIB = 2**20
+
+log = logging.getLogger(__name__)
+
+
+class BundleMade(NamedTuple):
+    """A bundle: the update, its rows, the bytes of its parts, and how many updates were made again for it."""
+
+    file: Path
+    update: int
+    rows: int
+    bytes: dict[str, int]
+    remade: int
+    seconds: float
+
+
+def bundle(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool, as_json: bool) -> int:
+    """Make the bundle, and say what is in it. Raises the errors of `make`."""
+    with log_to_stderr():
+        made = make(run, update, to, rows, adapter=adapter)
+    if as_json:
+        echo(msgspec.json.encode({**made._asdict(), "file": str(made.file)}).decode())
+        return 0
+    again = f"{made.remade} updates made again for it, " if made.remade else ""
+    parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in made.bytes.items())
+    echo(f"{made.file}: update {update - 1} -> {update} of {run.name}, {made.rows} rows; {again}{made.seconds:.1f} s")
+    echo(f"{sum(made.bytes.values()) / MIB:.2f} MiB: {parts}")
+    echo(f"make it again: streamppo replay {shlex.quote(str(made.file))}")
+    return 0
+
+
+def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool) -> BundleMade:
+    """Write the update that made version `update` of `run` to the file `to`, with only these `rows` if any are given.
+
+    With `adapter`, frozen weights are left out. Raises `JournalError` for an update that was not made or whose batch
+    was not kept, `ConfigError` for one that no bundle can hold, and `BundleError` if the disk refuses.
+    """
+    began = time.perf_counter()
+    past = versions.look(run, update - 1)
+    to = (to or Path(f"{run.name}-{update}.safetensors")).absolute()
+    _refuse(past, update, to, adapter=adapter)
+    config, batch = past.history.at(past.version), archive.open(run).batch(past.version)
+    if unknown := [row for row in rows if row >= len(batch.trajectories)]:
+        raise ConfigError(f"--rows {unknown[0]}: the batch has rows 0 to {len(batch.trajectories) - 1}")
+    bare = file.bare(config)
+    count, kept = len(batch.trajectories), tuple(sorted(set(rows)))
+    if kept:
+        batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in kept))
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as aside:
+        begin, checkpoint = _checkpoint(past, Path(aside))
+        state, stored = _state(past, checkpoint)
+        start = model_path(config, run)
+        tensors = {new: stored[old] for old in stored if (new := _name(old))}
+        tensors |= {f"model.{name}": one for name, one in _first_model(config, state, start, adapter=adapter).items()}
+        tensors |= {f"files.{name}": one for name, one in _files(start).items()}
+        said = ", ".join(f"{part} {size / MIB:.2f}" for part, size in file.sizes(tensors).items())
+        log.info("MiB beside the batch: %s", said)
+        if checkpoint:
+            distcp.load(stored, checkpoint, alone=True)
+        facts = Facts(
+            run=run.name,
+            state=state,
+            digest="" if kept else past.digests[update],
+            exact=config.learner.exact,
+            gpu=config.learner.gpus > 0,
+            rows=count,
+            kept=kept,
+            software=software(),
+            model=bare.model.path,
+        )
+        sizes = file.write(to, Bundle(facts, configfile.show(bare), batch, tensors))
+    consent.give(to, bare)
+    return BundleMade(to, update, len(batch.trajectories), sizes, past.version - begin, time.perf_counter() - began)
+
+
+def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
+    """Refuse what no bundle can hold, before anything is made."""
+    config = past.history.at(past.version)
+    if update not in past.digests:
+        raise JournalError(f"{past.run}: version {update} was never made; the newest is {max(past.digests)}")
+    if past.version not in past.archived:
+        raise JournalError(f"{past.run}: the batch of update {update} was not kept (archive.keep)")
+    if config.algorithm.critic.model not in CRITICS:
+        raise ConfigError(f"a bundle has one model, and algorithm.critic.model is {config.algorithm.critic.model!r}")
+    if config.algorithm.teacher.model:
+        raise ConfigError(f"a bundle has one model, and algorithm.teacher.model is {config.algorithm.teacher.model!r}")
+    if not past.version and config.algorithm.critic.pretrain:
+        raise ConfigError(
+            "update 1 begins with a critic of algorithm.critic.pretrain, in no checkpoint: take --update 2"
+        )
+    if adapter and config.model.lora is None:
+        raise ConfigError("--adapter is for a run with model.lora: this one trains all weights")
+    if to.exists() or to.is_symlink():
+        raise ConfigError(f"{to}: something is there already; take another --to")
+    if not to.parent.is_dir():
+        raise BundleError(f"{to.parent}: no folder is there")
+
+
+# --- the parts -----------------------------------------------------------------------------------------------
+
+
+def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
+    """The version that the checkpoint before the update was made of, and its folder; None for the first model."""
+    if not past.version:
+        return 0, None
+    durable.folder(aside / "checkpoints")
+    return fork.checkpoint_of(past, aside), aside / "checkpoints" / f"{past.version:08d}"
+
+
+def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[str, Tensor]]:
+    """The state of the version before the update, and room for its tensors: none for the first model."""
+    if checkpoint is None:
+        ranks = past.history.at(0).learner.ranks
+        return CheckpointState(version=0, digest=past.digests[0], ranks=ranks, beta=0.0, bad_steps=(0, 0)), {}
+    return manifest.read(checkpoint).state, distcp.room(checkpoint)
+
+
+def _name(stored: str) -> str:
+    """The name in a bundle of a checkpoint's tensor; "" for one that only another rank or a GPU has."""
+    own = stored.removeprefix("own.rank-0.")
+    if own == "rng.cpu":
+        return "rng"
+    if own != stored:
+        return own.replace("state.", "optimizer.", 1) if own.startswith("state.") else ""
+    return "" if stored.startswith("own.") else stored
+
+
+def _first_model(config: Config, state: CheckpointState, start: str, *, adapter: bool) -> dict[str, Tensor]:
+    """The weights of the run's first model that the update needs beside those of its version."""
+    lora, kl = config.model.lora, config.algorithm.kl
+    if adapter or (state.version and lora is None and (not kl.on or state.reference_moved)):
+        return {}
+    # Frozen weights are in the type of computation; those that move, or will, are float32.
+    moves = lora is None and (not state.version or kl.follow_every)
+    return weights.model_weights(start, "float32" if moves else config.model.dtype)
+
+
+def _files(start: str) -> dict[str, Tensor]:
+    """The bytes of the files that say what the model at `start` is, and of its tokenizer: some may have no token."""
+    folder = loading.fetch(start)
+    patterns = ("config.json", "generation_config.json", *tokenizer.FILES)
+    found = {path.name: path for pattern in patterns for path in sorted(folder.glob(pattern))}
+    read = {name: durable.read(path) for name, path in found.items() if file.FILE.fullmatch(name)}
+    return {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in read.items() if content}
+
+
+def software() -> dict[str, str]:
+    """What the bits of an update depend on, besides its data."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return {
+        "streamppo": streamppo.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "machine": f"{platform.machine()} {device}",
+    }

@@ -1,0 +1,133 @@
+"""`streamppo replay FILE`: the update of a bundle once more, alone, and every number of its tokens."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from streamppo.commands.bundle import file, make, update
+from streamppo.commands.bundle.file import Bundle
+from streamppo.commands.bundle.update import UpdateAgain
+from streamppo.commands.console import PLAIN_WIDTH, console, echo, log_to_stderr, table
+from streamppo.errors import ConfigError, Diverged
+from streamppo.types import ints
+
+SHOWN = ("policy_loss", "value_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm", "lr")
+"""The metrics that are printed; --json has all of them."""
+HIDDEN = ("row", "pass", "token", "version", "clipped", "dropped")
+"""Columns that only --json has; passes are shown of a row with several, the last two where they say something."""
+
+
+def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool, as_json: bool) -> int:
+    """Make the update of the bundle at `path` again, and show the tokens of `rows`; by default row 0, as JSON all.
+
+    Raises the errors of `file.read` and `update.make`, and `Diverged`, but with JSON, if the new version is not the
+    run's although nothing is known on which its bits depend.
+    """
+    bundle = file.read(path)
+    count = len(bundle.batch.trajectories)
+    if unknown := [row for row in rows if row >= count]:
+        raise ConfigError(f"--rows {unknown[0]}: the file has rows 0 to {count - 1}")
+    chosen = list(dict.fromkeys(rows)) or list(range(count if as_json else 1))
+    if debug:
+        made = update.make(path, bundle, chosen, changes, trust=trust, debug=True)
+    else:
+        with log_to_stderr():
+            made = update.make(path, bundle, chosen, changes, trust=trust, debug=False)
+    reasons = list(_differences(bundle, changes))
+    if as_json:
+        echo(_json(path, bundle, made, reasons))
+        return 0
+    _show(bundle, made, chosen)
+    echo(_verdict(bundle, made, reasons))
+    if made.digest != bundle.facts.digest and not reasons:
+        raise Diverged(f"{path}: version {bundle.facts.state.version + 1} has other weights than it had")
+    return 0
+
+
+def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
+    """The reasons for which the bits may be others."""
+    facts, here = bundle.facts, make.software()
+    if changes:
+        yield f"--set {' '.join(changes)}"
+    if facts.kept:
+        yield f"{len(facts.kept)} of the batch's {facts.rows} rows"
+    if facts.state.ranks > 1:
+        yield f"{facts.state.ranks} ranks added the gradient there, and one does here"
+    if facts.gpu and not torch.cuda.is_available():
+        yield "its rank had a GPU"
+    if not facts.exact:
+        yield "learner.exact = false"
+    yield from (f"{name} {was} there, {here[name]} here" for name, was in facts.software.items() if here[name] != was)
+
+
+def _verdict(bundle: Bundle, made: UpdateAgain, reasons: Sequence[str]) -> str:
+    version = bundle.facts.state.version + 1
+    if made.digest == bundle.facts.digest:
+        return f"version {version} made again bit for bit: its digest {made.digest[:12]} is that of the journal"
+    expected = f", first {bundle.facts.digest[:12]}" if bundle.facts.digest else ""
+    return f"version {version} made otherwise ({made.digest[:12]}{expected}): {'; '.join(reasons) or 'no reason known'}"
+
+
+def _json(path: Path, bundle: Bundle, made: UpdateAgain, reasons: Sequence[str]) -> str:
+    facts = bundle.facts
+    told = {
+        "file": str(path),
+        "run": facts.run,
+        "update": facts.state.version + 1,
+        "digest": made.digest,
+        "recorded": facts.digest,
+        "same": made.digest == facts.digest,
+        "differences": list(reasons),
+        "metrics": made.metrics,
+        "tokens": {name: column.tolist() for name, column in made.tokens.items()},
+    }
+    # A number that is none is null, and every other character than ASCII's is escaped.
+    return json.dumps(json.loads(msgspec.json.encode(told)))
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+
+def _show(bundle: Bundle, made: UpdateAgain, rows: Sequence[int]) -> None:
+    facts, trajectories = bundle.facts, bundle.batch.trajectories
+    tokens = sum(one.num_tokens for one in trajectories)
+    version = facts.state.version
+    echo(f"update {version} -> {version + 1} of {facts.run}: {len(trajectories)} rows, {tokens} tokens")
+    for row in rows:
+        one = trajectories[row]
+        named = f", row {facts.kept[row]} of the batch" if facts.kept else ""
+        sizes = f"{len(ints(one.prompt_tokens))} tokens of prompt and {one.num_tokens} of completion"
+        echo("", f"row {row}{named}: prompt {one.identity.prompt}, reward {one.reward:g}, {one.finish}, {sizes}")
+        _show_row(made, row)
+    numbers = ", ".join(f"{name} {made.metrics[name]:.4g}" for name in SHOWN if name in made.metrics)
+    echo("", numbers)
+
+
+def _show_row(made: UpdateAgain, row: int) -> None:
+    at = made.tokens["row"] == row
+    several = any(made.tokens["pass"][at].tolist())
+    told = {name for name in ("clipped", "dropped") if any(made.tokens[name][at].tolist())}
+    names = [name for name in made.tokens if name not in HIDDEN or name in told or (name == "pass" and several)]
+    shown = table(*names)
+    for column, name in zip(shown.columns, names, strict=True):
+        column.justify = "left" if name in ("text", "dropped") else "right"
+    for entry in zip(*(made.tokens[name][at].tolist() for name in names), strict=True):
+        shown.add_row(*map(_cell, entry))
+    # A token is a line, whatever the terminal's width.
+    wide = console()
+    wide.width = PLAIN_WIDTH
+    wide.print(shown)
+
+
+def _cell(value: object) -> str:
+    match value:
+        case bool():
+            return "yes" if value else ""
+        case float():
+            return "-" if np.isnan(value) else f"{value:.3g}"
+        case _:
+            return str(value)

@@ -1,0 +1,202 @@
+"""The update of a bundle, made again in this process by the learner's own code: no Ray, no engine, no run.
+
+file --> temporary folder with the model --> Learner.build --> forward, backward, step --> digest
+"""
+
+import pdb
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from streamppo.commands.bundle import file
+from streamppo.commands.bundle.file import Bundle
+from streamppo.commands.bundle.tokens import Columns, columns_of
+from streamppo.config import consent
+from streamppo.config.mesh import Mesh
+from streamppo.config.sections import FLASH, Config
+from streamppo.config.transport import ObjectStore
+from streamppo.errors import BundleError, ConfigError, StreamppoError
+from streamppo.learner import device
+from streamppo.learner.batch.fetch import lag_histogram
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.learner import Learner, build
+from streamppo.learner.model import adapters, hf_files, policy
+from streamppo.tasks import plugins
+from streamppo.types import Batch, ints
+from streamppo.weights import buckets
+from streamppo.weights.models import fit, settings, tokenizer
+from streamppo.weights.models import folder as model_folder
+
+COUNTS = re.compile(r"layer|expert|block|depth")
+"""Finds the fields of config.json that say how many modules a model has."""
+MODULES, MOST_BUFFERS = 1000, 2**30
+"""Most modules of a kind, unless the file has more tensors; and bytes of a model's buffers, which no file has."""
+MOST_THREADS, MOST_TEXT = 256, 400
+
+
+class UpdateAgain(NamedTuple):
+    """An update that was made again: the digest of the version that it made, its metrics, and its tokens' numbers."""
+
+    digest: str
+    metrics: dict[str, float]
+    tokens: Columns
+
+
+def make(
+    path: Path, bundle: Bundle, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool
+) -> UpdateAgain:
+    """Make the update of `bundle`, read from `path`, with `changes`; the numbers are those of the tokens of `rows`.
+
+    With `debug` it stops in pdb where the update begins. Raises `BundleError` for a file that is not a whole update,
+    and `ConfigError` for changes that no update can have, and for code that nobody agreed to.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            own, config = file.configurations(bundle, Path(folder), changes)
+            consent.ask(path, [own], trust=trust)
+            if consent.code(config):
+                plugins.export_path()
+            model = _model(bundle, own, Path(folder) / "model", changes)
+            config = _here(structs.replace(config, model=structs.replace(config.model, path=model)))
+            place = device.acquire(config.learner.gpus, exact=config.learner.exact)
+            with device.alone(place):
+                return _update(bundle, _learner(bundle, config, model, place), rows, model, debug=debug)
+        except ConfigError:
+            raise
+        except (StreamppoError, *settings.REFUSALS) as error:
+            kind = "" if isinstance(error, StreamppoError) else f"{type(error).__name__}: "
+            reason = " ".join(str(error).split()).replace(f"{folder}/", "")[:MOST_TEXT]
+            raise BundleError(f"{path}: its update cannot be made: {kind}{reason}") from error
+
+
+def _here(config: Config) -> Config:
+    """The configuration for one rank, on this machine's GPU if it has one and the run's rank did."""
+    has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
+    learner = structs.replace(
+        config.learner, ranks=1, mesh=Mesh(), offload=False, transport=ObjectStore(), gpus=float(has_gpu)
+    )
+    attention = "auto" if config.model.attention in FLASH and not has_gpu else config.model.attention
+    return structs.replace(config, learner=learner, model=structs.replace(config.model, attention=attention))
+
+
+def _learner(bundle: Bundle, config: Config, model: str, place: torch.device) -> Learner:
+    """The learner as it was before the update. Raises `BundleError` if its weights are not those of the version."""
+
+    def restore(trained: TrainState) -> CheckpointState:
+        if bundle.facts.state.version:
+            checkpoint.restore(trained, bundle.tensors)
+        return bundle.facts.state
+
+    torch.set_num_threads(min(config.learner.thread_count, MOST_THREADS))
+    learner = build(config, model, device.mesh_of(place.type, Mesh()), _publish_nothing, None, restore=restore)
+    if (found := digest_of(learner)) != bundle.facts.state.digest:
+        raise BundleError(
+            f"its weights are not those of version {bundle.facts.state.version} ({found[:12]}, and "
+            f"{bundle.facts.state.digest[:12]} in the journal)"
+        )
+    return learner
+
+
+def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *, debug: bool) -> UpdateAgain:
+    _verify_tokens(bundle.batch, learner)
+    batch = pad(bundle.batch)
+    lags = lag_histogram(batch)
+    scheduled = learner.follow_schedule(lags)
+    make_update = learner.updater.update
+    on_device = batch.to(learner.updater.device)
+    updated = pdb.Pdb().runcall(make_update, on_device) if debug else make_update(on_device)
+    if updated is None:
+        raise BundleError("its update was left in the debugger")
+    tokens = columns_of(learner.config, bundle.batch, updated, rows, model)
+    metrics = learner.updater.metrics(updated)
+    metrics |= learner.steer(metrics, lags, scheduled)
+    return UpdateAgain(digest_of(learner), metrics, tokens)
+
+
+def _publish_nothing(*_: object) -> NoReturn:
+    raise AssertionError("no version is pushed")
+
+
+def digest_of(learner: Learner) -> str:
+    """The hash of the policy's weights, as a push has it."""
+    config, trained = learner.config, learner.policy
+    dtype = getattr(torch, config.model.dtype)
+    moving = {name: one.detach().to("cpu", dtype) for name, one in adapters.adapter_parameters(trained.lm).items()}
+    push, _ = buckets.pack_whole(0, moving, config.learner.bucket_bytes)
+    return structs.replace(push, frozen=policy.frozen(trained, config.model.dtype)).digest
+
+
+# --- the model -----------------------------------------------------------------------------------------------
+
+
+def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
+    """Write the model's folder as `build` reads it; or the one that --set model.path names, for adapters alone."""
+    files, weights = bundle.part("files"), bundle.part("model") or bundle.part("policy.lm")
+    named = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
+    if config.model.lora is not None and not bundle.part("model"):
+        if not named:
+            raise ConfigError(
+                f"the file has adapters alone: name the folder of their model, which was {bundle.facts.model!r}, with "
+                "--set model.path=FOLDER"
+            )
+        return named[-1].strip("\"'")
+    if named:
+        raise ConfigError("--set model.path is for a bundle of adapters alone: this file has its model")
+    folder.mkdir()
+    allowed = ("config.json", "generation_config.json", *tokenizer.FILES)
+    for name, content in files.items():
+        if not any(Path(name).match(pattern) for pattern in allowed):
+            raise BundleError(f"a file {name!r}, which is none of a model or tokenizer")
+        (folder / name).write_bytes(content.numpy().tobytes())
+    _write_weights(folder, weights, len(bundle.tensors))
+    return str(folder)
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) -> None:
+    """Write the model's weights, once every size in its config.json is one that the file has."""
+    # Before transformers, whose configuration has an entry for each layer.
+    if large := next(_large(model_folder.kind(folder), max(MODULES, tensors)), ""):
+        raise BundleError(f"config.json: {large} in a file of {tensors} tensors")
+    described = settings.read_settings(folder)
+    pairs = [pair for pair in settings.pairs(described) if weights.keys() >= set(pair)]
+    untied = any(not torch.equal(weights[head], weights[embedding]) for head, embedding in pairs)
+    with torch.device("meta"):
+        lm = hf_files.read(folder, "eager", weights=False, untied=untied)
+    for name, one in lm.named_parameters():
+        if name not in weights or weights[name].shape != one.shape:
+            found = list(weights[name].shape) if name in weights else "missing"
+            raise BundleError(f"{name!r} is {found}, and in the model of its config.json {list(one.shape)}")
+    if sum(buffer.nbytes for buffer in lm.buffers()) > MOST_BUFFERS:
+        raise BundleError("config.json: a model with larger buffers than any has")
+    lm.load_state_dict(weights, assign=True, strict=False)
+    lm.tie_weights()
+    with fit.quiet():
+        lm.save_pretrained(folder, max_shard_size=hf_files.PART)
+
+
+def _large(table: Mapping[str, object], most: int) -> Iterator[str]:
+    """The fields of a config.json that give a model more than `most` modules of a kind."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _large(value, most)
+        elif isinstance(value, int | float) and COUNTS.search(name) and value > most:
+            yield f"{name} = {value}"
+
+
+def _verify_tokens(batch: Batch, learner: Learner) -> None:
+    """Raise `BundleError` for tokens that the model does not have."""
+    lm = learner.policy.lm
+    known = min(len(lm.get_input_embeddings().weight), len(lm.get_output_embeddings().weight))
+    columns = (column for one in batch.trajectories for column in (one.prompt_tokens, one.tokens, one.candidates))
+    largest = max(int(ints(column).max(initial=0)) for column in columns)
+    if largest >= known:
+        raise BundleError(f"a token {largest}, and the model has {known}")
