@@ -20,7 +20,9 @@ from streamppo.rollout.endpoint import session
 from streamppo.rollout.endpoint.server import Endpoint
 from streamppo.rollout.endpoint.session import SampledPolicy, Session
 from streamppo.rollout.engine import ContextReuse
+from streamppo.rollout.episode import Player
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Prompt
 
 pytestmark = pytest.mark.process
 TEMPLATE = """\
@@ -114,3 +116,46 @@ def _check(opened: Session, contexts: ContextReuse, tokenizer: Tokenizer) -> Non
         assert len(path) == turn.context + turn.tokens
         assert turn.text == tokenizer.completion(path[turn.context :]).removesuffix("<eos>")
     assert contexts.reused > 0
+
+
+TALKS = """
+from streamppo.tasks.environments import Done, Observation
+
+
+class Talks:
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def reset(self, prompt) -> str:
+        return "1" * 80
+
+    async def step(self, text: str):
+        self.turns += 1
+        return Done(1.0) if self.turns == 5 else Observation("2" * 20)
+"""
+
+
+def test_an_environment_of_several_turns_is_computed_once_as_an_agent_is(
+    math_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    limits = ("environment.max_turns=6", "environment.max_tokens=600", "rollout.max_tokens=12")
+    config = math_config(f"environment.name={tmp_path}/talks.py:Talks", "reward={}", "model.tiny.max_steps=1", *limits)
+    path = tmp_path / "model"
+    tiny.make(config, path)
+    tokenizer = Tokenizer(path)
+    loaded = weights.model_weights(str(path), config.model.dtype)
+
+    async def main() -> tuple[int, int, int]:
+        async with standalone.engine(config, "test", str(path), 0, loaded) as engine:
+            player = Player(engine, tokenizer, config.environment, build.stop(config, str(path), tokenizer))
+            sampling = build.sampling(config)
+            while True:
+                # A model of random weights cuts some of its turns off, which ends an episode.
+                episode = await player.play(Prompt(text="1", columns={}), sampling)
+                if len(episode.turns) > 2:
+                    return len(episode.turns), player.contexts.tokens, player.contexts.reused
+
+    turns, known, reused = asyncio.run(main())
+    # The last token of a turn was sampled and never fed: it alone is computed behind what was there.
+    assert turns > 2 and known > 100 and 0.9 * known <= reused < known
