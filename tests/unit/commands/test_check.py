@@ -14,10 +14,19 @@ import pytest
 import torch
 from conftest import COUNTERS, MATH, REPOSITORY
 from safetensors.torch import load_file
-from transformers import CodeGenConfig, Gemma2Config, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CodeGenConfig,
+    Gemma2Config,
+    Gemma3Config,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+)
 
 from streamppo.cli import main
 from streamppo.commands.checks import machine, memory_estimate
+from streamppo.commands.checks import memory as memory_checks
 from streamppo.config import file as configfile
 from streamppo.learner import memory
 from streamppo.learner.model import policy as learner_model
@@ -108,6 +117,9 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
         assert size in comment, size
     (parameters,) = re.findall(r"parameters ok ([\d,]+) in", output)
     assert parameters in comment
+    host = next(line for line in output.splitlines() if line.startswith("host memory ok"))
+    (held,) = re.findall(r"holds ([\d.]+ GiB)", host)
+    assert held in comment or name.startswith("gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -440,6 +452,51 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     waits = configfile.change(two, ["learner.offload=true"])
     assert memory.rank(waits, model, longest=10) == twice._replace(state=0)
     assert memory.state(waits, model) == twice.state, "it is in the memory of the machine"
+
+
+def mixture(experts: int = 128) -> Qwen3MoeConfig:
+    """Qwen3-30B-A3B with a smaller vocabulary, or with other experts."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    return Qwen3MoeConfig(
+        **sizes, head_dim=128, vocab_size=97, moe_intermediate_size=768, num_experts=experts, num_experts_per_tok=8
+    )
+
+
+ROUTED = ("rollout.engine={kind='sglang', routes=true}", "rollout.gpus=1", "learner.gpus=1", "model.dtype=bfloat16")
+
+
+def test_a_rank_has_the_routes_of_a_pass_on_its_gpu_and_those_of_its_rows_in_the_machines_memory() -> None:
+    small, large = (
+        configfile.load(MATH, [*ROUTED, "learner.ranks=32", f"queue.batch_size={rows}"]) for rows in (1024, 32768)
+    )
+    model = memory.sizes(mixture(), small.model)
+    assert model.routes == 48 * 8 and memory.sizes(mixture(257), small.model).routes == 2 * 48 * 8
+    one, other = (memory.rank(config, model, longest=1000) for config in (small, large))
+    assert other.batch - one.batch == (32768 - 1024) * 1000 * memory.BATCH
+    assert one.batch - 1024 * 1000 * memory.BATCH == small.learner.micro_batch_tokens * 384
+    assert [memory.routes(config, model, 1000) for config in (small, large)] == [32 * 1000 * 384, 1024 * 1000 * 384]
+    said = [one.text for one in memory_checks.memory(large, mixture(), memory_checks.Gpu(80, True))]
+    assert any(re.search(r"; every rank [\d.]+ [GM]iB of its rows' experts", text) for text in said)
+
+
+def test_what_the_queue_bears_is_said_beside_what_ranks_take_with_the_shards_for_it() -> None:
+    def found(*overrides: str) -> tuple[str, str]:
+        config = configfile.load(MATH, [*ROUTED, "learner.ranks=32", *overrides])
+        (one,) = [
+            one
+            for one in memory_checks.memory(config, mixture(), memory_checks.Gpu(80, True))
+            if one.subject == "queue"
+        ]
+        return one.state, one.text
+
+    state, text = found()
+    assert state == "note" and text.startswith("397 bytes a token of a completion; one queue bears 60 MB/s, 151,134 ")
+    (shards,) = re.findall(r"queue.shards = (\d+) would bear them", text)
+    assert found(f"queue.shards={shards}")[0] == "ok" and found(f"queue.shards={int(shards) - 1}")[0] == "note"
+    state, text = found("rollout.engine.routes=false")
+    assert state == "ok" and text.startswith("13 bytes a token")
+    model = memory.sizes(mixture(), configfile.load(MATH, [*ROUTED]).model)
+    assert model.active == model.parameters - 48 * (128 - 8) * 3 * 2048 * 768
 
 
 def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
