@@ -21,6 +21,7 @@ from transformers import (
     MixtralConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -35,21 +36,27 @@ from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
-PUBLISHED = {
+PUBLISHED: dict[str, Any] = {
     "gsm8k-qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
     | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "math-qwen2.5-7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
     | {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "math-qwen3-32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
+    "math-qwen3-30b-a3b": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "head_dim": 128}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"vocab_size": 151936, "tie_word_embeddings": False},
 }
+KINDS: dict[str, Any] = {"math-qwen3-32b": Qwen3Config, "math-qwen3-30b-a3b": Qwen3MoeConfig}
 """What stands in the config.json of the models that the configurations name."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def model_folder(folder: Path, *, template: str | None = TEMPLATE, **settings: Any) -> Path:
+def model_folder(folder: Path, *, template: str | None = TEMPLATE, kind: Any = Qwen2Config, **settings: Any) -> Path:
     """A folder with config.json, a tokenizer and weights of zeros, which take no disk."""
     folder.mkdir(exist_ok=True)
-    hollow_weights.write(folder, Qwen2Config(**({"vocab_size": 200, "num_key_value_heads": 2} | settings)))
+    hollow_weights.write(folder, kind(**({"vocab_size": 200, "num_key_value_heads": 2} | settings)))
     tokenizer = character_tokenizer("".join(map(chr, range(10, 127))))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -106,7 +113,8 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
 ) -> None:
     config = REPOSITORY / "configs" / f"{name}.toml"
     prepare(config)
-    folder = model_folder(tmp_path / "model", **PUBLISHED[name], max_position_embeddings=32768)
+    kind = KINDS.get(name, Qwen2Config)
+    folder = model_folder(tmp_path / "model", kind=kind, **PUBLISHED[name], max_position_embeddings=32768)
     code, output = checked(config, f"model.path={folder}", "--gpu-gib", "80")
     assert code == 0, output
     comment = "".join(line for line in config.read_text().splitlines(keepends=True) if line.startswith("#"))
