@@ -21,6 +21,7 @@ from streamppo.learner.model import adapters
 from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
 from streamppo.learner.model.policy import HEAD_CHUNK
 from streamppo.learner.parallel import tensor_parallel
+from streamppo.learner.parallel.routing import experts_of
 from streamppo.weights.models.settings import read_settings
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
@@ -29,8 +30,8 @@ LOGITS = 3
 """So many float32 tensors of logits live at one time, in the backward pass of the head."""
 BATCH = 160
 """Bytes that a rank holds of each token of the whole batch, between the passes: numbers, metrics and diagnostics."""
-ROUTE = 2
-"""Bytes of an expert that the engine chose for a token."""
+BYTE = 256
+"""Experts whose number takes a byte in a token's routes; that of more takes two."""
 PROBED = 64
 """Tokens by which activations are measured."""
 
@@ -46,7 +47,7 @@ class ModelSizes(NamedTuple):
 
     `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
     `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation.
-    `routes` are the experts of a token, of all layers.
+    `routes` are the bytes of a token's experts, of all layers. `active` are the parameters that a token passes.
     """
 
     parameters: int
@@ -63,6 +64,7 @@ class ModelSizes(NamedTuple):
     activations_per_layer: int
     widest: int
     routes: int
+    active: int
 
     @property
     def rest(self) -> int:
@@ -125,6 +127,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
     by_tensor, by_expert = tensor_parallel.cut_parameters(lm.base_model, layers[0])
     activations, widest = _activations(lm)
+    experts, chosen = experts_of(hf_config), getattr(hf_config, "num_experts_per_tok", 0) if by_expert else 0
     return ModelSizes(
         parameters=parameters,
         trained=sum(parameter.numel() for parameter in lm.parameters() if parameter.requires_grad),
@@ -139,7 +142,8 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
         cache_per_token=len(layers) * pair * dtype.itemsize,
         activations_per_layer=activations,
         widest=widest,
-        routes=len(layers) * getattr(hf_config, "num_experts_per_tok", 0) if by_expert else 0,
+        routes=len(layers) * chosen * (1 if experts <= BYTE else 2),
+        active=parameters - (len(layers) * by_expert * (experts - chosen) // experts if chosen else 0),
     )
 
 
@@ -223,7 +227,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
                  rank alone the gradient of what is in no layer, to which the embedding adds at the end
     reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
                  before there are gradients
-    batch        all rows of the batch, which every rank holds whole between its passes, and their tokens' experts
+    batch        all rows of the batch, which every rank holds whole between its passes; the experts of a pass's tokens,
+                 and on a CPU those of its rows
     """
     learner, own_body = config.learner, _own_body(config, model)
     small = model.parameters + own_body <= SHARD_LAYERS_ABOVE
@@ -256,8 +261,16 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
         layer=tokens * (per_layer + 2 * model.widest) * (not keeps_all)
         + alone * int(gradients * model.rest * model.element),
         reference=frozen * model.parameters // shards,
-        batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
+        batch=config.queue.batch_size * longest * BATCH
+        + (tokens * model.routes if config.rollout.engine.routes else 0)
+        + (0 if learner.gpus else routes(config, model, longest)),
     )
+
+
+def routes(config: Config, model: ModelSizes, longest: int) -> int:
+    """Bytes that a rank has of its rows' experts, in the memory of its machine."""
+    rows = -(-config.queue.batch_size * config.learner.mesh.slices // config.learner.ranks)
+    return rows * longest * model.routes if config.rollout.engine.routes else 0
 
 
 def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:

@@ -64,7 +64,7 @@ class Scorer(NamedTuple):
         if model is None:
             return None
         with torch.no_grad():
-            scores = [score(model, batch._replace(routes_BLE=None), rows, "policy") for rows in self.pieces]
+            scores = [score(model, batch._replace(routes=None), rows, "policy") for rows in self.pieces]
         if isinstance(model, Policy):
             release(model)
         return self._gather(batch, scores).logprobs_BT

@@ -85,9 +85,9 @@ def source(config: Config, model_path: str) -> EngineTensors:
     """Choose by the configuration. With adapters, reads the model at `model_path`, and may raise `ModelError`."""
     if config.model.lora is None:
         return WholeModel()
-    # As in the learner: read in float32, then rounded once.
-    lm = models.load(model_path).model
     dtype = getattr(torch, config.model.dtype)
+    # Each tensor is rounded once, as in the learner, and none is there in float32: of 32B these would be 131 GB.
+    lm = models.load(model_path, dtype=dtype).model
     return MergedAdapters(
         {name: one.detach().to(dtype) for name, one in lm.named_parameters()}, config.model.lora.scale
     )

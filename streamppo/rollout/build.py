@@ -93,26 +93,34 @@ async def engine(
             positions.check(model.hf_config, model.room)
             await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
             untied = is_tied(written) and not is_tied(hf_config)
-            setup = SessionSetup(
-                _start(config, chosen, model_path, model, seed, untied=untied),
-                _connect(config, chosen, actor),
-                chosen.kv,
-                model.vocabulary,
-                chosen.start_s,
-                cuts=sampling(config).cuts,
-                streams=wire.streaming(config),
-                routes=chosen.routes,
-                strings=model.stop.strings,
-                unknown=model.unknown,
-            )
+            begin = _start(config, chosen, model_path, model, seed, untied=untied)
             return await sglang.start(
-                setup,
+                _setup(config, chosen, begin, _connect(config, chosen, actor), model),
                 model.hf_config,
                 version=version,
                 tensors=tensors,
                 eos_ids=model.stop.ids,
                 max_total_tokens=model.context,
             )
+
+
+def _setup(
+    config: Config, chosen: SGLangEngine, begin: Start, connect: push.Connect, model: "EngineModel"
+) -> SessionSetup:
+    return SessionSetup(
+        begin,
+        connect,
+        chosen.kv,
+        model.vocabulary,
+        chosen.start_s,
+        cuts=sampling(config).cuts,
+        streams=wire.streaming(config),
+        routes=chosen.routes,
+        strings=model.stop.strings,
+        unknown=model.unknown,
+        bucket_bytes=config.learner.bucket_bytes,
+        shared=chosen.transport == "tensor",
+    )
 
 
 class EngineModel(NamedTuple):
@@ -196,6 +204,9 @@ def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:
     bucket_bytes = config.learner.bucket_bytes
     match chosen.transport:
         case "tensor":
+            if chosen.urls:
+                # The default strategy passes file descriptors, which works only for this process's children.
+                torch.multiprocessing.set_sharing_strategy("file_system")
             return partial(push.by_shared_memory, bucket_bytes, bool(chosen.urls))
         case "group":
             apart = bool(chosen.urls and config.rollout.gpus)

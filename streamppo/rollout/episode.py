@@ -37,6 +37,7 @@ from streamppo.types import (
     ScoredText,
     Trajectory,
     flags,
+    routes,
     utf8_safe,
 )
 
@@ -128,8 +129,8 @@ class Episode(NamedTuple):
         self, identity: Identity, actor: str, reward: Reward, teacher_logprobs: bytes = b"", *, prefix: int = 0
     ) -> Trajectory:
         """Make the scored trajectory for the queue; the first `prefix` tokens become part of its prompt."""
-        rest = slice(prefix, None)
-        candidates = None if self.candidates is None else self.candidates.drop_first(prefix)
+        rest, candidates = slice(prefix, None), self.candidates and self.candidates.drop_first(prefix)
+        routed, route_bytes = (b"", 2) if self.routes_SE is None else routes.column(self.routes_SE)
         return Trajectory(
             identity=identity,
             actor=actor,
@@ -146,7 +147,8 @@ class Episode(NamedTuple):
             candidates=b"" if candidates is None else candidates.tokens.tobytes(),
             candidate_counts=b"" if candidates is None else candidates.counts.tobytes(),
             teacher_logprobs=teacher_logprobs[4 * prefix :],
-            routes=b"" if self.routes_SE is None else self.routes_SE.tobytes(),
+            routes=routed,
+            route_bytes=route_bytes,
             branches=self.branches,
             turns=self.placed_turns,
             components=reward.components,

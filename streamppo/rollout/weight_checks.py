@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.types import Ints
+from streamppo.weights.models.headers import file_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,13 +56,10 @@ class Architecture:
 
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a folder's safetensors files."""
-    from safetensors import safe_open
-
+    """Name and shape of every tensor in a folder's safetensors files, whose headers alone are read."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        found |= {name: tuple(header.shape) for name, header in file_header(path).items()}
     return found
 
 

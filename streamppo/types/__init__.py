@@ -25,7 +25,6 @@ from streamppo.types.crossing import encode as encode
 from streamppo.types.crossing import flags as flags
 from streamppo.types.crossing import floats as floats
 from streamppo.types.crossing import ints as ints
-from streamppo.types.crossing import routes as routes
 from streamppo.types.crossing import utf8_safe as utf8_safe
 from streamppo.types.reports import EngineReport as EngineReport
 from streamppo.types.reports import EvaluationReport as EvaluationReport
@@ -197,8 +196,9 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     Without top-p and top-k both are empty.
 
     `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that were not sampled; empty without one.
-    `routes` (int16, or empty) are the experts to which the engine routed each token of prompt and completion but the
-    last, layer by layer; -1 if not reported. `explanation` is the beginning of the reward's explanation.
+    `routes` (or empty) are the experts to which the engine routed each token of prompt and completion but the last,
+    layer by layer, in numbers of `route_bytes` (types/routes.py). `explanation` is the beginning of the reward's
+    explanation.
 
     `branches` make the row (prompt and completion) a tree (types/branches.py): int32 pairs (start, parent). Token
     `start` of the row, which was not sampled, follows token `parent`, or no token (-1). Without branches each token
@@ -224,6 +224,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
     candidate_counts: bytes = b""
     teacher_logprobs: bytes = b""
     routes: bytes = b""
+    route_bytes: int = 2
     branches: bytes = b""
     turns: bytes = b""
     components: dict[str, float] = {}
@@ -291,6 +292,7 @@ class Tokens(WireStruct, frozen=True):
     tokens: bytes
     candidates: bytes
     routes: bytes = b""
+    route_bytes: int = 2
 
 
 class Tensor(WireStruct, frozen=True):

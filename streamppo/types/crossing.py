@@ -42,11 +42,6 @@ def floats(column: bytes) -> Floats:
     return np.frombuffer(column, dtype="<f4")
 
 
-def routes(column: bytes) -> Routes:
-    """A bytes column of int16, as a read-only array without a copy."""
-    return np.frombuffer(column, dtype="<i2")
-
-
 def flags(column: bytes) -> Flags:
     """A bytes column of booleans, one byte each, as a read-only array without a copy."""
     return np.frombuffer(column, dtype=np.bool_)

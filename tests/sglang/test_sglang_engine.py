@@ -329,7 +329,7 @@ def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_t
     setting = case.Setting(engine, made, folder, run)
     try:
         case.assert_serves(setting, made, 0)
-        held = layout.tensors_of_rank(Architecture(made.config).as_saved(case.tensors(made)))
+        held = dict(layout.tensors_of_rank(Architecture(made.config).as_saved(case.tensors(made))))
         attestation = engine._life.attestation
         assert attestation.means == "checksums"
         assert set(attestation.exact) == held.keys() and sum("experts" in name for name in held) == 4

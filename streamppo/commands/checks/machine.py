@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from streamppo.driver.watch import memory
 from streamppo.errors import ModelError
 
 DEVICES = Path("/dev")
+SHARED = Path("/dev/shm")
 PROCESS_MIB = 300
 """Memory of a process that has imported torch, before there is a model."""
 
@@ -67,6 +69,11 @@ def memory_mib() -> int:
     """The memory of this machine, or of its container."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, memory.limit() or physical) // 2**20
+
+
+def shared_mib() -> int | None:
+    """The size of this machine's /dev/shm; None where it has none."""
+    return shutil.disk_usage(SHARED).total // 2**20 if SHARED.is_dir() else None
 
 
 def places(config: Config) -> Findings:

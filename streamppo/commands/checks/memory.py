@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from streamppo.commands.checks import machine
 from streamppo.commands.checks import memory_estimate as estimate
-from streamppo.commands.checks.finding import Finding, Findings, first_line
+from streamppo.commands.checks.finding import Finding, Findings, State, first_line
 from streamppo.config.sections import LOCAL, Config, longest_completion, longest_row, shares_gpus
 from streamppo.config.task import DataTask
 from streamppo.driver.ray import placement
@@ -61,13 +61,49 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
             text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {kept}'
             yield Finding("checkpointing", "ok", f"model.gradient_checkpointing = {text}")
     yield from _rank_and_engine(config, model, longest, gpu)
-    text = f"rollout actors hold {_gib(estimate.host(config, model))} of weights: the served and the next version"
-    if config.learner.offload:
-        text += f"; every rank {_gib(ranks.state(config, model))} of weights, gradients and moments"
-    yield Finding("host memory", "ok", text)
+    yield from _host(config, model, longest)
+    yield from _shared(config, model)
     yield from _machine(config, model, longest)
     yield from _candidates(config, model)
+    yield from _queue(config, model)
     yield from _object_store(config, model)
+
+
+def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
+    """Tell what actors and ranks on GPUs have in the memory of their machines."""
+    held, actors = estimate.actor(config, model), config.rollout.actors
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in held._asdict().items() if size)
+    text = f"a rollout actor holds {_gib(held.total)} of weights beside its engine"
+    text += f" ({parts})" if parts else ""
+    text += f", all {actors} {_gib(actors * held.total)}" if parts and actors > 1 else ""
+    if config.learner.offload:
+        text += f"; every rank {_gib(ranks.state(config, model))} of weights, gradients and moments"
+    if config.learner.gpus and (routed := ranks.routes(config, model, longest)):
+        text += f"; every rank {_gib(routed)} of its rows' experts"
+    yield Finding("host memory", "ok", text)
+
+
+def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
+    """Compare what engines and Ray take of /dev/shm with its size here."""
+    one, here = estimate.actor(config, model).shared, machine.shared_mib()
+    if not one or here is None:
+        return
+    text = f"an engine's actor takes {_gib(one)}: the served version and the next"
+    if config.cluster.address != LOCAL:
+        yield Finding("/dev/shm", "ok", text)
+        return
+    needed = estimate.shared(config, model)
+    text += f"; engines and Ray's object store {_gib(needed)} of {_gib(here * 2**20)} here"
+    if needed <= here * 2**20:
+        yield Finding("/dev/shm", "ok", text)
+    else:
+        advice = "make it larger (mount -o remount,size=, docker run --shm-size)"
+        yield Finding("/dev/shm", _here(config), f"{text}: {advice}, or choose rollout.engine.transport = 'disk'")
+
+
+def _here(config: Config) -> State:
+    """The state of what this machine lacks: an error if it has the GPUs of the run."""
+    return "error" if placement.plan(config).total("GPU") <= machine.gpus_here() else "not here"
 
 
 def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
@@ -80,18 +116,33 @@ def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
     yield Finding("candidates", "ok", text)
 
 
+def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
+    """Compare the tokens that a learner on GPUs takes with those that the queue bears."""
+    if not config.learner.gpus:
+        return
+    load, shards = estimate.queue(config, model), config.queue.shards
+    rates = [f"{load.token_bytes * tokens / 1e6:,.0f} MB/s" for tokens in (load.borne, load.taken)]
+    of = "one queue bears" if shards == 1 else f"{shards} shards bear"
+    text = f"{load.token_bytes:,} bytes a token of a completion; {of} {rates[0]}, {load.borne:,.0f} tokens a second; "
+    text += f"ranks take {rates[1]} at most, {load.taken:,.0f} tokens (half of an H100's peak)"
+    if load.taken <= load.borne:
+        yield Finding("queue", "ok", text)
+    else:
+        yield Finding("queue", "note", f"{text}: queue.shards = {load.shards} would bear them")
+
+
 def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Compare the memory of a local run with this machine's."""
     engine = estimate.engine(config, model, longest, 0.0)
-    needed, has = estimate.machine(config, model, ranks.rank(config, model, longest), engine), machine.memory_mib()
+    rank = ranks.rank(config, model, longest)
+    needed, has = estimate.machine(config, model, rank, engine, longest), machine.memory_mib()
     if config.cluster.address != LOCAL or needed.total <= has * 2**20:
         return
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
     text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(has * 2**20)}: {parts}"
     advice = "; a smaller cache needs less of rollout.slots, rollout.max_tokens or max_prompt_tokens"
     is_cache = engine is not None and 4 * config.rollout.actors * engine.cache > needed.total
-    is_here = placement.plan(config).total("GPU") <= machine.gpus_here()
-    yield Finding("host memory", "error" if is_here else "not here", text + advice * is_cache)
+    yield Finding("host memory", _here(config), text + advice * is_cache)
 
 
 def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu: Gpu) -> Findings:

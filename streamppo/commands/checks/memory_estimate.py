@@ -3,16 +3,28 @@
 The 1 to 3 GiB of CUDA and SGLang's graphs are not counted.
 """
 
+import math
 from typing import NamedTuple
 
-from streamppo.config.engine import EmbeddedEngine
-from streamppo.config.sections import Config
-from streamppo.learner.memory import ModelSizes, RankMemory, state
+from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.sections import LOCAL, Config
+from streamppo.config.transport import ObjectStore
+from streamppo.learner.memory import ModelSizes, RankMemory, routes, state
 
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
 COPIES = 2
-"""Versions of the weights in the memory of a rollout actor: the one that is served, and the next one on its way."""
+"""Versions of the weights that an actor with SGLang holds beside the pulled one: the served and the next."""
+
+
+TOKEN = 13
+"""Bytes of a token of a completion in journal and archive: its id, log-prob, version and mask."""
+QUEUE_BYTES_PER_S = 60e6
+"""Bytes of tokens a second that one process bears (docs/results.md, the queue under thousands of engines)."""
+SHARD = 0.7
+"""The share of it that each of several shards bears."""
+OPERATIONS_PER_S = 989e12 / 2
+"""Half of an H100's peak in bfloat16, which a learner on GPUs hardly exceeds."""
 
 
 class EngineMemory(NamedTuple):
@@ -58,9 +70,48 @@ def object_store(model: ModelSizes) -> int:
     return VERSIONS * model.trained * model.element
 
 
-def host(config: Config, model: ModelSizes) -> int:
-    """Bytes that all rollout actors hold of the weights in the memory of their machines, beside their engines."""
-    return config.rollout.actors * COPIES * model.parameters * model.element
+class ActorWeights(NamedTuple):
+    """Bytes of weights in the memory of one rollout actor, beside its engine; `shared` ones are in /dev/shm.
+
+    pulled    the version that came last: views of Ray's object store where a rank alone pushes all of it
+    merged    with adapters the frozen model, and the next version
+    private   copies for SGLang that are sent to it
+    shared    copies for SGLang that it reads where they are
+    """
+
+    pulled: int
+    merged: int = 0
+    private: int = 0
+    shared: int = 0
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(self)
+
+
+def actor(config: Config, model: ModelSizes) -> ActorWeights:
+    """The weights in one actor's memory."""
+    learner, whole = config.learner, model.parameters * model.element
+    deltas = learner.deltas == "on" or (learner.deltas == "auto" and config.cluster.address != LOCAL)
+    is_seen = learner.ranks == 1 and not deltas and isinstance(learner.transport, ObjectStore)
+    made = ActorWeights(
+        pulled=0 if is_seen else model.trained * model.element,
+        merged=0 if config.model.lora is None else 2 * whole,
+    )
+    match config.rollout.engine:
+        case SGLangEngine(transport="tensor"):
+            return made._replace(shared=COPIES * whole)
+        case SGLangEngine():
+            return made._replace(private=COPIES * whole)
+        case EmbeddedEngine():
+            return made
+
+
+def shared(config: Config, model: ModelSizes) -> int:
+    """Bytes of the /dev/shm of a machine that has the whole run: versions of engines, and Ray's object store."""
+    store = min(object_store(model), config.cluster.object_store_mib * 2**20)
+    return config.rollout.actors * actor(config, model).shared + store
 
 
 class MachineMemory(NamedTuple):
@@ -77,12 +128,14 @@ class MachineMemory(NamedTuple):
         return sum(self)
 
 
-def machine(config: Config, model: ModelSizes, rank: RankMemory, engine: EngineMemory | None) -> MachineMemory:
+def machine(
+    config: Config, model: ModelSizes, rank: RankMemory, engine: EngineMemory | None, longest: int
+) -> MachineMemory:
     """A run on one machine. On GPUs are ranks that are not offloaded, and engines.
 
     An embedded engine has memory for the weights twice: the next version is written beside the one that is served.
     """
-    on_cpu = 0 if config.learner.gpus else rank.total
+    on_cpu = routes(config, model, longest) if config.learner.gpus else rank.total
     offloaded = state(config, model) if config.learner.offload else 0
     spare = config.rollout.engine.spare_weights
     cached = 0 if engine is None or config.rollout.gpus else engine.total + spare * engine.weights
@@ -90,9 +143,33 @@ def machine(config: Config, model: ModelSizes, rank: RankMemory, engine: EngineM
     return MachineMemory(
         ranks=config.learner.ranks * (on_cpu + offloaded),
         engines=config.rollout.actors * cached,
-        weights=host(config, model),
+        weights=config.rollout.actors * actor(config, model).total,
         object_store=store,
     )
+
+
+class QueueLoad(NamedTuple):
+    """Bytes of a token in the queue, and tokens a second: what its shards bear, and what ranks take at most."""
+
+    token_bytes: int
+    borne: float
+    taken: float
+
+    @property
+    def shards(self) -> int:
+        """The shards that bear what ranks take."""
+        queues = self.taken * self.token_bytes / QUEUE_BYTES_PER_S
+        return 1 if queues <= 1 else math.ceil(queues / SHARD)
+
+
+def queue(config: Config, model: ModelSizes) -> QueueLoad:
+    """The load of the queue with a learner on H100s that waits for nothing: six operations a parameter and token."""
+    size = TOKEN + (model.routes if config.rollout.engine.routes else 0)
+    size += candidate_bytes(config, model) if config.rollout.cuts else 0
+    shards = config.queue.shards
+    borne = QUEUE_BYTES_PER_S * (1 if shards == 1 else SHARD * shards) / size
+    gpus = config.learner.ranks * min(1.0, config.learner.gpus)
+    return QueueLoad(size, borne, gpus * OPERATIONS_PER_S / (6 * model.active))
 
 
 def candidate_bytes(config: Config, model: ModelSizes) -> int:

@@ -8,7 +8,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.masked import on_last_token
+from streamppo.learner.batch.routes import RowRoutes, of_rows
 from streamppo.learner.device import to_device
 from streamppo.process import phase
-from streamppo.types import Batch, Trajectory, flags, floats, ints, routes
+from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 MUCH = 1 / 16
 """Padding of a micro-batch, as a share of its budget, above which it takes no row of at most half of its width."""
@@ -32,15 +33,13 @@ class Host:
 
     Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
 
-    `expert` is the largest expert number in the routes of the whole batch, -1 without routes. `widths` are the lengths
-    in tokens of a selection's longest completion and of its longest row. `branches` are those of each row, None if none
-    has any.
+    `widths` are the lengths in tokens of a selection's longest completion and of its longest row. `branches` are those
+    of each row, None if none has any.
     """
 
     inputs_BL: Tensor
     start_B: Tensor
     length_B: Tensor
-    expert: int = -1
     widths: tuple[int, int] = (0, 0)
     branches: tuple[bytes, ...] | None = None
 
@@ -49,7 +48,7 @@ class Host:
         start_B, length_B = self.start_B[rows], self.length_B[rows]
         widths = int(length_B.max()), int((start_B + length_B).max())
         branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
-        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.expert, widths, branches)
+        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, widths, branches)
 
 
 class PaddedBatch(NamedTuple):
@@ -61,8 +60,8 @@ class PaddedBatch(NamedTuple):
     `truncated_B`: the completion was truncated. `cut_B`: another segment follows. `prefix_B` is the number of tokens in
     earlier segments, which count as the prompt's. `candidates` [B, T] is None unless tokens were sampled with top-p or
     top-k. `teacher_logprobs_BT` is None unless a teacher's server gave some, and NaN for a trajectory without them.
-    `routes_BLE` are the engine's experts for each token, layer by layer, -1 where unknown. `branches` make a tree of
-    each row's tokens, if any has branches. `host` has the columns that lay out passes, for a batch on a GPU.
+    `routes` are the engine's experts for the tokens of this rank's rows. `branches` make a tree of each row's tokens,
+    if any has branches. `host` has the columns that lay out passes, for a batch on a GPU.
     """
 
     version: int
@@ -82,7 +81,7 @@ class PaddedBatch(NamedTuple):
     components_B: Mapping[str, Tensor]
     candidates: Candidates | None = None
     teacher_logprobs_BT: Tensor | None = None
-    routes_BLE: Tensor | None = None
+    routes: RowRoutes | None = None
     branches: tuple[bytes, ...] | None = None
     host: Host | None = None
 
@@ -93,19 +92,12 @@ class PaddedBatch(NamedTuple):
             return self.host
         return Host(self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu(), branches=self.branches)
 
-    @property
-    def largest_expert(self) -> int:
-        """An upper bound of the expert numbers in the routes; -1 without routes."""
-        if self.host is not None:
-            return self.host.expert
-        return -1 if self.routes_BLE is None else int(self.routes_BLE.max())
-
     def to(self, device: torch.device) -> "PaddedBatch":
-        """The same batch on `device`."""
+        """The same batch on `device`; its routes stay in the host's memory."""
         candidates = None if self.candidates is None else self.candidates.to(device)
         components_B = {name: tensor.to(device) for name, tensor in self.components_B.items()}
         moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
-        host = None if device.type == "cpu" else replace(self.on_host, expert=self.largest_expert)
+        host = None if device.type == "cpu" else self.on_host
         return self._replace(**moved, components_B=components_B, candidates=candidates, host=host)
 
     def select(self, rows: Tensor) -> "PaddedBatch":
@@ -115,9 +107,11 @@ class PaddedBatch(NamedTuple):
         picked = {name: tensor[device_rows] for name, tensor in self._tensors().items()}
         for name, tensor in picked.items():
             if tensor.dim() > 1:
-                picked[name] = tensor[:, : width_L if name.endswith(("L", "LE")) else width_T]
+                picked[name] = tensor[:, : width_L if name.endswith("L") else width_T]
         candidates = None if self.candidates is None else self.candidates.at((device_rows, slice(width_T)))
-        return self._replace(**picked, candidates=candidates, branches=host.branches, host=self.host and host)
+        routes = None if self.routes is None else self.routes.select(rows)
+        chosen = {"candidates": candidates, "routes": routes, "branches": host.branches, "host": self.host and host}
+        return self._replace(**picked, **chosen)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
@@ -155,7 +149,7 @@ def pad(batch: Batch) -> PaddedBatch:
         components_B=_components(trajectories),
         candidates=_candidates(trajectories, length_B),
         teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
-        routes_BLE=_routes(trajectories, start_B + length_B),
+        routes=of_rows(trajectories),
         branches=_some([trajectory.branches for trajectory in trajectories]),
     )
 
@@ -163,18 +157,6 @@ def pad(batch: Batch) -> PaddedBatch:
 def _some(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
     """The columns, or None if none of them has anything."""
     return tuple(columns) if any(columns) else None
-
-
-def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | None:
-    """The experts of every token but each row's last; -1 where the engine reports none."""
-    if not any(one.routes for one in trajectories):
-        return None
-    widths = width_B.tolist()
-    reported = [routes(one.routes).reshape(width - 1, -1) for one, width in zip(trajectories, widths, strict=True)]
-    padded_BLE = np.full((len(reported), int(width_B.max()), max(one.shape[1] for one in reported)), -1, np.int16)
-    for row, experts in zip(padded_BLE, reported, strict=True):
-        row[: len(experts), : experts.shape[1]] = experts
-    return torch.from_numpy(padded_BLE)
 
 
 def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:

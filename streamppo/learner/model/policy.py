@@ -123,8 +123,8 @@ class Policy(nn.Module):
             self.working_copy.refresh()
         laid = self._lay_out(rows, part)
         if laid.reading.context is None:
-            routes = (rows.routes_BLE, rows.largest_expert) if self.replays_routes else (None, -1)
-            self.routers.expect(laid.reading, rows.on_host.start_B + rows.on_host.length_B, *routes)
+            routes = rows.routes if self.replays_routes else None
+            self.routers.expect(laid.reading, rows.on_host.start_B + rows.on_host.length_B, routes)
         scored, hidden_ND = empty_output(rows), None
         if part != "critic":
             hidden_ND = self._hidden(self.lm.base_model, laid.reading)

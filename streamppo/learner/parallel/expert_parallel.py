@@ -5,20 +5,40 @@
     back     a token's k results are summed on the token's own rank
 
 The ranks of a group may pass different rows, of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
-without a capacity: no token is left out.
+without a capacity: no token is left out. If a rank would get more than `UNEVEN` times its even share, the pairs go in
+rounds, and each round is computed again in the backward pass: a rank then holds the activations of one round.
 
-N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives.
+Example: one of 4 ranks gets three quarters of all pairs, 3 times its share: in 2 rounds, 1.5 times its share in each.
+
+N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives, R ranks.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, each token's experts, the experts' weights) -> the weighted sum of the experts' outputs for each token."""
+UNEVEN = 1.5
+"""The largest share of the pairs that a rank gets in one round, in shares of an even division."""
+FEW = 4096
+"""Pairs that a rank gets in one round whatever their share."""
+
+
+class Round(NamedTuple):
+    """The pairs of one exchange, by the rank of their expert: their number, token and expert there; counts by rank."""
+
+    order_M: Tensor
+    token_M: Tensor
+    expert_M: Tensor
+    received: list[int]
+    sent: list[int]
 
 
 def dispatch_to_experts(
@@ -33,25 +53,58 @@ def dispatch_to_experts(
 
     All ranks make the same number of passes, as FSDP2 also needs.
     """
-    top_k, index_M = index_Nk.shape[1], index_Nk.flatten()
+    rounds = _rounds(group, experts, index_Nk)
+    if len(rounds) == 1:
+        found_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])
+    else:
+        run = partial(checkpoint, _exchange, compute, group, use_reentrant=False, preserve_rng_state=False)
+        # Without early stop: all ranks make the exchange back again, or none does.
+        with set_checkpoint_early_stop(False):
+            found_MD = torch.cat([run(hidden_ND, weights_Nk, one) for one in rounds])
+    order_M = torch.cat([one.order_M for one in rounds])
+    return found_MD[order_M.argsort()].view(*index_Nk.shape, -1).sum(1)
+
+
+def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Round]:
+    """Divide a rank's pairs into rounds, equally many on all ranks of `group`. A collective."""
+    ranks, own, index_M = dist.get_world_size(group), dist.get_rank(group), index_Nk.flatten()
     rank_M = index_M // experts
-    order_M = rank_M.argsort(stable=True)
-    sent_R = rank_M.bincount(minlength=dist.get_world_size(group))
-    received_R = torch.empty_like(sent_R)
-    dist.all_to_all_single(received_R, sent_R, group=group)
-    received, back = received_R.tolist(), sent_R.tolist()
+    order_M, sent_R = rank_M.argsort(stable=True), rank_M.bincount(minlength=ranks)
+    counts = [torch.empty_like(sent_R) for _ in range(ranks)]
+    dist.all_gather(counts, sent_R, group=group)
+    # Entry [r][s]: the pairs from rank r to rank s.
+    sent_RR: list[list[int]] = torch.stack(counts).tolist()
+    received = [sum(column) for column in zip(*sent_RR, strict=True)]
+    number = max(1, math.ceil(max(received) / max(FEW, UNEVEN * sum(received) / ranks)))
+    parts = [[_parts(pairs, number) for pairs in row] for row in sent_RR]
+    for_rank = order_M.split(sent_RR[own])
+    divided = [pairs_M.split(sizes) for pairs_M, sizes in zip(for_rank, parts[own], strict=True)]
+    rounds: list[Round] = []
+    for n in range(number):
+        pairs_M = torch.cat([part[n] for part in divided])
+        here, there = [row[own][n] for row in parts], [sizes[n] for sizes in parts[own]]
+        rounds.append(Round(pairs_M, pairs_M // index_Nk.shape[1], index_M[pairs_M] % experts, here, there))
+    return rounds
+
+
+def _parts(pairs: int, number: int) -> list[int]:
+    """The sizes of so many `pairs` in a `number` of parts, which differ by one at most."""
+    return [pairs * (n + 1) // number - pairs * n // number for n in range(number)]
+
+
+def _exchange(compute: Compute, group: dist.ProcessGroup, hidden_ND: Tensor, weights_Nk: Tensor, one: Round) -> Tensor:
+    """The results of a round's pairs, in their order. A collective."""
 
     def exchanged(tensor: Tensor) -> Tensor:
-        return _ExchangeTokens.apply(tensor, group, received, back)  # pyright: ignore[reportReturnType]
+        return _ExchangeTokens.apply(tensor, group, one.received, one.sent)  # pyright: ignore[reportReturnType]
 
-    hidden_PD = exchanged(hidden_ND[order_M // top_k])
-    index_P, weights_P = exchanged((index_M % experts)[order_M]), exchanged(weights_Nk.flatten()[order_M])
+    hidden_PD, expert_P = exchanged(hidden_ND[one.token_M]), exchanged(one.expert_M)
+    weights_P = exchanged(weights_Nk.flatten()[one.order_M])
     if not len(hidden_PD):
         # One zero row, so that unused weights have a gradient too: all ranks reduce the same tensors.
-        hidden_PD, index_P, weights_P = (_empty_experts(values) for values in (hidden_PD, index_P, weights_P))
-    found_PD = compute(hidden_PD, index_P[:, None], weights_P[:, None])[: sum(received)]
-    found_MD: Tensor = _ExchangeTokens.apply(found_PD, group, back, received)  # pyright: ignore[reportAssignmentType]
-    return found_MD[order_M.argsort()].view(*index_Nk.shape, -1).sum(1)
+        hidden_PD, expert_P, weights_P = (_empty_experts(values) for values in (hidden_PD, expert_P, weights_P))
+    found_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(one.received)]
+    return _ExchangeTokens.apply(found_PD, group, one.sent, one.received)  # pyright: ignore[reportReturnType]
 
 
 def _empty_experts(rows: Tensor) -> Tensor:

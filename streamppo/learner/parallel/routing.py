@@ -4,7 +4,7 @@
     replayed    a token's experts are the engine's choice while sampling (Rollout Routing Replay, R3, arXiv 2510.11370,
                 section 4): scores and their gradient are the learner's, only the choice is the engine's
 
-N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes: -1 if none is known.
+N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes.
 
 A router runs unchanged; only its call to `torch.topk` returns the engine's choice. Each family's own arithmetic on
 scores, before and after that call, is kept.
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from streamppo.errors import ModelError
 from streamppo.learner.attention.attention import Reading
+from streamppo.learner.batch.routes import RowRoutes
 from streamppo.learner.device import add_up, to_device
 
 if TYPE_CHECKING:
@@ -47,11 +48,10 @@ class Routers:
     def __bool__(self) -> bool:
         return bool(self._routers)
 
-    def expect(self, reading: Reading, width_B: Tensor, routes_BLE: Tensor | None, most: int) -> None:
-        """Prepare the routers for a pass over `reading`: rows of `width_B` tokens with the experts `routes_BLE`.
+    def expect(self, reading: Reading, width_B: Tensor, routes: RowRoutes | None) -> None:
+        """Prepare the routers for a pass over `reading`: rows of `width_B` tokens with the experts of `routes`.
 
-        `width_B` is in the host's memory. `most` is an upper bound of the routes. Raises `ModelError` for routes of
-        another model.
+        `width_B` is in the host's memory. Raises `ModelError` for routes of another model.
         """
         if not self._routers:
             return
@@ -60,18 +60,22 @@ class Routers:
         tokens, place_M = tokens_BL.numel(), place_BL[real_BL]
         real_N = torch.zeros(tokens, dtype=torch.bool)
         real_N[place_M] = self.counts
-        real_N, routes_NE = to_device(real_N, tokens_BL.device), None
-        if routes_BLE is not None:
-            entry_M = real_BL.flatten().nonzero()[:, 0]
-            if reading.source_N is not None:
-                # Tokens that are computed several times have the same experts each time.
-                place_M = (reading.source_N >= 0).nonzero()[:, 0]
-                entry_M = reading.source_N[place_M]
-            entry_M, place_M = (to_device(index, tokens_BL.device) for index in (entry_M, place_M))
-            routes_NE = routes_BLE.new_full((tokens, routes_BLE.shape[-1]), -1)
-            routes_NE[place_M] = routes_BLE.flatten(0, 1)[entry_M]
+        real_N, known, most = to_device(real_N, tokens_BL.device), None, -1
+        if routes is not None:
+            # Tokens that are computed several times have the same experts each time.
+            entry_N = reading.source_N
+            if entry_N is None:
+                entry_N = torch.full((tokens,), -1)
+                entry_N[place_M] = real_BL.flatten().nonzero()[:, 0]
+            width = place_BL.shape[1]
+            token_N = torch.where(entry_N < 0, -1, entry_N % width)
+            numbers_NE, known_N = routes.at(entry_N.clamp(min=0) // width, token_N)
+            known, most = (
+                KnownRoutes(*(to_device(one, tokens_BL.device) for one in (numbers_NE, known_N))),
+                routes.largest,
+            )
         for router in self._routers:
-            router.expect(routes_NE, most, real_N)
+            router.expect(known, most, real_N)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
         """The load of the experts over all passes since the last call. A collective of all ranks."""
@@ -89,10 +93,17 @@ class Routers:
         }
 
 
+class KnownRoutes(NamedTuple):
+    """[N, entries] the experts of a pass's tokens, of all layers or of one, and the tokens that have some."""
+
+    numbers: Tensor
+    known_N: Tensor
+
+
 class Pass(NamedTuple):
     """One router's routes of a pass, None without replay; `real_N` are the tokens that the metrics count."""
 
-    routes_Nk: Tensor | None
+    routes: KnownRoutes | None
     real_N: Tensor
 
 
@@ -108,17 +119,19 @@ class Router:
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
-    def expect(self, routes_NE: Tensor | None, most: int, real_N: Tensor) -> None:
-        """See `Routers.expect`."""
-        routes_Nk = None
-        if routes_NE is not None:
-            routes_Nk = routes_NE[:, self._layer * self.top_k : (self._layer + 1) * self.top_k].long()
-            if routes_Nk.shape[1] != self.top_k or most >= self.experts:
+    def expect(self, routes: KnownRoutes | None, most: int, real_N: Tensor) -> None:
+        """See `Routers.expect`; `most` is an upper bound of the experts."""
+        own = None
+        if routes is not None:
+            own = KnownRoutes(
+                routes.numbers[:, self._layer * self.top_k : (self._layer + 1) * self.top_k], routes.known_N
+            )
+            if own.numbers.shape[1] != self.top_k or most >= self.experts:
                 raise ModelError(
-                    f"the engine's routes, {routes_NE.shape[1]} for each token and to expert {most}, are not of this "
-                    f"model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
+                    f"the engine's routes, {routes.numbers.shape[1]} for each token and to expert {most}, are not of "
+                    f"this model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
                 )
-        self._pass = Pass(routes_Nk, real_N)
+        self._pass = Pass(own, real_N)
 
     def take(self) -> Tensor:
         """[X + 2] counts since the last call: each expert's tokens; replayed choices equal to the router's; all."""
@@ -131,13 +144,14 @@ class Router:
             return own
         if scores.shape[-1] != self.experts:
             return own
-        routes_Nk, real_N = self._pass
+        routes, real_N = self._pass
         # A layer recomputed in the backward pass counts once.
         self._pass = self._pass._replace(real_N=torch.zeros_like(real_N))
-        if routes_Nk is None:
+        if routes is None:
             self._count(own.indices, real_N)
             return own
-        known_Nk = routes_Nk >= 0
+        routes_Nk = routes.numbers.long()
+        known_Nk = routes.known_N[:, None] & (routes_Nk >= 0)
         chosen_Nk = torch.where(known_Nk, routes_Nk, own.indices)
         counts = self._count(chosen_Nk, real_N)
         is_own_Nk = (chosen_Nk[:, :, None] == own.indices[:, None]).any(-1)

@@ -143,13 +143,9 @@ def _candidates(trajectory: Trajectory) -> str | None:
 
 
 def _routes(trajectory: Trajectory) -> str | None:
-    """Every token of prompt and completion but the last has the same number of experts, with numbers from -1."""
+    """Every token of prompt and completion but the last has the same number of experts."""
     tokens = (len(trajectory.prompt_tokens) + len(trajectory.tokens)) // 4 - 1
-    if len(trajectory.routes) % (2 * tokens):
-        return f"routes of {len(trajectory.routes)} bytes for {tokens} tokens"
-    if trajectory.routes and routes(trajectory.routes).min() < -1:
-        return f"a route to expert {routes(trajectory.routes).min()}"
-    return None
+    return routes.flaw(trajectory.routes, trajectory.route_bytes, tokens)
 
 
 def _branches(trajectory: Trajectory) -> str | None:

@@ -12,7 +12,8 @@ B trajectories are concatenated in flat columns: trajectory i has the entries `o
     candidates, candidate_counts    with top-p or top-k, the tokens left of the distribution, and their number for each
                                     token of a completion (0: the whole vocabulary)
     teacher_logprobs                log-probs of a teacher that is a server
-    routes                          the experts of a mixture of experts
+    routes, route_bytes             the experts of a mixture of experts; where a number is a byte (types/routes.py) the
+                                    column is of bytes, and each trajectory has the bytes of its numbers
     branches                        of trajectories whose tokens are a tree: pairs (start, parent), types/branches.py
     turns                           of agents' runs: (start, end, reused, delivered) of each turn, types/turns.py
     explanations                    the text that explains the rewards, in UTF-8

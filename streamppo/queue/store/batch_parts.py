@@ -74,7 +74,7 @@ def join(outline: Outline, tokens: Sequence[Tokens]) -> Batch:
 
 def _tokens(row: int, one: Trajectory) -> Tokens:
     columns = {"prompt_tokens": one.prompt_tokens, "tokens": one.tokens, "candidates": one.candidates}
-    return Tokens(row=row, routes=one.routes, **columns)
+    return Tokens(row=row, routes=one.routes, route_bytes=one.route_bytes, **columns)
 
 
 def _with(one: Trajectory, tokens: Tokens) -> Trajectory:

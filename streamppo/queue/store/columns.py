@@ -27,7 +27,6 @@ from streamppo.types import (
     flags,
     floats,
     ints,
-    routes,
     turns,
 )
 
@@ -43,7 +42,7 @@ RAGGED = {
     "candidates": ints,
     "candidate_counts": ints,
     "teacher_logprobs": floats,
-    "routes": routes,
+    "routes": lambda column: np.frombuffer(column, dtype="<i2"),
     "branches": ints,
     "turns": ints,
 }
@@ -62,7 +61,8 @@ TYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEARNED, ("float32", "float16")),
     **dict.fromkeys(("reward", "components"), ("float64",)),
     **dict.fromkeys(("mask", "versions_known"), ("bool",)),
-    "routes": ("int16",),
+    "routes": ("int16", "uint8"),
+    "route_bytes": ("int64",),
     "explanations": ("uint8",),
 }
 """The dtypes of every column except offsets, which are int64."""
@@ -136,6 +136,9 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
             raise ValueError(f"a negative number in {name!r}")
     if not np.isfinite(columns["reward"]).all():
         raise ValueError("a reward that is not finite")
+    widths = set(columns["route_bytes"].tolist()) if "route_bytes" in columns else {2}
+    if not widths <= {1, 2} or ("routes" in columns and (columns["routes"].dtype == np.uint8) != (1 in widths)):
+        raise ValueError(f"routes of {columns['routes'].dtype if 'routes' in columns else 'nothing'}")
     _verify_trees(columns)
     names = attributes.component_names
     if (names and columns["components"].shape[1] != len(names)) or ("components" in columns) != bool(names):
@@ -200,10 +203,13 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
         finishs=list(FINISH),
         sources=known.get("source", []),
     )
-    for name, read in RAGGED.items():
+    is_narrow = any(trajectory.route_bytes == 1 for trajectory in trajectories)
+    for name, read in (RAGGED | {"routes": _bytes} if is_narrow else RAGGED).items():
         if any(parts := [getattr(trajectory, name) for trajectory in trajectories]):
             columns[name] = read(b"".join(parts))
             columns[f"{name}_offsets"] = _offsets([read(part).size for part in parts])
+    if any(trajectory.route_bytes != 2 for trajectory in trajectories):
+        columns["route_bytes"] = np.array([trajectory.route_bytes for trajectory in trajectories])
     if any(trajectory.finish == "cut" or trajectory.identity.segment for trajectory in trajectories):
         columns["segment"] = np.array([trajectory.identity.segment for trajectory in trajectories])
         columns["prefix"] = np.array([trajectory.prefix for trajectory in trajectories])
@@ -212,7 +218,7 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
             columns[name] = floats(numbers)
             assert len(columns[name]) == len(columns["tokens"]), "one number for each token"
     if any(texts := [trajectory.explanation.encode() for trajectory in trajectories]):
-        columns["explanations"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        columns["explanations"] = _bytes(b"".join(texts))
         columns["explanations_offsets"] = _offsets([len(text) for text in texts])
     if names := sorted({name for trajectory in trajectories for name in trajectory.components}):
         columns["components"] = np.array(
@@ -222,6 +228,10 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
     if not all(trajectory.versions_known for trajectory in trajectories):
         columns["versions_known"] = np.array([trajectory.versions_known for trajectory in trajectories])
     return columns, attributes
+
+
+def _bytes(column: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(column, dtype=np.uint8)
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:
@@ -266,6 +276,7 @@ def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 reward=reward,
                 components={} if components is None else _present(attributes.component_names, components[row]),
                 prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
+                route_bytes=int(columns["route_bytes"][row]) if "route_bytes" in columns else 2,
                 explanation=texts[row],
                 source=words["source"][row] if "source" in words else "",
                 versions_known=known is None or bool(known[row]),

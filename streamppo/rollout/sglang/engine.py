@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -29,11 +29,11 @@ from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
 from streamppo.rollout.sglang import session as lives
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.client import HEALTH_S, Link
+from streamppo.rollout.sglang.copies import VersionCopies
 from streamppo.rollout.sglang.session import Life, SessionSetup
 from streamppo.rollout.sglang.stream import INTERVAL, CompletionStreams
 from streamppo.rollout.weight_checks import Architecture, check_fit, check_prompt
 from streamppo.types import Ints
-from streamppo.weights.content import check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -63,30 +63,39 @@ async def start(
 
     Raises `ModelError` or `WeightsError` if it cannot start.
     """
-    architecture = Architecture(hf_config)
+    architecture, copies = Architecture(hf_config), VersionCopies(setup.bucket_bytes, shared=setup.shared)
     check_fit(architecture.shapes, tensors)
-    saved = await asyncio.to_thread(_copy_as_files, architecture, tensors)
+    saved = await asyncio.to_thread(_copy_as_files, architecture, copies, tensors)
     life = await lives.begin(setup, 0, version, saved)
-    return SGLangEngine(setup, life, architecture, version, saved, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
+    copies.serve()
+    model = ServedModel(architecture, copies, saved)
+    return SGLangEngine(setup, life, model, version, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
+
+
+class ServedModel(NamedTuple):
+    """The architecture, the memory of its versions, and the served tensors, named as in the model's files."""
+
+    architecture: Architecture
+    copies: VersionCopies
+    tensors: Mapping[str, Tensor]
 
 
 class SGLangEngine:
-    """Implements `Engine`; made by `start`. `life` holds `tensors`, named as in the model's files, as `version`."""
+    """Implements `Engine`; made by `start`. `life` holds the tensors of `model` as `version`."""
 
     def __init__(
         self,
         setup: SessionSetup,
         life: Life,
-        architecture: Architecture,
+        model: ServedModel,
         version: int,
-        tensors: Mapping[str, Tensor],
         *,
         eos_ids: Collection[int],
         max_total_tokens: int,
     ) -> None:
-        self._setup, self._life, self._architecture = setup, life, architecture
+        self._setup, self._life = setup, life
+        self._architecture, self._copies, self._tensors = model
         self._version = self._held = version
-        self._tensors = tensors
         self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
         self._biases = wire.biases(setup.unknown)
         self._capacity = asyncio.Semaphore(life.link.capacity)
@@ -123,7 +132,7 @@ class SGLangEngine:
     ) -> None:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
-        saved = await asyncio.to_thread(_copy_as_files, self._architecture, tensors, contents)
+        saved = await asyncio.to_thread(_copy_as_files, self._architecture, self._copies, tensors, contents)
         async with self._swapping:
             await self._until_serving()
             begin = time.perf_counter()
@@ -137,6 +146,7 @@ class SGLangEngine:
                 self._end_life(f"it refused version {version}")
                 raise WeightsError(f"version {version}: {refused}") from refused
             self._held, self._tensors = version, saved
+            self._copies.serve()
             self._certain.set()
             self._swaps += 1
             self._swap_s += time.perf_counter() - begin
@@ -286,14 +296,13 @@ class SGLangEngine:
 
 
 def _copy_as_files(
-    architecture: Architecture, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
+    architecture: Architecture,
+    copies: VersionCopies,
+    tensors: Mapping[str, Tensor],
+    contents: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Copy `tensors` into this process's memory, named and split as in the model's files; a restart needs them.
+    """Copy `tensors` into the memory of `copies`, named and split as in the model's files; a restart needs them.
 
-    The originals are views of the object store, or change with the next version. Raises `WeightsError` if their
-    contents differ from `contents`.
+    The originals are views of the object store, or change with the next version. Raises `WeightsError` as `copy`.
     """
-    own = {name: tensor.clone() for name, tensor in tensors.items()}
-    if contents is not None:
-        check(contents, own.items())
-    return architecture.as_saved(own)
+    return architecture.as_saved(copies.copy(tensors, contents).tensors)

@@ -1,7 +1,7 @@
 """The tensors of a model's files in SGLang's layout: some are fused into larger ones, under SGLang's names."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,15 +24,20 @@ def held_name(name: str) -> str:
     return name
 
 
-def tensors_of_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a model in the layout of a single SGLang rank; experts are stacked, [experts, rows, columns]."""
+def tensors_of_rank(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a model in the layout of a single SGLang rank; experts are stacked, [experts, rows, columns].
+
+    A fused tensor is a copy: keep one at a time.
+    """
     parts: dict[str, dict[int, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         expert = re.search(r"\.experts\.(\d+)\.", name)
         place = next((at for at, part in enumerate(ORDER) if f".{part}." in name), 0)
         parts.setdefault(held_name(name), {}).setdefault(int(expert[1]) if expert else -1, {})[place] = tensor
-    found: dict[str, Tensor] = {}
     for name, blocks in parts.items():
-        joined = [torch.cat([one for _, one in sorted(block.items())]) for _, block in sorted(blocks.items())]
-        found[name] = joined[0] if -1 in blocks else torch.stack(joined)
-    return found
+        joined = [_joined([one for _, one in sorted(block.items())]) for _, block in sorted(blocks.items())]
+        yield name, joined[0] if -1 in blocks else torch.stack(joined)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -48,8 +48,8 @@ Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
 class BySharedMemory:
     """Flat buckets in shared memory, for an SGLang on this machine; with `server`, one not started by this process.
 
-    All tensor-parallel ranks read the same buckets. The memory is reused for each version, because no process reads it
-    after a load has ended.
+    All tensor-parallel ranks read the same buckets. Tensors that are in shared memory are read where they are; others
+    are copied to memory that is reused for each version, because no process reads it after a load has ended.
     """
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
@@ -76,8 +76,19 @@ class BySharedMemory:
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        self._staged = []
-        for number, (part, _) in enumerate(_parts(tensors, self._bucket_bytes)):
+        found: dict[int, tuple[Tensor, list[object]]] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            if not (storage.is_shared() and tensor.is_contiguous()):
+                others[name] = tensor
+                continue
+            begin = storage.data_ptr()
+            flat, places = found.setdefault(begin, (torch.empty(0, dtype=torch.uint8).set_(storage), []))
+            start, end = tensor.data_ptr() - begin, tensor.data_ptr() - begin + tensor.nbytes
+            places.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
+        self._staged = [*found.values()]
+        for number, (part, _) in enumerate(_parts(others, self._bucket_bytes) if others else ()):
             starts = [0, *itertools.accumulate(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for _, one in part)]
             if number == len(self._memory) or len(self._memory[number]) != starts[-1]:
                 del self._memory[number:]
@@ -92,9 +103,6 @@ class BySharedMemory:
 
 async def by_shared_memory(bucket_bytes: int, server: bool, link: Link) -> BySharedMemory:
     """Connect by shared memory. It is a `Connect` after partial application of all arguments but `link`."""
-    if server:
-        # The default strategy passes file descriptors, which works only for this process's children.
-        torch.multiprocessing.set_sharing_strategy("file_system")
     return BySharedMemory(link, bucket_bytes, server=server)
 
 

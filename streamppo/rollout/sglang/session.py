@@ -23,7 +23,8 @@ class SessionSetup(NamedTuple):
 
     `cuts`: completions are sampled with top-p or top-k. `streams`: the choice that streams them. `routes`:
     they report each token's experts. A completion ends at the first of `strings`. `unknown` tokens, which the tokenizer
-    lacks, are never sampled.
+    lacks, are never sampled. Versions are copied to buckets of `bucket_bytes`, in `shared` memory if SGLang reads them
+    there.
     """
 
     start: Start
@@ -36,6 +37,8 @@ class SessionSetup(NamedTuple):
     routes: bool = False
     strings: Sequence[str] = ()
     unknown: Sequence[int] = ()
+    bucket_bytes: int = 1 << 28
+    shared: bool = False
 
 
 class Life:

@@ -4,7 +4,8 @@
     swap     record checksums -> load -> check that each tensor changed, unless its pushed parts are unchanged
 
 On a CPU SGLang's checksum is a hash that can be computed here too. Tensors whose first checksum equals that of the
-pushed tensors in SGLang's layout must match exactly after every later swap.
+pushed tensors in SGLang's layout must match exactly after every later swap. On a GPU its checksum is another function,
+which shows that a tensor has changed, and not to what: nothing is hashed here then.
 
 Without checksums, the values of every tensor are compared, or log-probs. Neither can show a skipped expert, so a
 mixture of experts is then refused.
@@ -28,6 +29,8 @@ SMALL = 1 << 20
 """Without a weights checker, all values of a model with at most so many elements are read back; they come as text."""
 ROWS = 8
 """Rows read back from every tensor of a larger model."""
+SMALLEST = 8
+"""Tensors that show whether SGLang's checksum can be computed here."""
 PROBE = 16
 """Tokens of the text whose log-probs are compared if SGLang returns no values either."""
 Means = Literal["checksums", "values", "log-probs"]
@@ -116,14 +119,26 @@ class Checksums:
         """See `WeightProbe.mismatches`."""
         seen, self._seen = self._seen, wire.checksums(await self._link.call("weights_checker", action="checksum"))
         unmoved = {key for key, checksum in self._seen.items() if checksum == seen.get(key)}
-        if self._link.ranks == 1:
-            known = await asyncio.to_thread(_expected_checksums, tensors)
-            same = {name for name, checksum in known.items() if self._seen.get(f"0/{name}") == checksum}
-            if before is None:
-                self.exact = same
-            elif other := set(self.exact) - same:
-                return [name for name in tensors if layout.held_name(name) in other]
+        if self._link.ranks == 1 and before is None:
+            self.exact = await asyncio.to_thread(self._known, tensors)
+        elif self.exact and (other := set(self.exact) - await asyncio.to_thread(self._equal, self.exact, tensors)):
+            return [name for name in tensors if layout.held_name(name) in other]
         return await asyncio.to_thread(_unmoved_tensors, unmoved, self._seen, before, tensors)
+
+    def _known(self, tensors: Tensors) -> set[str]:
+        """SGLang's names of the tensors whose checksum is the pushed ones'; none if the smallest have another."""
+        sizes: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            held = layout.held_name(name)
+            sizes[held] = sizes.get(held, 0) + tensor.nbytes
+        smallest = sorted(sizes, key=lambda name: sizes[name])[:SMALLEST]
+        return self._equal(sizes, tensors) if self._equal(smallest, tensors) else set()
+
+    def _equal(self, held: Collection[str], tensors: Tensors) -> set[str]:
+        """The names among `held` whose checksum is that of the pushed tensors."""
+        own = {name: tensor for name, tensor in tensors.items() if layout.held_name(name) in held}
+        known = _expected_checksums(own) if own else {}
+        return {name for name, checksum in known.items() if self._seen.get(f"0/{name}") == checksum}
 
 
 async def _by_checksums(link: Link) -> WeightProbe | None:
@@ -141,7 +156,7 @@ def _expected_checksums(tensors: Tensors) -> dict[str, str]:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
         return {}
-    return {name: f"{tensor_hash(one):016x}" for name, one in layout.tensors_of_rank(tensors).items()}
+    return {name: f"{tensor_hash(one):016x}" for name, one in layout.tensors_of_rank(tensors)}
 
 
 def _unmoved_tensors(

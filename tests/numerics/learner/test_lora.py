@@ -31,6 +31,7 @@ from streamppo.types import Push
 from streamppo.weights.adapters import merge_adapters
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import check
+from streamppo.weights.models import loading as models
 from streamppo.weights.replica import Replica
 from streamppo.weights.shares import join
 
@@ -222,6 +223,24 @@ def test_adapters_of_another_model_or_damaged_ones_are_refused_by_name(folder: P
     broken[0, 0] += 1
     with pytest.raises(WeightsError, match=r"q_proj\.lora_A"):
         asyncio.run(MergedAdapters(still, 2.0).materialize(replica))
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_actor_reads_the_frozen_model_in_its_type_and_holds_the_learners_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, read = case.config_of(LORA, "model.dtype=bfloat16"), list[torch.dtype]()
+    whole = models.load
+
+    def load(path: str, **options: Any) -> Any:
+        made = whole(path, **options)
+        read.extend(one.dtype for one in made.model.parameters())
+        return made
+
+    replica = pushed(loaded(config, str(folder / "model")), config)
+    monkeypatch.setattr(models, "load", load)
+    asyncio.run(source(config, str(folder / "model")).materialize(replica))
+    assert set(read) == {torch.bfloat16}, "of 32 billion parameters 131 GB in float32, for each actor"
 
 
 @pytest.mark.usefixtures("alone")

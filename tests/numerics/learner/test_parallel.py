@@ -191,6 +191,65 @@ def test_experts_without_a_token_have_a_gradient_of_zero(tmp_path: Path, compute
     assert case.by_ranks(all_to_the_first, 2, tmp_path, computes) == [[True, True], [False, False]]
 
 
+def in_rounds(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[Any]:
+    """`made`, with three rounds or more in each exchange of pairs."""
+    expert_parallel.FEW, expert_parallel.UNEVEN = 1, 0.4
+    return made(ranks, folder, cases)
+
+
+def test_pairs_that_go_in_rounds_make_the_update_of_one_rank(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "qwen3_moe")
+    cases = (
+        ("learner.mesh.expert=4",),
+        (E2, "model.gradient_checkpointing=full"),
+        (E2, T2, "algorithm.kl.loss_beta=0.1"),
+    )
+    whole = case.by_ranks(made, 1, tmp_path, tmp_path / "model", cases)
+    for one, other in zip(whole, case.by_ranks(in_rounds, RANKS, tmp_path, tmp_path / "model", cases), strict=True):
+        case.assert_same(one[:2], other[:2])
+
+
+def skewed(ranks: int, few: int) -> list[Any]:
+    """Pairs in each call of an expert, on every rank, before and in the backward pass; the tokens' gradient.
+
+    Five of six pairs are for the first rank.
+    """
+    expert_parallel.FEW, expert_parallel.UNEVEN = few, 1.5
+    torch.manual_seed(3)
+    weight, tokens_ND = torch.randn(ranks, 8, 8, requires_grad=True), torch.randn(60, 8, requires_grad=True)
+    calls: list[int] = []
+
+    def compute(hidden_PD: torch.Tensor, index_P1: torch.Tensor, weights_P1: torch.Tensor) -> torch.Tensor:
+        calls.append(len(hidden_PD))
+        assert not index_P1.any(), "a rank has one expert"
+        return (hidden_PD @ weight[dist.get_rank()]).relu() * weights_P1
+
+    chosen = torch.arange(60).remainder(6)
+    index_N1 = torch.where(chosen < 5, 0, 1 + torch.arange(60).remainder(ranks - 1))[:, None]
+    weights_N1 = torch.linspace(0.5, 1.5, 60)[:, None].requires_grad_()
+    found_ND = expert_parallel.dispatch_to_experts(compute, dist.group.WORLD, 1, tokens_ND, index_N1, weights_N1)  # pyright: ignore
+    forward = len(calls)
+    (found_ND * torch.arange(8.0)).sum().backward()
+    dist.all_reduce(weight.grad)
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, [calls[:forward], calls[forward:]])
+    return [every, found_ND.detach(), tokens_ND.grad, weights_N1.grad, weight.grad]
+
+
+def test_a_skew_bounds_what_a_rank_computes_at_a_time_and_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "once").mkdir()
+    once, rounds = (
+        case.by_ranks(skewed, RANKS, folder, few) for folder, few in ((tmp_path / "once", 1000), (tmp_path, 1))
+    )
+    assert once[0][0] == [[200], []], "3.3 times the share of 60"
+    forward, backward = rounds[0][0]
+    assert len(forward) == 3 and sum(forward) == 200 and max(forward) <= 1.5 * 60
+    assert sorted(backward) == sorted(forward), "each is computed again, one after another"
+    assert {tuple(map(len, calls)) for calls in rounds[0]} == {(3, 3)}, "all ranks make as many exchanges"
+    for one, other in zip(once[1:], rounds[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "experts", "reason"),
     [

@@ -17,7 +17,8 @@ from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy
 from streamppo.learner.parallel import routing
 from streamppo.learner.parallel.routing import Router
-from streamppo.types import Batch, Trajectory, ints
+from streamppo.queue.store import batch_parts
+from streamppo.types import Batch, Trajectory, ints, routes
 
 EXPERTS, TOP_K, LAYERS = 4, 2, 2
 TEMPERATURE = case.config_of().rollout.temperature
@@ -100,6 +101,31 @@ def updates(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> lis
     return found
 
 
+def by_parts(ranks: int, folder: Path) -> list[case.Weights]:
+    """The weights after an update with everything on each rank, and with its own rows in a byte a number."""
+    made: list[case.Weights] = []
+    for own in (False, True):
+        updater = case.updater(
+            case.config_of(*SGLANG, f"learner.ranks={ranks}", "learner.micro_batch_tokens=30"), folder
+        )
+        whole = narrowed(routed(case.batch())) if own else routed(case.batch())
+        if own:
+            outline = batch_parts.outline_of(whole)
+            rows = updater.own_rows(pad(batch_parts.join(outline, [])))
+            whole = batch_parts.join(outline, batch_parts.tokens_of(whole, rows))
+            assert 0 < sum(bool(one.routes) for one in whole.trajectories) < len(whole.trajectories)
+        updater.metrics(updater.update(pad(whole)))
+        made.append(case.whole(updater.policy))
+    return made
+
+
+def narrowed(batch: Batch) -> Batch:
+    """The batch with routes as an actor writes them."""
+    rows = [(one, routes.column(shaped(one.routes).reshape(-1, LAYERS * TOP_K))) for one in batch.trajectories]
+    assert {width for _, (_, width) in rows} == {1}
+    return replace(batch, trajectories=tuple(replace(one, routes=column, route_bytes=1) for one, (column, _) in rows))
+
+
 def rows_of(batch: Batch) -> list[torch.Tensor]:
     return [torch.tensor(ints(one.prompt_tokens + one.tokens)).long() for one in batch.trajectories]
 
@@ -141,6 +167,25 @@ def test_ranks_slices_and_layers_that_are_computed_twice_send_tokens_alike(tmp_p
         case.assert_same_weights(plain[0], one[0])
         for name in ("expert_load", "experts_idle", "routes_own", "ess"):
             assert one[1][name] == pytest.approx(plain[1][name], rel=1e-6), name
+
+
+def test_a_rank_with_the_routes_of_its_own_rows_makes_the_same_bits(tmp_path: Path) -> None:
+    made = case.by_ranks(by_parts, 2, tmp_path, folder_of(tmp_path / "model"))
+    case.assert_same_weights(*made, atol=0)
+
+
+def test_a_rank_holds_the_routes_of_its_rows_alone_and_not_on_its_device() -> None:
+    whole = narrowed(routed(case.batch()))
+    outline = batch_parts.outline_of(whole)
+    part = pad(batch_parts.join(outline, batch_parts.tokens_of(whole, [1])))
+    tokens, held = batch_parts.widths(outline)[1] - 1, part.routes
+    assert held is not None and held.numbers_ME.shape == (tokens, LAYERS * TOP_K)
+    assert held.numbers_ME.dtype == torch.uint8
+    bare = pad(replace(whole, trajectories=tuple(replace(one, routes=b"") for one in whole.trajectories)))
+    assert pad(whole)._tensors().keys() == bare._tensors().keys(), "these go to a GPU"
+    numbers_NE, known_N = held.at(torch.tensor([1, 1, 0]), torch.tensor([0, tokens, 0]))
+    assert not known_N[1:].any(), "a row's last token, and a row of another rank"
+    assert numbers_NE[0].tolist() == held.numbers_ME[0].tolist()
 
 
 def test_routes_are_used_where_they_are_asked_for_and_by_the_policy_alone(tmp_path: Path) -> None:

@@ -14,10 +14,20 @@ import pytest
 import torch
 from conftest import COUNTERS, MATH, REPOSITORY
 from safetensors.torch import load_file
-from transformers import CodeGenConfig, Gemma2Config, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CodeGenConfig,
+    Gemma2Config,
+    Gemma3Config,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from streamppo.cli import main
 from streamppo.commands.checks import machine, memory_estimate
+from streamppo.commands.checks import memory as memory_checks
 from streamppo.config import file as configfile
 from streamppo.learner import memory
 from streamppo.learner.model import policy as learner_model
@@ -26,21 +36,27 @@ from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
-PUBLISHED = {
+PUBLISHED: dict[str, Any] = {
     "gsm8k-qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
     | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "math-qwen2.5-7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
     | {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "math-qwen3-32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
+    "math-qwen3-30b-a3b": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "head_dim": 128}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"vocab_size": 151936, "tie_word_embeddings": False},
 }
+KINDS: dict[str, Any] = {"math-qwen3-32b": Qwen3Config, "math-qwen3-30b-a3b": Qwen3MoeConfig}
 """What stands in the config.json of the models that the configurations name."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def model_folder(folder: Path, *, template: str | None = TEMPLATE, **settings: Any) -> Path:
+def model_folder(folder: Path, *, template: str | None = TEMPLATE, kind: Any = Qwen2Config, **settings: Any) -> Path:
     """A folder with config.json, a tokenizer and weights of zeros, which take no disk."""
     folder.mkdir(exist_ok=True)
-    hollow_weights.write(folder, Qwen2Config(**({"vocab_size": 200, "num_key_value_heads": 2} | settings)))
+    hollow_weights.write(folder, kind(**({"vocab_size": 200, "num_key_value_heads": 2} | settings)))
     tokenizer = character_tokenizer("".join(map(chr, range(10, 127))))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -97,7 +113,8 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
 ) -> None:
     config = REPOSITORY / "configs" / f"{name}.toml"
     prepare(config)
-    folder = model_folder(tmp_path / "model", **PUBLISHED[name], max_position_embeddings=32768)
+    kind = KINDS.get(name, Qwen2Config)
+    folder = model_folder(tmp_path / "model", kind=kind, **PUBLISHED[name], max_position_embeddings=32768)
     code, output = checked(config, f"model.path={folder}", "--gpu-gib", "80")
     assert code == 0, output
     comment = "".join(line for line in config.read_text().splitlines(keepends=True) if line.startswith("#"))
@@ -108,6 +125,9 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
         assert size in comment, size
     (parameters,) = re.findall(r"parameters ok ([\d,]+) in", output)
     assert parameters in comment
+    host = next(line for line in output.splitlines() if line.startswith("host memory ok"))
+    (held,) = re.findall(r"holds ([\d.]+ GiB)", host)
+    assert held in comment or name.startswith("gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -440,6 +460,51 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     waits = configfile.change(two, ["learner.offload=true"])
     assert memory.rank(waits, model, longest=10) == twice._replace(state=0)
     assert memory.state(waits, model) == twice.state, "it is in the memory of the machine"
+
+
+def mixture(experts: int = 128) -> Qwen3MoeConfig:
+    """Qwen3-30B-A3B with a smaller vocabulary, or with other experts."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    return Qwen3MoeConfig(
+        **sizes, head_dim=128, vocab_size=97, moe_intermediate_size=768, num_experts=experts, num_experts_per_tok=8
+    )
+
+
+ROUTED = ("rollout.engine={kind='sglang', routes=true}", "rollout.gpus=1", "learner.gpus=1", "model.dtype=bfloat16")
+
+
+def test_a_rank_has_the_routes_of_a_pass_on_its_gpu_and_those_of_its_rows_in_the_machines_memory() -> None:
+    small, large = (
+        configfile.load(MATH, [*ROUTED, "learner.ranks=32", f"queue.batch_size={rows}"]) for rows in (1024, 32768)
+    )
+    model = memory.sizes(mixture(), small.model)
+    assert model.routes == 48 * 8 and memory.sizes(mixture(257), small.model).routes == 2 * 48 * 8
+    one, other = (memory.rank(config, model, longest=1000) for config in (small, large))
+    assert other.batch - one.batch == (32768 - 1024) * 1000 * memory.BATCH
+    assert one.batch - 1024 * 1000 * memory.BATCH == small.learner.micro_batch_tokens * 384
+    assert [memory.routes(config, model, 1000) for config in (small, large)] == [32 * 1000 * 384, 1024 * 1000 * 384]
+    said = [one.text for one in memory_checks.memory(large, mixture(), memory_checks.Gpu(80, True))]
+    assert any(re.search(r"; every rank [\d.]+ [GM]iB of its rows' experts", text) for text in said)
+
+
+def test_what_the_queue_bears_is_said_beside_what_ranks_take_with_the_shards_for_it() -> None:
+    def found(*overrides: str) -> tuple[str, str]:
+        config = configfile.load(MATH, [*ROUTED, "learner.ranks=32", *overrides])
+        (one,) = [
+            one
+            for one in memory_checks.memory(config, mixture(), memory_checks.Gpu(80, True))
+            if one.subject == "queue"
+        ]
+        return one.state, one.text
+
+    state, text = found()
+    assert state == "note" and text.startswith("397 bytes a token of a completion; one queue bears 60 MB/s, 151,134 ")
+    (shards,) = re.findall(r"queue.shards = (\d+) would bear them", text)
+    assert found(f"queue.shards={shards}")[0] == "ok" and found(f"queue.shards={int(shards) - 1}")[0] == "note"
+    state, text = found("rollout.engine.routes=false")
+    assert state == "ok" and text.startswith("13 bytes a token")
+    model = memory.sizes(mixture(), configfile.load(MATH, [*ROUTED]).model)
+    assert model.active == model.parameters - 48 * (128 - 8) * 3 * 2048 * 768
 
 
 def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(

@@ -171,13 +171,13 @@ def test_the_cache_is_that_of_the_configurations_rows_and_not_of_the_whole_conte
     ("overrides", "gib", "states"),
     [
         ((), 64, ["ok"]),
-        ((), 20, ["ok", "error"]),
-        (("cluster.address=auto",), 20, ["ok"]),
+        ((), 16, ["ok", "error"]),
+        (("cluster.address=auto",), 16, ["ok"]),
         (("rollout.slots=1024", "rollout.max_tokens=512"), 128, ["ok", "error"]),
         (("learner.ranks=4", "queue.batch_size=512"), 32, ["ok", "error"]),
-        (("rollout.actors=8",), 64, ["ok", "error"]),
+        (("rollout.actors=8",), 48, ["ok", "error"]),
         (("learner.gpus=1", "rollout.gpus=1", "model.dtype=bfloat16"), 24, ["ok"]),
-        (("learner.gpus=1", "rollout.gpus=1"), 4, ["ok", "not here"]),
+        (("learner.gpus=1", "rollout.gpus=1", "rollout.engine.kind=sglang"), 4, ["ok", "not here"]),
     ],
 )
 def test_what_does_not_fit_into_this_machine_is_an_error(
@@ -189,6 +189,28 @@ def test_what_does_not_fit_into_this_machine_is_an_error(
     if len(got) > 1:
         assert f"are too much for this machine, which has {gib}.0 GiB: " in got[1].text
         assert ("a smaller cache needs less" in got[1].text) == ("rollout.slots=1024" in overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mib", "said"),
+    [
+        ((), 4096, None),
+        (("rollout.engine.kind=sglang",), 4096, "error"),
+        (("rollout.engine.kind=sglang", "rollout.gpus=1"), 4096, "not here"),
+        (("rollout.engine.kind=sglang",), 6144, "ok"),
+        (("rollout.engine.kind=sglang", "cluster.address=auto"), 64, "ok"),
+        (("rollout.engine={kind='sglang', transport='disk', folder='x'}",), 64, None),
+    ],
+)
+def test_two_versions_of_each_sglang_are_compared_with_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], mib: int, said: str | None
+) -> None:
+    """2.2 GiB in float32, twice; and 0.2 GiB of Ray's object store."""
+    monkeypatch.setattr(machine, "shared_mib", lambda: mib)
+    config = config_of(DATA, "rollout.slots=16", "rollout.max_tokens=8", *overrides)
+    got = memory_of(config, monkeypatch, 512).get("/dev/shm", [])
+    assert [one.state for one in got] == ([] if said is None else [said])
+    assert all(one.text.startswith("an engine's actor takes 4.4 GiB: ") for one in got)
 
 
 def test_a_containers_limit_is_the_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +231,18 @@ def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_
 
     def parts(*overrides: str) -> memory_estimate.MachineMemory:
         config = config_of(*overrides)
-        return memory_estimate.machine(config, model, rank, memory_estimate.engine(config, model, 10, 0.0))
+        return memory_estimate.machine(config, model, rank, memory_estimate.engine(config, model, 10, 0.0), 10)
 
     weights, cache = model.parameters * 4, config_of().rollout.slots * 10 * model.cache_per_token
-    assert parts() == (rank.total, 2 * weights + cache, 2 * weights, 3 * weights)
+    assert parts() == (rank.total, 2 * weights + cache, 0, 3 * weights), "a rank alone pushes what actors see"
+    assert parts("learner.ranks=2").weights == parts("learner.deltas=on").weights == weights
     assert parts("rollout.engine.kind=sglang").engines == weights + cache
+    served = {kind: f"rollout.engine={{kind='sglang', transport='{kind}'}}" for kind in ("tensor", "group")}
+    assert parts(served["tensor"], "learner.ranks=2", "rollout.actors=4").weights == 4 * 3 * weights
+    found = [memory_estimate.actor(config_of(one, "learner.ranks=2"), model) for one in served.values()]
+    assert [one.shared for one in found] == [2 * weights, 0] and found[1].private == 2 * weights
+    adapted = memory_estimate.actor(config_of("model.lora.rank=2"), model._replace(trained=100))
+    assert adapted == (0, 2 * weights, 0, 0), "the frozen model, and the next version"
     away = parts("learner.gpus=1", "rollout.gpus=1")
     assert (away.ranks, away.engines) == (0, 0)
     assert parts("learner.gpus=1", "learner.offload=true").ranks == ranks.state(

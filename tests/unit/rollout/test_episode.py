@@ -155,7 +155,7 @@ def test_every_token_keeps_the_experts_of_the_turn_that_it_came_with(tokenizer: 
     engine.routes = True
     episode = play(tokenizer, engine)
     made = episode.trajectory(Identity(task="t", prompt=0, sample=0), "a", Reward())
-    places, calls = routes(made.routes).reshape(-1, 2).T
+    places, calls = routes.read(made.routes, made.route_bytes, len(made.prompt_tokens + made.tokens) // 4 - 1)[0].T
     first = len(episode.prompt_tokens) + int(np.argmin(episode.mask))
     assert places.tolist() == list(range(len(episode.prompt_tokens) + len(episode.tokens) - 1))
     assert calls.tolist() == [1] * (first - 1) + [2] * (len(calls) - first + 1), "an observation is the next turn's"

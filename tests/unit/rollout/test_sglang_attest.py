@@ -172,6 +172,34 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
     run(case(strange))
 
 
+def test_nothing_is_hashed_for_an_engine_whose_checksum_is_another_function(
+    architecture: Architecture, first: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, hashed = architecture.as_saved(first), list[str]()
+
+    def known(tensors: Tensors) -> dict[str, str]:
+        """Checksums as of a CPU, where `Checked` has others, as on a GPU."""
+        hashed.extend(tensors)
+        return {layout.held_name(name): "of a CPU" for name in tensors}
+
+    monkeypatch.setattr(verify_weights, "_expected_checksums", known)
+
+    async def case() -> None:
+        link = Checked(saved, "checksums")
+        attestation = await loaded(link, saved)
+        assert attestation.exact == set()
+        asked = {layout.held_name(name) for name in hashed}
+        assert len(asked) == verify_weights.SMALLEST and "lm_head.weight" not in asked
+        hashed.clear()
+        await swap(link, attestation, {name: tensor + 1 for name, tensor in saved.items()})
+        assert hashed == []
+        link.lost = "lm_head.weight"
+        with pytest.raises(WeightsError, match=r"has not taken lm_head\.weight"):
+            await swap(link, attestation, {name: tensor + 2 for name, tensor in saved.items()})
+
+    run(case())
+
+
 def test_a_mixture_of_experts_is_refused_by_an_engine_that_cannot_show_its_tensors(
     architecture: Architecture, first: dict[str, Tensor]
 ) -> None:

@@ -29,18 +29,20 @@ def rows(*values: float) -> torch.Tensor:
 
 
 def test_parts_lie_in_sglangs_order_whatever_their_order_in_files() -> None:
-    made = tensors_of_rank(
-        {
-            f"{AT}mlp.up_proj.weight": rows(5, 6),
-            f"{AT}self_attn.v_proj.bias": torch.tensor([3.0]),
-            f"{AT}self_attn.k_proj.weight": rows(3),
-            f"{AT}mlp.gate_proj.weight": rows(7, 8),
-            f"{AT}self_attn.q_proj.weight": rows(1, 2),
-            f"{AT}self_attn.v_proj.weight": rows(4),
-            f"{AT}self_attn.q_proj.bias": torch.tensor([1.0]),
-            f"{AT}self_attn.k_proj.bias": torch.tensor([2.0]),
-            "model.norm.weight": torch.ones(2),
-        }
+    made = dict(
+        tensors_of_rank(
+            {
+                f"{AT}mlp.up_proj.weight": rows(5, 6),
+                f"{AT}self_attn.v_proj.bias": torch.tensor([3.0]),
+                f"{AT}self_attn.k_proj.weight": rows(3),
+                f"{AT}mlp.gate_proj.weight": rows(7, 8),
+                f"{AT}self_attn.q_proj.weight": rows(1, 2),
+                f"{AT}self_attn.v_proj.weight": rows(4),
+                f"{AT}self_attn.q_proj.bias": torch.tensor([1.0]),
+                f"{AT}self_attn.k_proj.bias": torch.tensor([2.0]),
+                "model.norm.weight": torch.ones(2),
+            }
+        )
     )
     assert {name: one.flatten().tolist() for name, one in made.items()} == {
         f"{AT}mlp.gate_up_proj.weight": [7, 7, 8, 8, 5, 5, 6, 6],
@@ -55,6 +57,6 @@ def test_experts_stand_side_by_side_in_the_order_of_their_numbers() -> None:
         tensors = {f"{AT}mlp.experts.{n}.{down}.weight": rows(n).T for n in (10, 2)}
         tensors |= {f"{AT}mlp.experts.{n}.{up}.weight": rows(n + 0.5) for n in (10, 2)}
         tensors |= {f"{AT}mlp.experts.{n}.{gate}.weight": rows(n) for n in (10, 2)}
-        made = tensors_of_rank(tensors)
+        made = dict(tensors_of_rank(tensors))
         assert made[f"{AT}mlp.experts.w13_weight"].tolist() == [[[2, 2], [2.5, 2.5]], [[10, 10], [10.5, 10.5]]]
         assert made[f"{AT}mlp.experts.w2_weight"].shape == (2, 2, 1)

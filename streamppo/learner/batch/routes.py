@@ -1,0 +1,81 @@
+"""The engine's experts for the tokens of a batch's rows, in the host's memory. Pure: no Ray, no group.
+
+B rows, M tokens of the rows whose routes a rank has, E numbers of a token, N tokens of a pass.
+
+A pass takes its own tokens' numbers to its device. The rows of other ranks have none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamppo.types import Trajectory, routes
+from streamppo.types.routes import Numbers
+
+
+@dataclass(frozen=True)
+class RowRoutes:
+    """The numbers of M tokens, rows end to end, and whether each token has experts.
+
+    Row b has those of its first `count_B[b]` tokens, from `begin_B[b]` on. `largest` is an upper bound of the experts.
+    Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
+    """
+
+    numbers_ME: Tensor
+    known_M: Tensor
+    begin_B: Tensor
+    count_B: Tensor
+    largest: int
+
+    def select(self, rows: Tensor) -> "RowRoutes":
+        """The routes of `rows`; nothing is copied."""
+        return replace(self, begin_B=self.begin_B[rows], count_B=self.count_B[rows])
+
+    def at(self, row_N: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, E] the numbers of tokens by row and place in it, and whether each has experts; none at a place of -1."""
+        has_N = (token_N >= 0) & (token_N < self.count_B[row_N])
+        place_N = torch.where(has_N, self.begin_B[row_N] + token_N, 0)
+        return self.numbers_ME[place_N], has_N & self.known_M[place_N]
+
+
+def of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
+    """The routes of all rows that have some; None if none has."""
+    counts = [(len(one.prompt_tokens) // 4 + one.num_tokens - 1) * bool(one.routes) for one in trajectories]
+    found = [
+        routes.read(one.routes, one.route_bytes, count)
+        for one, count in zip(trajectories, counts, strict=True)
+        if one.routes
+    ]
+    if not found:
+        return None
+    known_M = np.concatenate([known for _, known in found])
+    numbers_ME = _joined([numbers for numbers, _ in found])
+    count_B = torch.tensor(counts)
+    return RowRoutes(
+        torch.from_numpy(numbers_ME),
+        torch.from_numpy(known_M),
+        count_B.cumsum(0) - count_B,
+        count_B,
+        _largest(numbers_ME, known_M),
+    )
+
+
+def _joined(rows: Sequence[Numbers]) -> Numbers:
+    """All rows end to end, in the wider of their types; a row of another model has fewer numbers, which are -1."""
+    wide = max(numbers.shape[1] for numbers in rows)
+    if all(numbers.shape[1] == wide for numbers in rows):
+        return np.concatenate(rows)
+    return np.concatenate(
+        [
+            np.pad(numbers.astype(np.int16), ((0, 0), (0, wide - numbers.shape[1])), constant_values=-1)
+            for numbers in rows
+        ]
+    )
+
+
+def _largest(numbers_ME: Numbers, known_M: np.ndarray) -> int:
+    largest = int(numbers_ME.max(initial=0))
+    return int(numbers_ME[known_M].max(initial=0)) if largest == routes.UNKNOWN else largest

@@ -1,0 +1,52 @@
+"""The routes of a row: the experts of each of its tokens but the last, layer by layer. Pure: only numpy.
+
+    width    a number is    a token without experts
+    2        int16          -1 in each layer
+    1        uint8          255 in each number
+
+Example: 48 layers with 8 of 128 experts are 384 numbers a token, and 384 bytes with a width of 1. Numbers that a width
+of 1 cannot tell, such as expert 256 or a single missing layer, have a width of 2.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamppo.types.crossing import Flags, Routes
+
+Numbers: TypeAlias = NDArray[np.uint8 | np.int16]
+UNKNOWN = 255
+"""The number of a token without experts, where the width is 1."""
+DTYPES = {1: np.dtype("u1"), 2: np.dtype("<i2")}
+
+
+def column(routes_SE: Routes) -> tuple[bytes, int]:
+    """The bytes column of the experts, and its width: 1 if that loses nothing."""
+    width = 1 if _fits(routes_SE) else 2
+    return routes_SE.astype(DTYPES[width]).tobytes(), width
+
+
+def read(column: bytes, width: int, tokens: int) -> tuple[Numbers, Flags]:
+    """[tokens, E] the numbers, without a copy, and whether each token has experts."""
+    numbers_SE = np.frombuffer(column, dtype=DTYPES[width]).reshape(tokens, -1)
+    return numbers_SE, (numbers_SE != (UNKNOWN if width == 1 else -1)).any(axis=1)
+
+
+def flaw(column: bytes, width: int, tokens: int) -> str | None:
+    """Why a column is no number of experts for each of so many `tokens`; or None."""
+    if width not in DTYPES:
+        return f"routes of {width} bytes a number"
+    if len(column) % (width * tokens):
+        return f"routes of {len(column)} bytes for {tokens} tokens"
+    lowest = np.frombuffer(column, dtype=DTYPES[width]).min(initial=0)
+    return f"a route to expert {lowest}" if lowest < -1 else None
+
+
+def _fits(routes_SE: Routes) -> bool:
+    """True if `read` tells the same tokens with a width of 1."""
+    if routes_SE.max(initial=0) > UNKNOWN:
+        return False
+    lowest_S, highest_S = routes_SE.min(axis=1, initial=UNKNOWN), routes_SE.max(axis=1, initial=-1)
+    is_known_S = highest_S >= 0
+    return bool((lowest_S[is_known_S] >= 0).all() and (lowest_S[is_known_S] < UNKNOWN).all())
