@@ -51,10 +51,6 @@ async def score(trajectory: ScoredText, **_: object) -> float:
     return len(set(trajectory.completion)) / 5
 
 
-# A reward of streamppo's own runs here; a process of the other kind would load the task's from its file.
-score.__module__ = arithmetic.__name__
-
-
 def train(folder: Path, *, dies_at: int | None = None) -> "subprocess.CompletedProcess[str]":
     """Begin the run in `folder`, or go on with it, to its last update; or end as by a kill after one."""
     with tempfile.TemporaryDirectory() as output:
