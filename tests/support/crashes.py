@@ -1,6 +1,9 @@
 """Repeat one durable operation, and make it fail at its first, second, third, ... file-system call.
 
-    python crashes.py archive|checkpoint crash|full FOLDER        prints the number of survived crashes or full disks
+    python crashes.py archive|checkpoint crash|full each|ends FOLDER
+
+It prints the number of survived crashes or full disks. `each` takes every call. `ends` takes three of the writes to one
+file in a row: the first, the middle, the last. Example: one file is 363 of the 394 calls of a checkpoint.
 
 A failing write leaves half of its bytes; all later file-system calls fail too, also those of the cleanup. If the disk
 is full, the error must be one of ours and name the file. After each failure the last good state must load, and a second
@@ -15,7 +18,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from streamppo.queue.store.archive import Archive
 from streamppo.types import Batch
 from streamppo.weights.pusher import PushedVersion
 
+WRITE = "write to "
 CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open")
 
 
@@ -54,10 +58,11 @@ def full() -> BaseException:
 
 
 class Shim:
-    """Counts file-system calls; call number `at` and all later ones raise `error()`."""
+    """Notes file-system calls; call number `at` and all later ones raise `error()`, with `None` no call does."""
 
-    def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
-        self.left = at
+    def __init__(self, at: int | None, error: Callable[[], BaseException]) -> None:
+        self.at = at
+        self.calls = list[str]()
         self.error = error
 
     def __enter__(self) -> "Shim":
@@ -73,13 +78,17 @@ class Shim:
             setattr(os, name, function)
         io.open = builtins.open = self._kept[1]
 
-    def hit(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
+    @property
+    def reached(self) -> bool:
+        return self.at is not None and len(self.calls) >= self.at
+
+    def hit(self, call: str) -> bool:
+        self.calls.append(call)
+        return self.reached
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **words: Any) -> Any:
-            if self.hit():
+            if self.hit(function.__name__):
                 raise self.error()
             return function(*arguments, **words)
 
@@ -93,8 +102,8 @@ class File:
         self._file, self._shim = file, shim
 
     def write(self, data: Any) -> Any:
-        if self._shim.hit():
-            if self._shim.left == 0:
+        if self._shim.hit(f"{WRITE}{self._file.name}"):
+            if len(self._shim.calls) == self._shim.at:
                 self._file.write(data[: len(data) // 2])
                 self._file.flush()
             raise self._shim.error()
@@ -168,40 +177,60 @@ def check_checkpoint(folder: Path) -> None:
     assert manifest.complete(folder)[-1].name == "00000002"
 
 
+def chosen(write: Callable[[Path], None], base: Path, error: Callable[[], BaseException]) -> list[int]:
+    """The numbers of the calls of `write`, counted from 1; of writes to one file in a row three."""
+    folder = base / "whole"
+    shutil.copytree(base / "good", folder)
+    with Shim(None, error) as shim:
+        write(folder)
+    numbers, found = itertools.count(1), list[int]()
+    for call, alike in itertools.groupby(shim.calls):
+        row = [next(numbers) for _ in alike]
+        found += sorted({row[0], row[len(row) // 2], row[-1]}) if call.startswith(WRITE) else row
+    return found
+
+
 def survived(
-    write: Callable[[Path], None], check: Callable[[Path], None], base: Path, error: Callable[[], BaseException]
+    write: Callable[[Path], None],
+    check: Callable[[Path], None],
+    base: Path,
+    error: Callable[[], BaseException],
+    numbers: Iterable[int],
 ) -> int:
-    """Return the number of failing calls after which `write` completes; `check` tests the folder after each failure."""
-    for at in itertools.count(1):
+    """Return how many failing calls of `numbers` were survived; `check` tests the folder after each failure."""
+    for done, at in enumerate(numbers):
         folder = base / str(at)
         shutil.copytree(base / "good", folder)
         with Shim(at, error) as shim:
             try:
                 write(folder)
             except BaseException as raised:
-                assert shim.left <= 0, f"call {at} was not reached"
+                assert shim.reached, f"call {at} was not reached"
                 told = isinstance(raised, JournalError | CheckpointError) and f"{folder}/00000002" in str(raised)
                 assert told or error is crash, repr(raised)
                 traceback.print_exc()
             else:
-                assert shim.left > 0, f"nobody was told of call {at}"
+                assert not shim.reached, f"nobody was told of call {at}"
         check(folder)
         shutil.rmtree(folder)
-        if shim.left > 0:
-            return at - 1
-    raise AssertionError
+        if not shim.reached:
+            return done
+    return done + 1
 
 
-def main(what: str, error: Callable[[], BaseException], base: Path) -> int:
+def main(what: str, error: Callable[[], BaseException], calls: str, base: Path) -> int:
     good = base / "good"
     good.mkdir()
     if what == "archive":
         known = record(Archive(good, {}), 1)
-        return survived(write_archive, lambda folder: check_archive(folder, known), base, error)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    save_checkpoint(good, 1)
-    return survived(save_checkpoint, check_checkpoint, base, error)
+        write, check = write_archive, lambda folder: check_archive(folder, known)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        save_checkpoint(good, 1)
+        write, check = save_checkpoint, check_checkpoint
+    numbers = chosen(write, base, error) if calls == "ends" else itertools.count(1)
+    return survived(write, check, base, error, numbers)
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], {"crash": crash, "full": full}[sys.argv[2]], Path(sys.argv[3])))
+    print(main(sys.argv[1], {"crash": crash, "full": full}[sys.argv[2]], sys.argv[3], Path(sys.argv[4])))
