@@ -3,8 +3,8 @@
     seed = blake2b(run's seed, task, prompt, sample, attempt), and of a later turn blake2b(seed, turn)
     u_t  = splitmix64(seed + t * GOLDEN) / 2**64, for token t of the turn
 
-Splitmix64 is the generator of https://doi.org/10.1145/2714064.2660195. So `queue.max_lag = 0` is the same run whatever
-the number of rollout actors, and two runs that differ in one setting sample with common random numbers.
+Splitmix64 is the generator of https://doi.org/10.1145/2714064.2660195. So `queue.max_lag = 0` samples the same tokens
+with any number of rollout actors, and two runs that differ in one setting sample with common random numbers.
 """
 
 import hashlib

@@ -33,8 +33,9 @@ SMALL = (
     "model.tiny.max_steps=3",
     "evaluation.every=0",
     "learner.warmup_updates=0",
+    "reward.where=actor",  # another process would load the task's own from its file, and score 0 throughout
 )
-"""A run of six small updates at lag 0."""
+"""A run of six small updates at lag 0, with the reward `score` of this file."""
 DIED = 9
 
 

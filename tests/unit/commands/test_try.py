@@ -28,7 +28,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of six updates at lag 0, with checkpoints of 2, 4 and 6, whose reward is that of thread_run.py."""
-    return thread_run.trained(tmp_path_factory.mktemp("tried"), "learner.lr=1e-2", "reward.where=actor")
+    return thread_run.trained(tmp_path_factory.mktemp("tried"), "learner.lr=1e-2")
 
 
 @pytest.fixture(autouse=True)
