@@ -53,6 +53,7 @@ LOOKS = {
     "bundle": ["bundle", "RUN", "--update", "4", "--to", "BUNDLE"],
     "fork": ["fork", "RUN", "--at", "3", "--name", "forked", "--runs", "FORKS"],
     "bisect": ["bisect", "RUN", "--metric", "entropy", "--below", "9"],
+    "try": ["try", "RUN", "--version", "3", "--prompt", "0", "-n", "1"],
     "bisect what was changed": ["bisect", "RUN", "--metric", "entropy", "--below", "0", "--set", "learner.lr=1e-3"],
 }
 PAGE = ["/", "/watch.js", "/sections", "/batch", "/batch/3", "/batch/3/0", "/batch/9/9"]
@@ -64,6 +65,7 @@ ENDS = {
     "resume": BEGUN,
     "bundle": BEGUN,
     "fork": BEGUN,
+    "try": BEGUN,
     "bisect what was changed": BEGUN,
     "export": "no checkpoint of version 3",
     "inspect the time": "no process has told",
