@@ -16,6 +16,7 @@ import learner_case
 import msgspec
 from replay_case import Actor, without_ray
 
+from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, model_path
 from streamppo.tasks.library import arithmetic
@@ -43,7 +44,9 @@ def begin(runs: Path, *overrides: str, name: str = "math") -> Path:
     """Make the folder of a run, which has not begun."""
     folder = runs / name
     folder.mkdir(parents=True)
-    configfile.save(configfile.load(MATH, [*SMALL, f"name={name}", *overrides]), folder)
+    config = configfile.load(MATH, [*SMALL, f"name={name}", *overrides])
+    configfile.save(config, folder)
+    consent.give(folder, config)
     return folder
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import ray
 import replay_case
 import thread_run
+import torch
+import torch.distributed as dist
 from msgspec import structs
 
 import streamppo
@@ -23,10 +26,16 @@ from streamppo.commands.bundle.file import Bundle
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
 from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint, distcp
+from streamppo.learner.checkpoint.checkpoint import TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.model import optimizer
+from streamppo.learner.update import Updater
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.types import flags
+from streamppo.weights.pusher import PushedVersion
 
 pytestmark = pytest.mark.process
 TIMES = {"score_s", "train_s"}
@@ -111,6 +120,48 @@ def test_it_is_made_without_ray_and_the_last_line_says_so(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"version 5 made again bit for bit: its digest {digest[:12]} is that of the journal"
     assert not ray.is_initialized()
+
+
+def saved_by_ranks(_: int, model: Path, to: Path) -> dict[str, torch.Tensor]:
+    """Save the checkpoint of several ranks after an update; return the whole tensors that are trained."""
+    one = trained(model, "learner.ranks=2")
+    one.update(pad(bundle_case.case.batch()))
+    saver, pushed = checkpoint.Saver(dist.new_group(backend="gloo"), one.config.checkpoint), Future[PushedVersion]()
+    pushed.set_result(PushedVersion("", 0.0, 0))
+    state = CheckpointState(version=1, digest="", ranks=2, beta=0.0, bad_steps=(0, 0))
+    saver.start(to, state, TrainState(one.policy, one.optimizer, None), pushed)
+    saver.wait()
+    return tensors_of(one)
+
+
+def trained(model: Path, *overrides: str) -> Updater:
+    one = bundle_case.case.updater(bundle_case.case.config_of("learner.lr=0.01", *overrides), model)
+    one.optimizer = optimizer.adamw(one.policy, one.config)
+    return one
+
+
+def tensors_of(one: Updater) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in one.policy.named_parameters():
+        found[f"policy.{name}"] = bundle_case.case.full(parameter).clone()
+        for kind, moment in one.optimizer.state[parameter].items():
+            found[f"optimizer.{name}.{kind}"] = bundle_case.case.full(moment).clone()
+    return found
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_tensors_of_two_ranks_are_whole_in_a_bundle(folder: Path, tmp_path: Path) -> None:
+    expected = bundle_case.case.by_ranks(saved_by_ranks, 2, tmp_path, folder, tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "00000001"
+    stored = distcp.room(path)
+    distcp.load(stored, path, alone=True)
+    named = {new: stored[old] for old in stored if (new := make._name(old))}
+    one = trained(folder)
+    checkpoint.restore(TrainState(one.policy, one.optimizer, None), named)
+    found = tensors_of(one)
+    assert found.keys() == expected.keys() and "rng" in named
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert any(expected[name].any() for name in expected if name.endswith("exp_avg"))
 
 
 def test_a_change_makes_another_version_and_is_named(bundled: Path, capsys: pytest.CaptureFixture[str]) -> None:
