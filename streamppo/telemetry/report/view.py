@@ -271,6 +271,8 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
     whole, shift = found["rows"][0], found["advantage_shift"]
     if whole["reward"] is None or whole["as_zero"] is None or shift is None:
         return "Nothing was trained on.", RunsTable(ATTEMPTS, rows)
+    if not (whole["failed"] or whole["dropped"] or whole["lost"]):
+        return "Every attempt was trained on.", RunsTable(ATTEMPTS, rows)
     text = (
         f"With 0 for each attempt that came to nothing the mean reward would be {whole['as_zero']:.4f}, and not "
         f"{whole['reward']:.4f}; advantages would be {shift:+.4f} on average"

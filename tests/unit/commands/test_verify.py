@@ -13,6 +13,7 @@ import pytest
 import replay_case
 import thread_run
 from manipulations import MANIPULATIONS
+from test_hostile_folders import PLANTED
 
 import streamppo
 from streamppo import cli
@@ -23,6 +24,9 @@ from streamppo.queue.store.journal import Journal
 
 pytestmark = pytest.mark.process
 DRAWS, SEED = 200, 47
+FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "inputs.json"]
+FILES += ["archive/00000003.zarr.zip", "model/config.json", "checkpoints/00000004/manifest.json", "final/config.json"]
+FILES += ["checkpoints/00000004/.metadata", "final/model.safetensors"]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +162,17 @@ def test_what_no_record_shows_is_found_by_updates_that_are_made_again(name: str,
     code, told = verified(copy, "--updates", "6")
     assert code == 1 and told["faults"] and len(told["remade"]) == 6
     assert "again" in told["faults"][0]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", PLANTED)
+def test_files_of_strangers_are_faults_and_no_traceback(content: str, exact: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(FILES):
+        copy = shutil.copytree(exact, tmp_path / f"{number}" / "math")
+        if name == "journal.sqlite":
+            (copy / "journal.sqlite-wal").unlink()
+        (copy / name).write_bytes(PLANTED[content])
+        assert verify.check(copy, 0).faults, name
 
 
 # --- the command ---------------------------------------------------------------------------------------------
