@@ -39,7 +39,7 @@ class Poll:
         with subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True) as page:
             try:
                 assert page.stdout
-                address = re.search(r"http://\S+", page.stdout.readline())
+                address = re.search(r"http://[^\s#]+", page.stdout.readline())
                 assert address, "the page did not say its address"
                 self._ask(address[0])
             except (AssertionError, OSError) as error:

@@ -11,9 +11,10 @@ from typing import Any
 import bring_case
 import pytest
 from conftest import REPOSITORY
+from replay_case import replay
 
 README = (REPOSITORY / "examples" / "README.md").read_text()
-SHORT = ("updates=3", "queue.batch_size=16", "model.tiny.max_steps=20")
+SHORT = ("updates=3", "queue.batch_size=16", "model.tiny.max_steps=20", "evaluation.prompts=16")
 
 
 def python(*arguments: str, folder: Path = REPOSITORY, log: bool = True) -> str:
@@ -98,6 +99,7 @@ def test_a_service_scores_a_run(tmp_path: Path) -> None:
     assert any(0.0 < line["reward_digits"] != line["reward"] for line in found)
 
 
+@pytest.mark.slow
 def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
     python("-m", "streamppo", "run", "examples/second_chance.toml", "--runs", str(tmp_path), *SHORT)
     found = updates(tmp_path / "second_chance")
@@ -105,6 +107,7 @@ def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
     assert all(0.0 <= line["reward_first"] <= line["reward"] <= 1.0 for line in found)
 
 
+@pytest.mark.slow
 def test_an_agent_with_two_tools_trains_a_run_and_is_replayed_without_it(tmp_path: Path) -> None:
     python("-m", "streamppo", "run", "examples/calculator_agent.toml", "--runs", str(tmp_path), *SHORT)
     run = tmp_path / "calculator_agent"
@@ -113,7 +116,8 @@ def test_an_agent_with_two_tools_trains_a_run_and_is_replayed_without_it(tmp_pat
     assert all(0.0 <= line["reward_right"] == line["reward"] <= 1.0 for line in found)
     counted = json.loads((run / "summary.json").read_text())["engines"]["agents"]
     assert counted["runs"] >= 48 and counted["requests"] >= counted["runs"]
-    assert "bit for bit" in python("-m", "streamppo", "replay", str(run))
+    done = replay(run)
+    assert "bit for bit" in done.stdout, done.stderr
 
 
 def test_a_loss_an_advantage_and_a_correction_of_the_user_train_a_run_that_is_replayed(tmp_path: Path) -> None:

@@ -184,22 +184,6 @@ def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     assert not (tmp_path / "chaos" / "weights").exists(), "a run that has ended needs no weights on their way"
 
 
-def test_rollout_actors_are_added_and_one_that_hangs_is_replaced(tmp_path: Path) -> None:
-    run = tmp_path / "math"
-    with started(tmp_path, *SHORT, "updates=100000", "watchdog.heartbeat_s=10") as process:
-        wait_for_updates(tmp_path, 2)
-        assert scaled(run, 2) == f"{run}: rollout actors: 2, before: 1\n"
-        wait_for_batches_by(run, {"rollout-1"})
-        actors("ray::RolloutActor", tmp_path)[0].send_signal(signal.SIGSTOP)
-        before = wait_for_line(process, "rollout-0: silent for more than 10 s; starting rollout again")
-        wait_for_updates(tmp_path, len(updates(tmp_path)) + 5)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.SIGINT, before + output
-        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
-    assert summary(tmp_path)["restarts"]["rollout"] == 1
-
-
 @pytest.mark.slow
 def test_a_rank_in_a_long_update_is_not_silent_and_one_that_hangs_is_replaced(tmp_path: Path) -> None:
     loss = f"algorithm.policy_loss={{kind='function', function='{SUPPORT / 'slow_loss.py'}:loss'}}"
@@ -324,21 +308,29 @@ def test_calls_that_ray_repeats_or_loses_train_nothing_twice(tmp_path: Path, mon
 # --- stopping and going on -----------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_stopped_goes_on_from_that_very_version_even_with_changes(tmp_path: Path) -> None:
-    with started(tmp_path, *SHORT, "updates=100000") as process:
-        wait_for_updates(tmp_path, 6)
+def test_actors_are_added_one_that_hangs_is_replaced_and_a_stopped_run_goes_on_from_that_very_version(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "math"
+    with started(tmp_path, *SHORT, "updates=100000", "watchdog.heartbeat_s=10") as process:
+        wait_for_updates(tmp_path, 2)
+        assert scaled(run, 2) == f"{run}: rollout actors: 2, before: 1\n"
+        wait_for_batches_by(run, {"rollout-1"})
+        actors("ray::RolloutActor", tmp_path)[0].send_signal(signal.SIGSTOP)
+        before = wait_for_line(process, "rollout-0: silent for more than 10 s; starting rollout again")
+        wait_for_updates(tmp_path, len(updates(tmp_path)) + 5)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.SIGTERM, output
+        assert process.returncode == 128 + signal.SIGTERM, before + output
         assert "stopped by SIGTERM" in output and "Traceback" not in output
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
-    assert "SIGTERM" in summary(tmp_path)["outcome"]
+    assert "SIGTERM" in summary(tmp_path)["outcome"] and summary(tmp_path)["restarts"]["rollout"] == 1
     stopped_at = max(digests(tmp_path))
-    assert (tmp_path / "math" / "checkpoints" / f"{stopped_at:08d}" / "manifest.json").is_file()
+    assert (run / "checkpoints" / f"{stopped_at:08d}" / "manifest.json").is_file()
     resumed(tmp_path, f"updates={stopped_at + 8}")
     assert summary(tmp_path)["updates"] == stopped_at + 8
     assert [row["update"] for row in updates(tmp_path)] == list(range(1, stopped_at + 9))
-    assert all_accounted(tmp_path / "math").consumed == (stopped_at + 8) * 64
+    assert all_accounted(run).consumed == (stopped_at + 8) * 64
 
 
 @pytest.mark.slow

@@ -241,12 +241,9 @@ def test_too_many_deaths_end_the_run_and_name_the_stage(tmp_path: Path, part: st
         assert gone(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "queue"),
-    [
-        ("ray::Rank", "the queue is at version"),
-        pytest.param("ray::QueueActor", "the queue gives no answer", marks=pytest.mark.slow),
-    ],
+    ("part", "queue"), [("ray::Rank", "the queue is at version"), ("ray::QueueActor", "the queue gives no answer")]
 )
 def test_a_stage_that_hangs_ends_the_run_and_it_is_said_what_everybody_waits_for(
     tmp_path: Path, part: str, queue: str

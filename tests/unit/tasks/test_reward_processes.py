@@ -87,8 +87,12 @@ def test_a_busy_process_is_not_replaced() -> None:
 
 
 @pytest.mark.parametrize("function", ["sync", "awaiting"])
-def test_a_template_that_dies_is_replaced(function: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_dies_is_replaced(
+    function: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
+        # A template takes a second to start: three deaths pass the bound as six do.
+        monkeypatch.setattr(forks, "DEATHS", 1)
         async with started(faulty(function)) as rewards:
             for _ in range(forks.DEATHS + 2):
                 assert await total(rewards, "fine") == 1.0
