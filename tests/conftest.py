@@ -56,8 +56,7 @@ COUNTERS = Counters(
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 2 * 2**30
 """Tests have their folders in memory if that much of it is free: a disk takes milliseconds for each flush.
 
-Example: the tests of the queue's actor, journal and standby flush 25,000 times. They compute and wait 85 s on a disk, and
-31 s here.
+Example: the tests of the queue's actor, journal and standby flush 25,000 times: 85 s on a disk, and 31 s in memory.
 """
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
     # What pytest has for the folder above all folders of tests.
