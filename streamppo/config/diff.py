@@ -38,6 +38,7 @@ NOT_LEARNING = (
 )
 """Fields and sections that do not affect the result of an update on a given batch."""
 LEARNING = (
+    "reward.correct_at",
     "rollout.max_tokens",
     "rollout.temperature",
     "rollout.engine.routes",
@@ -61,8 +62,12 @@ def learning(config: Config) -> dict[str, object]:
     values = {
         name: value for name, value in _placeless(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
     }
+    queue = config.queue
+    values |= {"queue.segments.prefix": queue.prefix, "queue.segments.explained": queue.least_explained}
+    # An adaptive lag steers the learning rate.
+    values["queue.flow_lag"] = None if queue.first_lag is None else queue.flow_lag
     # A fractional GPU gives the same results, so only gpus > 0 matters.
-    return values | {"learner.gpus": config.learner.gpus > 0, "queue.segments.prefix": config.queue.prefix}
+    return values | {"learner.gpus": config.learner.gpus > 0}
 
 
 def fields(config: Config) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Two configurations of one run are compared by the names of their fields."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -44,6 +45,8 @@ def test_an_update_does_not_depend_on_these(override: str) -> None:
     "override",
     [
         "seed=2",
+        "reward.correct_at=0.5",
+        "queue.segments={max_tokens=2}",
         "learner.lr=1",
         "algorithm.advantage.kind=vtrace",
         "algorithm.advantage.lam=0.5",
@@ -111,3 +114,26 @@ def test_of_two_names_on_a_hub_every_part_counts() -> None:
 def test_every_value_has_a_dotted_name() -> None:
     names = fields(configfile.load(MATH))
     assert names["algorithm.advantage.kind"] == "gae" and names["learner.betas"] == (0.9, 0.999)
+
+
+READ = re.compile(r"config\.((?:reward|environment|rollout|queue|evaluation|cluster|checkpoint)\.\w+(?:\.\w+)?)")
+NUMBERS = {
+    "queue.least_explained": "queue.segments.explained",
+    "queue.prefix": "queue.segments.prefix",
+    "queue.first_lag": "queue.max_lag",
+    "queue.segments": "queue.segments.explained",
+}
+"""Properties that an update reads, by the number of `learning` that stands for them."""
+ELSEWHERE = ("checkpoint.remote", "checkpoint.remote.rstrip", "cluster.address", "cluster.own_disks", "queue.shards")
+"""Where weights are kept and where columns come from: no number of an update."""
+
+
+def test_every_field_of_other_stages_that_the_learner_reads_is_one_of_learning() -> None:
+    known, read = set(learning(configfile.load(MATH, ["rollout.engine={kind='sglang'}"]))), set[str]()
+    for room in ("learner", "algorithms"):
+        for file in (REPOSITORY / "streamppo" / room).rglob("*.py"):
+            read |= {*READ.findall(file.read_text())}
+    assert "reward.correct_at" in read, "the pattern finds none"
+    names = {NUMBERS.get(name, name) for name in read.difference(ELSEWHERE)}
+    missing = {name for name in names if not any(f"{one}.".startswith(f"{name}.") for one in known)}
+    assert not missing, "a change of them on a resume would be replayed with the first value"
