@@ -54,7 +54,7 @@ LAGGED = {
     "mean": ("queue.admission=mean", "queue.too_old=keep", *LAG),
     "turns": (*TURNS, *LAG),
 }
-QUICK = {"grpo", "adapters", "segments", "adaptive", "turns"}
+QUICK = {"adapters", "adaptive segments", "turns"}
 """The others cross the same code; they are slow together."""
 
 
