@@ -68,6 +68,8 @@ class Poll:
                 return json.load(answer)
         except HTTPError as error:
             self.errors[f"{error.code}: {error.read().decode()[:300]}"] += 1
+        except TimeoutError:
+            self.errors[f"no reply within {START_S:g} s"] += 1
         return {}
 
     def end(self) -> None:
