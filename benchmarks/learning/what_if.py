@@ -2,11 +2,10 @@
 
     python benchmarks/learning/what_if.py --seeds 1 2 3 --json what-if.json [--only lr-double]
 
-A replay trains the changed learner on the batches of the run, whose policy has sampled them (here `bisect --set`, which makes the
-same versions and evaluates them). A fork samples its own. Both
-begin at version 0 of a run of configs/math.toml with 64 updates, and are compared with that run at horizons of 1 to 64
-updates: `accuracy` is that of the version, any other metric its mean over the updates from half the horizon to the
-horizon.
+A replay trains the changed learner on the batches of the run, whose policy has sampled them; here by `bisect --set`,
+which makes the same versions and evaluates them. A fork samples its own. Both begin at version 0 of a run of
+configs/math.toml with 64 updates, and are compared with that run at horizons of 1 to 64 updates: `accuracy` is that of
+the version, any other metric its mean over the updates from half the horizon to the horizon.
 
 A verdict of a metric is the sign of its mean difference from the run over all seeds, and 0 if that is within two
 standard errors. Where the fork has a verdict, the replay agrees, is silent, or says the opposite.
@@ -136,7 +135,8 @@ def _streamppo(*arguments: str) -> None:
     command = [sys.executable, "-m", "streamppo", *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
     if process.returncode:
-        sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{process.stdout[-2000:]}{process.stderr[-2000:]}")
+        said = f"{process.stdout[-2000:]}{process.stderr[-2000:]}"
+        sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{said}")
 
 
 def _accuracies(run: Path) -> dict[int, float]:
