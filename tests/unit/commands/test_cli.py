@@ -53,7 +53,7 @@ def test_the_value_of_an_override_may_be_negative_and_contain_dashes(capsys: pyt
 
 
 COMPLETED = {
-    "re": ["reward-test", "resume", "replay", "report"],
+    "re": ["reward-test", "replay", "resume", "report"],
     "run --dr": ["--dry-run"],
     "run a.toml --r": ["--resume", "--runs"],
     "run a": ["a.toml"],
