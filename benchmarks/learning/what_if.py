@@ -140,7 +140,8 @@ def _streamppo(*arguments: str) -> None:
 
 
 def _accuracies(run: Path) -> dict[int, float]:
-    return {line["evaluation"]: line["accuracy"] for line in metrics_file.read(run) if "evaluation" in line}
+    lines = [line for line in metrics_file.read(run) if "evaluation" in line]
+    return {line["evaluation"]: float(right) for line in lines if (right := line["accuracy"]) is not None}
 
 
 def values(updates: Sequence[Mapping[str, Any]], accuracies: Mapping[int, float]) -> Values:
