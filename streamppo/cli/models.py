@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from streamppo.cli.words import RunFolder, Trust, Versions, Whole, app
+from streamppo.cli.words import Count, RunFolder, Trust, Versions, Whole, app
 from streamppo.commands import run_argument
 from streamppo.config import file as configfile
 
@@ -40,9 +40,7 @@ def evaluate(
         ),
     ],
     version: Annotated[Whole | None, Parameter(help="The checkpoint of the run (default: the newest).")] = None,
-    samples: Annotated[
-        Whole, Parameter(validator=Number(gte=0), help="Samples of each prompt for pass@k (default: 8).")
-    ] = 8,
+    samples: Annotated[Count, Parameter(help="Samples of each prompt for pass@k (default: 8).")] = 8,
     json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
@@ -62,7 +60,7 @@ def try_versions(
     *,
     versions: Versions,
     prompt: Annotated[str, Parameter(help="Its number, as for `inspect --prompt`; or a text.")],
-    at: Annotated[Whole, Parameter(validator=Number(gte=0), help="The token to go on from (default: the first).")] = 0,
+    at: Annotated[Count, Parameter(help="The token to go on from (default: the first).")] = 0,
     sample: Annotated[Whole | None, Parameter(help="Which of its samples (default: the first in the archive).")] = None,
     attempt: Annotated[Whole | None, Parameter(help="Which attempt at that (default: the newest).")] = None,
     n: Annotated[
