@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
-LEAST = 4
-"""Rows of a product from which on one thread of MKL computes each of them in the same way."""
+LEAST = 16
+"""Rows of a product from which on one thread of MKL computes each of them in the same way, in float32."""
 
 
 class _Filling(NamedTuple):

@@ -19,6 +19,7 @@ from streamppo.types import Identity
 MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
+    "wide": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL | {"hidden_size": 384, "intermediate_size": 1536})),
 }
 COUNT = 16
 
@@ -48,7 +49,7 @@ async def completions(model: Any, requests: list[tuple[np.ndarray, Sampling]], s
         await engine.stop()
 
 
-@pytest.mark.parametrize(("name", "longest"), [("qwen2", 12), ("qwen2", 50), ("qwen3", 50)])
+@pytest.mark.parametrize(("name", "longest"), [("qwen2", 12), ("qwen2", 50), ("qwen3", 50), ("wide", 12)])
 def test_completions_are_the_same_bits_whatever_is_sampled_beside_them(name: str, longest: int) -> None:
     model, requests = disturbed(MODELS[name], 0), asked(3, longest)
     order = random.Random(0).sample(range(COUNT), COUNT)
