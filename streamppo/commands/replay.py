@@ -7,7 +7,7 @@ RUN/replays/1.json    the recorded numbers beside the new ones, for each version
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
@@ -77,13 +77,13 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if changes:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in chosen.values()))
-    try:
-        with ExitStack() as ending:
-            mark = ending.enter_context(orphans.ends())
-            ending.callback(ray.shutdown)
-            digests, reports = _remake(run, History(chosen, history.digests(configs, recorded)), last, mark)
-    except RayError as error:
-        raise RunError(f"the learner: {describe(error)}") from error
+    past = History(chosen, history.digests(configs, recorded))
+    begin = oldest_start(run, past)
+    if begin and last < int(begin.name):
+        raise JournalError(
+            f"{run}: versions before {int(begin.name)} cannot be made again: their batches were not kept"
+        )
+    digests, reports = remake(run, past, begin, last)
     exact = all(config.learner.exact for config in configs.values())
     other = [] if changes else _compare(recorded, digests, exact=exact)
     if changes or not exact:
@@ -109,19 +109,6 @@ def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> C
     return threads.resolved(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
-def _remake(run: Path, past: History, last: int, mark: str) -> tuple[dict[int, str], list[UpdateReport]]:
-    """Make all versions to `last`: the digest of every version, the report of every update.
-
-    They begin with version 1, or after the oldest checkpoint whose batches are kept, as the run's `past` has them.
-    """
-    begin = oldest_start(run, past)
-    if begin and last < int(begin.name):
-        raise JournalError(
-            f"{run}: versions before {int(begin.name)} cannot be made again: their batches were not kept"
-        )
-    return remake(run, past, begin, last, mark)
-
-
 Export: TypeAlias = Callable[[Path], None]
 """Writes the weights of the version that was just made to a new folder, as a Hugging Face model."""
 
@@ -131,7 +118,6 @@ def remake(
     past: History,
     begin: Path | None,
     last: int,
-    mark: str,
     *,
     checkpoints: Path | None = None,
     until: Callable[[UpdateReport, Export], bool] = lambda *_: False,
@@ -139,13 +125,29 @@ def remake(
     """Make the versions behind the checkpoint `begin` (None: version 0) up to `last`, or up to one that ends `until`.
 
     Returns the digest of every version, and the report of every update. The last version is saved under `checkpoints`,
-    if given. Ray's processes have the `mark`.
+    if given. The learner's ranks run on a Ray of their own, which ends with the call. Raises `RunError` if one fails.
     """
-    start = int(begin.name) if begin else 0
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
-    first = past.at(start)
-    init_ray(first, mark)
+    with orphans.ends() as mark:
+        try:
+            init_ray(past.at(int(begin.name) if begin else 0), mark)
+            return _remake(run, past, begin, last, checkpoints, until)
+        except RayError as error:
+            raise RunError(f"the learner: {describe(error)}") from error
+        finally:
+            ray.shutdown()
+
+
+def _remake(
+    run: Path,
+    past: History,
+    begin: Path | None,
+    last: int,
+    checkpoints: Path | None,
+    until: Callable[[UpdateReport, Export], bool],
+) -> tuple[dict[int, str], list[UpdateReport]]:
+    first = past.at(int(begin.name) if begin else 0)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))

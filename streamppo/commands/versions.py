@@ -1,20 +1,16 @@
 """A version of a run: its checkpoint, or the updates from an earlier one made again from the archive."""
 
 import logging
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-import ray
 from msgspec import structs
-from ray.exceptions import RayError
 
 from streamppo.commands import replay
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver.ray import orphans
-from streamppo.driver.ray.cluster import describe
-from streamppo.errors import CheckpointError, Diverged, JournalError, RunError
+from streamppo.errors import CheckpointError, Diverged, JournalError
 from streamppo.learner.checkpoint import history as histories
 from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.history import ANY, History
@@ -71,15 +67,9 @@ def remake(past: Past, begin: Path | None, into: Path) -> None:
             f"Take that of a checkpoint ({_checkpoints(past.run)}), or one behind it whose batches are kept"
         )
     log.info("version %d is made again from version %d: %d updates", past.version, start, past.version - start)
-    try:
-        with ExitStack() as ending:
-            mark = ending.enter_context(orphans.ends())
-            ending.callback(ray.shutdown)
-            configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
-            history = structs.replace(past.history, configs=configs)
-            digests, _ = replay.remake(past.run, history, begin, past.version, mark, checkpoints=into)
-    except RayError as error:
-        raise RunError(f"the learner: {describe(error)}") from error
+    configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
+    history = structs.replace(past.history, configs=configs)
+    digests, _ = replay.remake(past.run, history, begin, past.version, checkpoints=into)
     if past.history.digests[past.version] not in (ANY, digests[past.version]):
         raise Diverged(
             f"version {past.version} was made again and has other weights ({digests[past.version][:12]}, first "

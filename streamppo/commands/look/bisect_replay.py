@@ -12,12 +12,10 @@ than a binary search.
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
-import ray
 from msgspec import structs
-from ray.exceptions import RayError
 
 from streamppo.commands import replay
 from streamppo.commands.bisection import (
@@ -33,9 +31,7 @@ from streamppo.commands.bisection import (
 from streamppo.commands.models import weights
 from streamppo.config import file as configfile
 from streamppo.config.sections import model_path
-from streamppo.driver.ray import orphans
-from streamppo.driver.ray.cluster import describe
-from streamppo.errors import JournalError, RunError
+from streamppo.errors import JournalError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.model import hf_files
@@ -124,13 +120,7 @@ def _way(
             looked.append(look(report.version, report.metrics, place if model else None))
         return looked[-1].holds
 
-    try:
-        with ExitStack() as ending:
-            mark = ending.enter_context(orphans.ends())
-            ending.callback(ray.shutdown)
-            replay.remake(run, past, begin, last, mark, until=until)
-    except RayError as error:
-        raise RunError(f"the learner: {describe(error)}") from error
+    replay.remake(run, past, begin, last, until=until)
     return looked
 
 

@@ -21,14 +21,12 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import ray
 import torch
-from ray.exceptions import RayError
 
 from streamppo import durable
 from streamppo.commands import replay
@@ -39,8 +37,6 @@ from streamppo.config import diff
 from streamppo.config import file as configfile
 from streamppo.driver import inputs, rebuild_metrics
 from streamppo.driver.folder import lock
-from streamppo.driver.ray import orphans
-from streamppo.driver.ray.cluster import describe
 from streamppo.errors import JournalError, RunError, StreamppoError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import ANY, History
@@ -281,13 +277,9 @@ class Records:
             start = int(begin.name) if begin else 0
             log.info("versions %d to %d are made again", start + 1, last)
             try:
-                with ExitStack() as ending:
-                    mark = ending.enter_context(orphans.ends())
-                    ending.callback(ray.shutdown)
-                    digests, reports = replay.remake(self.run, self.past, begin, last, mark)
-            except (RayError, StreamppoError) as error:
-                why = describe(error) if isinstance(error, RayError) else str(error)
-                self._add("archive", f"versions {start + 1} to {last} cannot be made again: {why}")
+                digests, reports = replay.remake(self.run, self.past, begin, last)
+            except StreamppoError as error:
+                self._add("archive", f"versions {start + 1} to {last} cannot be made again: {error}")
                 continue
             remade += range(start + 1, last + 1)
             self._compare(digests, reports)

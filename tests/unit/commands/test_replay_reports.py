@@ -42,7 +42,7 @@ def written(run: Path) -> Path:
 def remade(patch: pytest.MonkeyPatch, digests: dict[int, str]) -> None:
     """The learner makes these weights."""
     reports = [UpdateReport(version=1, metrics={"entropy": 1.0}, lag_histogram={})]
-    patch.setattr(replay, "_remake", lambda *_: (digests, reports))
+    patch.setattr(replay, "remake", lambda *_: (digests, reports))
 
 
 def test_a_number_stands_for_one_report_whatever_is_deleted(tmp_path: Path) -> None:
