@@ -24,6 +24,8 @@ NOTE = re.compile('<p class="none">([^<]*)')
 EMPTY = "No update was made yet."
 NEGATIVE = re.compile(r'<td class="number">-[0-9,]+</td>')
 """A negative count: the difference of counts of two versions."""
+NO_BATCH = "no batch is kept in its archive yet"
+"""The page's answer until the first batch is written."""
 
 
 class Poll:
@@ -67,7 +69,8 @@ class Poll:
             with urlopen(address, timeout=START_S) as answer:
                 return json.load(answer)
         except HTTPError as error:
-            self.errors[f"{error.code}: {error.read().decode()[:300]}"] += 1
+            if NO_BATCH not in (text := error.read().decode()):
+                self.errors[f"{error.code}: {text[:300]}"] += 1
         except TimeoutError:
             self.errors[f"no reply within {START_S:g} s"] += 1
         return {}

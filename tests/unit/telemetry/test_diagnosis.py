@@ -77,6 +77,16 @@ def spikes(count: int, behind: float = HEALTHY["reward"]) -> list[Line]:
     return [*updates(begin), *high, *updates(WINDOW - 8 - count, begin + count + 1, reward=behind)]
 
 
+def spike(before: float, behind: float, count: int = 1) -> list[Line]:
+    """Sixty updates of a task at reward `before`; behind spikes of the gradient in the last twenty at `behind`."""
+    middle = 2 * WINDOW + 8
+    return [
+        *updates(middle, reward=before),
+        *updates(count, middle + 1, reward=before, grad_norm=30.0),
+        *updates(WINDOW - 8 - count, middle + count + 1, reward=behind),
+    ]
+
+
 def evaluation(version: int, accuracy: float, failed: int = 0) -> Line:
     return {
         "evaluation": version,
@@ -108,7 +118,7 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "clip fraction": (after(clip_fraction_high=0.3), None, "31% of the trained tokens"),
     "KL spikes": (spikes(4), None, "behavior_kl was 0.9 nats, 0.01 in the median"),
     "entropy collapse": (after(entropy=0.05), None, "entropy 0.05 nats a token, 0.7 in the first 20"),
-    "gradient spikes": (once(grad_norm=30.0), None, "grad_norm was 30, 1 in the median"),
+    "gradient spikes": (spike(0.3, 0.3, 4), None, "grad_norm was 30, 1 in the median"),
     "contexts are computed again": (
         [engine("a", 0.9), engine("a", 0.5), engine("b", 0.4), *updates(WINDOW)],
         None,
@@ -335,26 +345,25 @@ def test_rewards_that_are_high_hide_no_collapse_of_what_is_held_out(grpo: Config
     assert [one.name for one in diagnosis.diagnose_lines(grpo, lines, None)] == ["entropy collapse"]
 
 
-def spike(before: float, behind: float) -> list[Line]:
-    """Sixty updates of a task at reward `before`; behind a spike of the gradient in the last twenty at `behind`."""
-    middle = 2 * WINDOW + 8
-    return [
-        *updates(middle, reward=before),
-        *updates(1, middle + 1, reward=before, grad_norm=30.0),
-        *updates(WINDOW - 9, middle + 2, reward=behind),
-    ]
-
-
 @pytest.mark.parametrize(
-    ("before", "behind", "is_sign"),
-    [(0.99, 0.99, False), (0.99, 0.93, False), (0.99, 0.75, True), (0.99, 0.2, True), (0.3, 0.3, True)],
+    ("before", "behind", "count", "is_sign"),
+    [
+        (0.99, 0.99, 1, False),
+        (0.99, 0.93, 1, False),
+        (0.99, 0.75, 1, True),
+        (0.99, 0.2, 1, True),
+        (0.99, 0.99, 4, False),
+        (0.3, 0.3, 1, False),
+        (0.3, 0.3, 3, False),
+        (0.3, 0.3, 4, True),
+        (0.3, 0.1, 1, True),
+    ],
 )
-def test_the_rare_large_gradient_of_a_solved_task_is_a_sign_if_the_reward_falls_behind_it(
-    before: float, behind: float, is_sign: bool, grpo: Config
+def test_a_rare_large_gradient_is_a_sign_if_the_reward_falls_behind_it(
+    before: float, behind: float, count: int, is_sign: bool, grpo: Config
 ) -> None:
-    assert [one.name for one in diagnosis.diagnose_lines(grpo, spike(before, behind), None)] == [
-        "gradient spikes"
-    ] * is_sign
+    found = diagnosis.diagnose_lines(grpo, spike(before, behind, count), None)
+    assert [one.name for one in found] == ["gradient spikes"] * is_sign
 
 
 @pytest.mark.parametrize(
