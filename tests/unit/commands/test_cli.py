@@ -151,8 +151,9 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
         time.sleep(0.1)
         running.send_signal(signal.SIGINT)
         running.wait(60)
-        assert running.returncode == 130
-        assert "Traceback" not in running.stderr.read()
+        said = running.stderr.read()
+        assert running.returncode == 130, said
+        assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("lines", [10, 100_000])
