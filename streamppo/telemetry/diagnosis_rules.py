@@ -288,8 +288,8 @@ RULES = (
     ),
     SignRule(
         "gradient spikes",
-        f"grad_norm above {SPIKE:g} times its median, in {SPIKES} of {WINDOW} updates of an unsolved task or with a reward "
-        "that falls behind it; or a step left out because it was not finite",
+        f"grad_norm above {SPIKE:g} times its median, in {SPIKES} of {WINDOW} updates of an unsolved task or with a "
+        "reward that falls behind it; or a step left out because it was not finite",
         "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
         _gradient_spikes,
     ),
