@@ -109,9 +109,9 @@ def _byte(value: int, at: int) -> int:
 
 @lru_cache
 def _table(device: torch.device) -> Tensor:
-    signed = [_mixed(n) | 1 for n in range(BLOCK)]
+    coefficients = [_mixed(n) | 1 for n in range(BLOCK)]
     return torch.tensor(
-        [coefficient - 2**64 if coefficient >> 63 else coefficient for coefficient in signed],
+        [coefficient - 2**64 if coefficient >> 63 else coefficient for coefficient in coefficients],
         dtype=torch.int64,
         device=device,
     )
