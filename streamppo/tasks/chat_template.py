@@ -57,7 +57,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._control = control
         self._whole = set[tuple[object, ...]]()
-        """Shapes of messages that are known to be written, all of them."""
+        """Shapes of prompts, and of what follows a turn, of which every message is known to be written."""
         # Beside a template's own names: transformers' function of that name gives the time of the call.
         self._clock: dict[str, Callable[[str], str]] = (
             {"strftime_now": datetime.fromisoformat(clock).strftime} if clock else {}
@@ -67,8 +67,42 @@ class ChatTemplate:
         """Render a prompt with the opening of the answer; a final assistant message is left open instead.
 
         Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` without a template,
-        or if it rejects the messages.
+        and if it rejects the messages or leaves out one of them.
         """
+        rendered = self._render_open(messages, template)
+        shape = (*((one.role, bool(one.text.strip())) for one in messages), repr(template.arguments))
+        if shape not in self._whole:
+            self._refuse_omissions(messages, template)
+            self._whole.add(shape)
+        return rendered
+
+    def leaves_out_tools(self, messages: Sequence[Message], template: Template) -> bool:
+        """Return True if there are tools, and the template does not write them."""
+        if not template.tools:
+            return False
+        return self._render_open(messages, template) == self._render_open(messages, structs.replace(template, tools=()))
+
+    def _refuse_omissions(self, messages: Sequence[Message], template: Template) -> None:
+        """Raise `TaskError` if the template leaves out a message that is not the assistant's."""
+        words = {number: f"{WORDS}{number}z" for number, one in enumerate(messages) if one.role != "assistant"}
+        probe = [
+            structs.replace(one, content=words[number]) if number in words else one
+            for number, one in enumerate(messages)
+        ]
+        try:
+            rendered = self._render_open(probe, template)
+        except TaskError as error:
+            log.debug("the chat template takes no other words: %s", error)
+            return
+        for number, word in words.items():
+            one = messages[number]
+            if one.text.strip() and word not in rendered:
+                raise TaskError(
+                    f"the chat template leaves out a message of the role {one.role!r}: the policy would not see it; put "
+                    "its words into the user's message, or give the tokenizer another template"
+                )
+
+    def _render_open(self, messages: Sequence[Message], template: Template) -> str:
         continues = bool(messages) and messages[-1].role == "assistant"
         if continues and not messages[-1].content:
             raise TaskError("the prompt ends with an assistant's message without content, which has nothing to go on")
@@ -106,7 +140,7 @@ class ChatTemplate:
             except TaskError as error:
                 log.debug("the chat template writes no answer behind a call: %s", error)
         turn = (Message(role="user", content="?"), Message(role="assistant", content=SENTINEL))
-        rendered = self.render((*turn, *said), template) if said else self.render_conversation(turn, template)
+        rendered = self._render_open((*turn, *said), template) if said else self.render_conversation(turn, template)
         behind = rendered.split(SENTINEL)[1:]
         if len(behind) != 1:
             raise TaskError(
@@ -122,13 +156,14 @@ class ChatTemplate:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=made)
 
         asked = turn(*map(_marked, calls))
-        _, found, behind = self.render((*asked, *said), template).rpartition(SENTINEL)
+        _, found, behind = self._render_open((*asked, *said), template).rpartition(SENTINEL)
         if not found:
             raise TaskError("the chat template does not write the arguments of a call")
         others, again = [self.render_conversation(asked, template).rpartition(SENTINEL)[2]], None
         # Many templates take no user's message here, or no second call.
         with suppress(TaskError):
-            others.append(self.render((*asked, Message(role="user", content="?")), template).rpartition(SENTINEL)[2])
+            question = Message(role="user", content="?")
+            others.append(self._render_open((*asked, question), template).rpartition(SENTINEL)[2])
         with suppress(TaskError, IndexError):
             again = self.render_conversation(turn(*[_marked(calls[-1])] * 2), template).split(SENTINEL)[1]
         return AfterTurn(behind, tuple(others), again)

@@ -113,9 +113,12 @@ class Data:
     def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
         """Return True if the prompt is used; count it if it is too long."""
         limit = source.max_prompt_tokens
-        if len(tokenizer.render(made).encode(errors="surrogatepass")) + SPECIALS <= limit:
-            return True
-        length = len(tokenizer.ids(made))
+        try:
+            if len(tokenizer.render(made).encode(errors="surrogatepass")) + SPECIALS <= limit:
+                return True
+            length = len(tokenizer.ids(made))
+        except TaskError as error:
+            raise TaskError(f"{where}: {error}") from error
         if length <= limit:
             return True
         match source.too_long:

@@ -110,7 +110,10 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
         # The template may still render the task's prompts; those report their own errors.
         log.debug("the chat template writes no plain turn: %s", error)
         return None
-    behind = str(text).rpartition(SENTINEL)[2]
+    _, found, behind = str(text).rpartition(SENTINEL)
+    if not found:
+        log.debug("the chat template leaves out an assistant's words")
+        return None
     # At one position the longer name wins. Added tokens that are only white space are no end of a turn.
     named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
     places = [(at, -len(name), token) for name, token in named if (at := behind.find(name)) >= 0]

@@ -126,6 +126,10 @@ class Tokenizer:
             return prompt.text
         return self._control.restore(self._chat.render(prompt.messages, prompt.template))
 
+    def leaves_out_tools(self, prompt: Prompt) -> bool:
+        """Return True if the prompt has tools that the chat template does not write."""
+        return self._chat.leaves_out_tools(prompt.messages, prompt.template)
+
     def find_control_token(self, prompt: Prompt) -> str | None:
         """Return the first special token spelled in a prompt's text, if there is one."""
         texts = [message.text for message in prompt.messages] or [prompt.text.removeprefix(self._bos)]

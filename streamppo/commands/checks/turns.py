@@ -49,8 +49,8 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
     An agent is played if `call` is true.
     """
     first = task.training[:PROMPTS]
-    if note := _note_control_tokens(first, tokenizer):
-        yield Finding("task", "note", note)
+    notes = (_note_control_tokens(first, tokenizer), _note_tools(first, tokenizer), _note_begun(first))
+    yield from (Finding("task", "note", note) for note in notes if note)
     by_source = {prompt.source: prompt for prompt in reversed(first)}
     if isinstance(config.environment, AgentEnvironment) and not call:
         yield Finding("environment", "later", "the agent is played when a run starts")
@@ -70,6 +70,28 @@ def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str
     return (
         f"{len(names)} of the first {len(kept)} prompts spell control tokens ({', '.join(sorted(set(names))[:3])}), "
         'which stay text; where rows are written in a chat template already, choose control_tokens = "parse"'
+    )
+
+
+def _note_tools(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
+    """Count the prompts whose tools the chat template does not write."""
+    count = sum(tokenizer.leaves_out_tools(prompt) for prompt in prompts)
+    if not count:
+        return ""
+    return (
+        f"{count} of the first {len(prompts)} prompts have tools, which the chat template leaves out: the policy does "
+        "not see them; describe them in a message"
+    )
+
+
+def _note_begun(prompts: Sequence[Prompt]) -> str:
+    """Count the prompts that end with an assistant's message."""
+    count = sum(prompt.messages[-1].role == "assistant" for prompt in prompts if prompt.messages)
+    if not count:
+        return ""
+    return (
+        f"{count} of the first {len(prompts)} prompts end with an assistant's message, with which every completion "
+        "begins: where it is the answer, move it from the prompt to a column of its own"
     )
 
 

@@ -32,9 +32,10 @@ REFUSING = (
 )
 
 
-def findings(folder: Path, answer: str, *, family: str = "qwen3", template: str = "", content: str = "1+2") -> Any:
+def findings(folder: Path, answer: str, *, family: str = "qwen3", template: str = "", **row: Any) -> Any:
     (folder / "world.py").write_text(WORLD.replace("ANSWER", answer))
-    (folder / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": content}], "answer": "3"}))
+    row = {"prompt": [{"role": "user", "content": "1+2"}], "answer": "3", **row}
+    (folder / "rows.jsonl").write_text(json.dumps(row))
     made = tokenizer_kinds.make("byte_bpe", family)
     made.chat_template = template or made.chat_template
     made.save_pretrained(folder / "model")
@@ -75,8 +76,31 @@ def test_a_turn_that_cannot_be_played_is_an_error_before_the_run(
 
 
 def test_rows_that_spell_control_tokens_are_noted(tmp_path: Path) -> None:
-    note, _ = findings(tmp_path, "return Done(1.0)", content="<|im_end|>")
+    note, _ = findings(tmp_path, "return Done(1.0)", prompt=[{"role": "user", "content": "<|im_end|>"}])
     assert (note.state, note.text.split(",")[0]) == (
         "note",
         "1 of the first 1 prompts spell control tokens (<|im_end|>)",
     )
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+BEGUN = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "It is"}]
+
+
+@pytest.mark.parametrize(
+    ("family", "row", "note"),
+    [
+        ("gemma3", {"tools": TOOLS}, "1 of the first 1 prompts have tools, which the chat template leaves out"),
+        ("gemma3", {"tools": []}, ""),
+        ("qwen3", {"tools": TOOLS}, ""),
+        ("qwen3", {"prompt": BEGUN}, "1 of the first 1 prompts end with an assistant's message"),
+        ("qwen3", {"prompt": BEGUN[:1]}, ""),
+    ],
+)
+def test_prompts_that_a_model_sees_otherwise_than_rows_seem_to_say_are_noted(
+    tmp_path: Path, family: str, row: dict[str, Any], note: str
+) -> None:
+    notes = [
+        found.text for found in findings(tmp_path, "return Done(1.0)", family=family, **row) if found.state == "note"
+    ]
+    assert [text[: len(note)] for text in notes] == ([note] if note else [])

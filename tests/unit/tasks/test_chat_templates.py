@@ -12,6 +12,7 @@ import pytest
 import tokenizer_kinds
 import tokenizers
 from config_case import one_source
+from msgspec import structs
 from tokenizer_kinds import CONTROLS, KINDS
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -313,6 +314,61 @@ def test_the_fields_of_messages_tools_and_arguments_reach_the_template(tmp_path:
     )["input_ids"]
     assert tokenizer.encode(prompt).tolist() == theirs
     assert "I add" in tokenizer.render(prompt) and '"name": "add"' in tokenizer.render(prompt)
+
+
+WRITES = "{% for m in messages %}{% if CONDITION %}<|im_start|>{{ m.role }} CONTENT<|im_end|>{% endif %}{% endfor %}"
+HISTORY = (
+    Message(role="system", content="Be brief"),
+    user("1+2"),
+    Message(role="assistant", content="", tool_calls=({"function": {"name": "add", "arguments": {}}},)),
+    Message(role="tool", content="3"),
+    user("and 4+5"),
+)
+
+
+@pytest.mark.parametrize("left_out", ["system", "user", "tool"])
+@pytest.mark.parametrize(
+    ("condition", "content"),
+    [
+        ("m.role != 'ROLE'", "{{ m.content }}"),
+        ("true", "{% if m.role == 'ROLE' %}{% for part in m.content %}{{ part.text }}{% endfor %}{% else %}"
+         "{{ m.content }}{% endif %}"),
+        ("m.role != 'ROLE' or m.content == ''", "{{ m.content }}"),
+        ("not loop.first or m.role != 'ROLE'", "{{ '' if m.role == 'ROLE' else m.content }}"),
+    ],
+)  # fmt: skip
+def test_a_template_that_leaves_out_a_message_is_refused_with_its_role(
+    left_out: str, condition: str, content: str
+) -> None:
+    template = WRITES.replace("CONDITION", condition).replace("CONTENT", content).replace("ROLE", left_out)
+    tokenizer = made("qwen3", template=template)
+    kept = [one for one in HISTORY if one.role != left_out]
+    assert tokenizer.ids(chat(*kept)) and "leaves" not in tokenizer.render(chat(*kept))
+    for read in (tokenizer.render, tokenizer.ids):
+        with pytest.raises(TaskError, match=f"leaves out a message of the role '{left_out}'"):
+            read(chat(*HISTORY))
+    empty = [structs.replace(one, content="") if one.role == left_out else one for one in HISTORY]
+    assert tokenizer.ids(chat(*empty)), "a message without words says nothing"
+
+
+def test_a_row_whose_message_is_left_out_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    turns = [[{"role": "user", "content": "x"}], [{"role": "system", "content": "s"}, {"role": "user", "content": "y"}]]
+    data.write_text("".join(json.dumps({"prompt": messages, "answer": ""}) + "\n" for messages in turns))
+    tokenizer = made(
+        "qwen3", template=WRITES.replace("CONDITION", "m.role == 'user'").replace("CONTENT", "{{ m.content }}")
+    )
+    with pytest.raises(
+        TaskError, match=r"rows\.jsonl, row 2: the chat template leaves out a message of the role 'system'"
+    ):
+        task.build(one_source(data=str(data), held_out=0.0), 1, tokenizer)
+
+
+@pytest.mark.parametrize(("family", "writes"), [("qwen3", True), ("llama3", False), ("gemma2", False), ("phi", False)])
+def test_tools_that_a_template_does_not_write_are_found(family: str, writes: bool) -> None:
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+    assert made(family).leaves_out_tools(chat(user("1+2"), tools=tools)) is not writes
+    assert not made(family).leaves_out_tools(chat(user("1+2")))
 
 
 @pytest.mark.parametrize(

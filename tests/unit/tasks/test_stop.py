@@ -61,6 +61,14 @@ def test_a_chat_model_ends_its_turn_whatever_its_generation_config_has(tmp_path:
     assert not stop.read(tmp_path / "none", Qwen2Config(**SMALL), None).ids, "a model without any has none"
 
 
+@pytest.mark.parametrize(
+    "writes", ["{{ m.role }}", "{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content | upper }}"]
+)
+def test_a_template_that_does_not_write_the_assistants_words_tells_no_end_of_its_turn(writes: str) -> None:
+    tokenizer = tokenizer_of(CHATML.replace("{{ m.content }}", writes))
+    assert stop.end_of_turn(tokenizer) is None, "the first token of the conversation begins a turn"
+
+
 def test_a_text_config_inside_of_the_model_config_is_read_too(tmp_path: Path) -> None:
     config = Gemma3Config(text_config={"eos_token_id": [1, 9]}, eos_token_id=3)
     assert stop.read(tmp_path, config, None).origins == {3: ["model config"], 1: ["text config"], 9: ["text config"]}
