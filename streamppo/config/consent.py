@@ -161,6 +161,9 @@ def _hmac_of(secret: bytes, name: str, run: Path) -> str:
     # A name with NUL or a lone surrogate is no file name.
     with suppress(ValueError):
         path, folder = Path(file).resolve(), run.resolve()
+        if not path.exists():
+            # The path of a deleted file stays as the run has it: relative to the run.
+            path = (folder / file).resolve()
         if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
             digest = _digest(path) if path.is_relative_to(folder) and path.is_file() else ""
             name = f"{os.path.relpath(path, folder)}\0{digest}:{attribute}"

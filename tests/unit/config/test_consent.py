@@ -83,6 +83,25 @@ def test_a_run_that_is_made_here_asks_nothing(tmp_path: Path, math_config: Calla
         consent.ask(folder, [config])
 
 
+def test_a_run_that_is_made_here_asks_nothing_after_its_code_beside_it_was_deleted(
+    tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, runs, elsewhere = tmp_path / "runs" / "rewards.py", tmp_path / "runs", tmp_path / "elsewhere" / "below"
+    for folder in (runs, elsewhere):
+        folder.mkdir(parents=True)
+    code.touch()
+    folder = loop.new_folder(math_config(f"reward.function={code}:score"), runs)
+    code.unlink()
+    stored = configfile.load(folder / configfile.CONFIG)
+    assert consent.code(stored) == {"../rewards.py:score"}
+    consent.ask(folder, [stored])
+    # Another file that the name would find is not the one that was agreed to.
+    (elsewhere.parent / "rewards.py").touch()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(ConfigError, match=r"rewards\.py:score"):
+        consent.ask(folder, [stored])
+
+
 def test_a_line_of_another_user_is_no_consent(
     tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
