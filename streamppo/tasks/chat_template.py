@@ -98,8 +98,8 @@ class ChatTemplate:
             one = messages[number]
             if one.text.strip() and word not in rendered:
                 raise TaskError(
-                    f"the chat template leaves out a message of the role {one.role!r}: the policy would not see it; put "
-                    "its words into the user's message, or give the tokenizer another template"
+                    f"the chat template leaves out a message of the role {one.role!r}: the policy would not see it; "
+                    "put its words into the user's message, or give the tokenizer another template"
                 )
 
     def _render_open(self, messages: Sequence[Message], template: Template) -> str:

@@ -109,13 +109,17 @@ def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_agent_with_two_tools_trains_a_run_and_is_replayed_without_it(tmp_path: Path) -> None:
-    python("-m", "streamppo", "run", "examples/calculator_agent.toml", "--runs", str(tmp_path), *SHORT)
+    agent = tmp_path / "agent.py"
+    agent.write_text((REPOSITORY / "examples" / "calculator_agent.py").read_text())
+    override = f"environment.agent={agent}:run"
+    python("-m", "streamppo", "run", "examples/calculator_agent.toml", "--runs", str(tmp_path), override, *SHORT)
     run = tmp_path / "calculator_agent"
     found = updates(run)
     assert len(found) == 3
     assert all(0.0 <= line["reward_right"] == line["reward"] <= 1.0 for line in found)
     counted = json.loads((run / "summary.json").read_text())["engines"]["agents"]
     assert counted["runs"] >= 48 and counted["requests"] >= counted["runs"]
+    agent.unlink()
     done = replay(run)
     assert "bit for bit" in done.stdout, done.stderr
 
