@@ -95,7 +95,7 @@ def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
 
 def given(folder: Path, source: DataTask, *rows: dict[str, Any]) -> list[tuple[Prompt, ScoredText]]:
     made = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
-    made.chat_template = "{{ messages[-1].content }}"
+    made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     made.save_pretrained(folder / "tokenizer")
     tokenizer = Tokenizer(folder / "tokenizer")
     built = task.build(source, 1, tokenizer)
