@@ -10,7 +10,7 @@
     streamppo.try_versions("runs/math", [20, 80], 7, at=2).difference   two versions that continue a completion
     streamppo.verify("runs/math").faults                                what is not as it was recorded
     file = streamppo.bundle("runs/math", 120)                           one update in a file
-    streamppo.replay(file).tokens["ratio"]                              made again alone, with the numbers of its tokens
+    streamppo.replay(file).tokens["ratio"]                              replayed alone, with the numbers of its tokens
 
 docs/python.md explains them. Importing the package imports no other module of it.
 """

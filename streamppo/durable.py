@@ -105,7 +105,7 @@ def _is_hollow(file: int) -> bool:
             end = os.lseek(file, begin, os.SEEK_HOLE)
             data += end - begin
     except OSError as error:
-        # There are no data behind the last hole, or the file system cannot tell.
+        # No data follow the last hole, or the file system cannot tell.
         return error.errno == errno.ENXIO
     finally:
         os.lseek(file, 0, os.SEEK_SET)
@@ -117,7 +117,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file. Raises `OSError` for what is no file, as `reading` does."""
+    """The content of a file. Raises `OSError` for what is not a file, as `reading` does."""
     with reading(path, whole=True) as file:
         return file.read()
 

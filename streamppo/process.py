@@ -118,7 +118,7 @@ def take_any_text() -> None:
 
 
 def log_to_stdout(who: str = "") -> None:
-    """Write the package's log lines to standard output, each behind `who: ` if given. Repeated calls do nothing."""
+    """Write the package's log lines to standard output, each after `who: ` if given. Repeated calls do nothing."""
     take_any_text()
     ours = logging.getLogger("streamppo")
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
@@ -207,7 +207,7 @@ class _Prints(io.TextIOWrapper):
 
 
 class _PrintedLines(io.RawIOBase):
-    """Hands lines on, each harmless and behind `PRINTS`."""
+    """Hands lines on, each harmless and after `PRINTS`."""
 
     def __init__(self, to: TextIO) -> None:
         self._to, self._rest = to, b""
@@ -243,7 +243,7 @@ def _own_stream() -> TextIO:
 
 
 class _Named(logging.Formatter):
-    """Formats a message behind `head` and, from warnings on, its level."""
+    """Formats a message after `head` and, from warnings on, its level."""
 
     def __init__(self, head: str) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class _Lines(logging.Handler):
 
 
 def with_origin(line: str, mark: str) -> str:
-    """Make a line of an actor's output harmless: without `mark` if it is a log line, else behind `PRINTS`.
+    """Make a line of an actor's output harmless: without `mark` if it is a log line, else after `PRINTS`.
 
     Example: mark "5e1f", "5e1fqueue: opened" -> "queue: opened", "queue: opened" -> "prints: queue: opened".
     """

@@ -108,7 +108,7 @@ def fields(node: inspect.Type, at: str, known: Mapping[tuple[str, str], str]) ->
 
 
 def _without_tables(node: inspect.Type) -> inspect.Type | None:
-    """The values of a union that are no tables; None if there are none."""
+    """The values of a union that are not tables; None if there are none."""
     tables = inspect.StructType | inspect.DictType | inspect.VarTupleType | inspect.NoneType
     plain = (
         tuple(one for one in node.types if not isinstance(one, tables)) if isinstance(node, inspect.UnionType) else ()

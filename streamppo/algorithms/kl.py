@@ -131,6 +131,6 @@ def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
 
     The rule of Spinning Up and Stable-Baselines3
     (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Always False without a target. True for NaN,
-    although NaN is no distance: the learner counts it as a bad step.
+    although NaN is not a distance: the learner counts it as a bad step.
     """
     return target_kl is not None and not approximate_kl <= TARGET_KL_SLACK * target_kl

@@ -95,7 +95,7 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> TokenLoss:
-    """CISPO clips the WEIGHT and keeps the gradient: rare, decisive tokens go on learning beyond the bound.
+    """CISPO clips the WEIGHT and keeps the gradient: rare, decisive tokens continue learning beyond the bound.
 
         loss = -stop(clamp(r, 1 - clip_low, 1 + clip_high)) * A * logprobs
 

@@ -1,4 +1,4 @@
-"""One update of a run in a file, and made again from it, in Python. Both have a process of their own."""
+"""One update of a run in a file, and replayed from it, in Python. Both have a process of their own."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -13,7 +13,7 @@ from streamppo.config import file as configfile
 
 
 class BundleReplay(NamedTuple):
-    """An update that was made again: the digest of its version beside the `recorded` one, and what its bits differ by.
+    """A replayed update: the digest of its version, the `recorded` one, and reasons why its bits may differ.
 
     `tokens` has a column for each number (docs/bundle.md), with an entry for each token of each pass of a row.
     """
@@ -45,7 +45,7 @@ def bundle(
 
 
 def replay(file: str | PathLike[str], rows: Sequence[int] = (), changes: Sequence[str] = ()) -> BundleReplay:
-    """Make the update in the bundle `file` again, with `changes`; `tokens` are of `rows`, by default of all.
+    """Replay the update in the bundle `file`, with `changes`; `tokens` are of `rows`, by default of all.
 
     A number that the update does not compute is NaN. Raises as `bundle` does.
     """

@@ -142,7 +142,7 @@ class _File:
         for node in ast.walk(tree):
             if isinstance(node, Definition) and node.name == name and _is_of(node, found, codes):
                 return dedent("".join(lines[_first(node) - 1 : node.end_lineno])).rstrip() + "\n"
-        self._refuse(f"the source of {_name(found)!r} is not in {file} (any more)")
+        self._refuse(f"the source of {_name(found)!r} is no longer in {file}")
 
     def _refuse(self, why: str) -> Never:
         raise TaskError(

@@ -179,7 +179,7 @@ def bisect(
 
     words = ["bisect", str(configfile.existing(Path(folder))), "--json"]
     given = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
-    # A negative number is no option.
+    # A negative number is not an option.
     words += [f"{option}={value}" for option, value in given.items() if value is not None]
     return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
 
@@ -195,7 +195,7 @@ def try_versions(
 ) -> "Trial":
     """Have `versions` of the run in `folder` continue a completion of `prompt`, a number or a text, `n` times each.
 
-    They go on from token `at` of the archived `sample`, by default the first. Raises as `fork` does.
+    They continue from token `at` of the archived `sample`, by default the first. Raises as `fork` does.
     """
     from streamppo.commands.trial import Trial
 
@@ -207,7 +207,7 @@ def try_versions(
 
 
 def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
-    """Compare the records of the run in `folder`, and make `updates` of its updates again, drawn at random.
+    """Compare the records of the run in `folder`, and replay `updates` of its updates, drawn at random.
 
     `expect` is a digest that the run must have. Its `faults` are empty if all is as recorded. Raises as `fork` does.
     """

@@ -4,7 +4,7 @@ words.py     the program, and the arguments that several commands share
 __init__.py  commands that train, and that look at a run
 models.py    commands that take its weights: a folder, held-out numbers, completions
 prepare.py   commands that prepare a run
-updates.py   commands that make updates again
+updates.py   commands that replay updates
 
 exit code 0     the command succeeded
           1     something failed
@@ -116,7 +116,7 @@ def resume(
     folder: RunFolder,
     /,
     *overrides: Override,
-    accept_changes: Annotated[bool, Parameter(help="Go on though data or model are not what they were.")] = False,
+    accept_changes: Annotated[bool, Parameter(help="Continue though data or model are not what they were.")] = False,
     copies: Annotated[str, Parameter(name="--from", help="Make the folder of the copies at this address.")] = "",
     trust: Trust = False,
 ) -> int:
@@ -169,7 +169,7 @@ def fork(
 ) -> int:
     """Make a new run that begins as another one was at a version: `resume` trains it.
 
-    A version without a checkpoint is made again from the archive. The run itself is not changed.
+    A version without a checkpoint is replayed from the archive. The run itself is not changed.
     """
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
@@ -200,7 +200,9 @@ def bisect(
     metric: Annotated[str, Parameter(help="A metric of its updates, or `accuracy` of its evaluations.")] = "",
     above: Annotated[float | None, Parameter(help="It holds where the metric is above this.")] = None,
     below: Annotated[float | None, Parameter(help="It holds where the metric is below this.")] = None,
-    test: Annotated[Path | None, Parameter(help="FILE.py with a function `test` that tells where it holds.")] = None,
+    test: Annotated[
+        Path | None, Parameter(help="FILE.py with a function `test` that returns True where the condition holds.")
+    ] = None,
     changes: Changes = (),
     json: Annotated[bool, Parameter(help="Print the answer as JSON, for programs.")] = False,
     trust: Trust = False,
@@ -229,7 +231,7 @@ def verify(
     json: Annotated[bool, Parameter(help="Print what was found as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Compare the records of a run with each other, and make some updates again. Prints a digest of the whole run."""
+    """Compare the records of a run with each other, and replay some updates. Prints a digest of the whole run."""
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
     from streamppo.commands.look import verify as command

@@ -60,7 +60,7 @@ def try_versions(
     *,
     versions: Versions,
     prompt: Annotated[str, Parameter(help="Its number, as for `inspect --prompt`; or a text.")],
-    at: Annotated[Count, Parameter(help="The token to go on from (default: the first).")] = 0,
+    at: Annotated[Count, Parameter(help="The token to continue from (default: the first).")] = 0,
     sample: Annotated[Whole | None, Parameter(help="Which of its samples (default: the first in the archive).")] = None,
     attempt: Annotated[Whole | None, Parameter(help="Which attempt at that (default: the newest).")] = None,
     n: Annotated[
@@ -71,7 +71,7 @@ def try_versions(
 ) -> int:
     """Continue an archived completion from any of its tokens, with the weights of any version, and score it.
 
-    A version without a checkpoint is made again from the archive. Of two versions the difference has its error.
+    A version without a checkpoint is replayed from the archive. Of two versions the difference has its error.
     """
     from streamppo.commands.trial import TrialQuestion
 

@@ -1,4 +1,4 @@
-"""Commands that make a run's updates again: all of them in their folder, or one of them alone in a file."""
+"""Commands that replay a run's updates: all of them in their folder, or one of them alone in a file."""
 
 import os
 from collections.abc import Sequence

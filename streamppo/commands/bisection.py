@@ -1,4 +1,4 @@
-"""The question of `streamppo bisect`, and its answer. Needs neither Ray nor torch."""
+"""The arguments of `streamppo bisect`, and its result. Needs neither Ray nor torch."""
 
 import difflib
 import math
@@ -26,9 +26,9 @@ class Question(NamedTuple):
         """Raise `ConfigError` for a question without a condition, or with two."""
         bounds = [bound for bound in (self.above, self.below) if bound is not None]
         if bool(self.metric) == (self.test is not None):
-            raise ConfigError("`streamppo bisect` wants --metric NAME with a bound, or --test FILE.py, and not both")
+            raise ConfigError("`streamppo bisect` needs --metric NAME with a bound, or --test FILE.py, and not both")
         if self.metric and len(bounds) != 1:
-            raise ConfigError(f"--metric {self.metric} wants one of --above and --below")
+            raise ConfigError(f"--metric {self.metric} needs one of --above and --below")
         if self.test is not None and bounds:
             raise ConfigError("--above and --below are bounds of a --metric: a --test tells by itself where it holds")
         if bounds and math.isnan(bounds[0]):
@@ -49,9 +49,9 @@ class Question(NamedTuple):
 class Answer(NamedTuple):
     """The first `version` at which the condition holds; None if it holds at no examined version.
 
-    `looked` versions were examined; the condition holds at `holding` of them, and `remade` updates were made again. It
+    `looked` versions were examined; the condition holds at `holding` of them, and `remade` updates were replayed. It
     is `certain` if every version up to the first was examined, and `monotone` if the condition holds at all later ones;
-    None without later ones. `sure` says so in words.
+    None without later ones. `sure` is a sentence about both.
     """
 
     condition: str
@@ -120,20 +120,20 @@ def conclude(
 ) -> Answer:
     """Make the answer from the examined versions, in order."""
     first = next((version for version in looked if version.holds), None)
-    behind = [version.holds for version in looked if first is not None and version.version > first.version]
+    later = [version.holds for version in looked if first is not None and version.version > first.version]
     holding = sum(version.holds for version in looked)
-    monotone = all(behind) if behind else None
+    monotone = all(later) if later else None
     count = f"{len(looked)} {what} looked at"
     if first is None:
         sure = f"{count}, and it holds at none of them"
     elif certain:
         sure = f"{count}, all before it among them: it is the first"
     else:
-        sure = f"{count}: it is the first behind version {begin}, and between earlier ones it may have held"
+        sure = f"{count}: it is the first after version {begin}, and between earlier ones it may have held"
     if monotone:
-        sure += f"; it holds at all {len(behind)} behind it too"
-    elif behind:
-        sure += f"; it comes and goes: of the {len(behind)} behind it, it holds at {sum(behind)}"
+        sure += f"; it holds at all {len(later)} after it too"
+    elif later:
+        sure += f"; it comes and goes: of the {len(later)} after it, it holds at {sum(later)}"
     if not looked:
         sure = "nothing was looked at"
     return Answer(

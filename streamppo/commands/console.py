@@ -25,7 +25,7 @@ class _PlainConsole(logging.Formatter):
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let `cli.main` end the command: its reader is gone."""
+        """Raise, so that `cli.main` ends the command: its reader is gone."""
         raise BrokenPipeError
 
 
@@ -59,7 +59,7 @@ def complain(text: str) -> None:
 
 
 def flush() -> None:
-    """Write the rest of standard output. A reader that went away (`| head`) is no error."""
+    """Write the rest of standard output. A closed reader (`| head`) is not an error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -86,17 +86,17 @@ def log_to_stderr() -> Generator[None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Generator[None]:
-    """Let this process's descriptor of standard output, which its children inherit, be that of standard error."""
+    """Redirect standard output to standard error at the descriptor, which child processes inherit."""
     flush()
-    kept = -1
+    saved = -1
     # One of them may be closed.
     with suppress(OSError):
-        kept = os.dup(1)
+        saved = os.dup(1)
         os.dup2(2, 1)
     try:
         yield
     finally:
-        if kept >= 0:
+        if saved >= 0:
             flush()
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(saved, 1)
+            os.close(saved)

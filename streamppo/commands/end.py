@@ -1,4 +1,4 @@
-"""Ends a process that has called other people's code: none of their threads, processes and exit hooks delays it.
+"""Ends a process that has called user code, without waiting for the code's threads, processes and exit hooks.
 
 threads in the user's code      have `GRACE_S` together, then the process ends without them
 everything else at exit     threads of libraries, executors, processes of multiprocessing, exit hooks: `HOOKS_S`
@@ -23,7 +23,7 @@ def leave(code: int) -> NoReturn:
         thread.join(GRACE_S / len(theirs))
     endless = [place for thread, place in theirs.items() if thread.is_alive()]
     if endless:
-        _end(code, f"a thread at {', '.join(endless)} goes on and is not waited for: make it a daemon, or end it")
+        _end(code, f"a thread at {', '.join(endless)} continues and is not waited for: make it a daemon, or end it")
     last = threading.Timer(HOOKS_S, _end_late, [code])
     last.daemon = True
     last.start()

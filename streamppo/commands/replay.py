@@ -2,7 +2,7 @@
 
 without changes       every version must come out with the bytes that it had, if `learner.exact` held for all of them
 with changes          what the same batches would have done under another configuration
-RUN/replays/1.json    the recorded numbers beside the new ones, for each version
+RUN/replays/1.json    the recorded and the new numbers, for each version
 """
 
 import json
@@ -49,7 +49,7 @@ LINES = 20
 
 
 class ReplayedUpdate(TypedDict):
-    """One update as it was in the run, if its line is there, and as it is in the replay."""
+    """One update as recorded in the run, if it has a line, and as replayed."""
 
     version: int
     recorded: Mapping[str, object] | None
@@ -57,7 +57,7 @@ class ReplayedUpdate(TypedDict):
 
 
 def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
-    """Make versions 1 to `to` again, with `changes` to the configuration. The exit code is 0 if all were made.
+    """Replay versions 1 to `to`, with `changes` to the configuration. The exit code is 0 if all were made.
 
     If the first batches were not kept, it begins with the oldest checkpoint that the archive still covers.
 
@@ -71,7 +71,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if last not in recorded:
         raise JournalError(f"{run}: version {last} was never made; the newest is {max(recorded, default=0)}")
     if not configs:
-        raise JournalError(f"{run}: the journal has no configuration of any version: nothing can be made as it was")
+        raise JournalError(f"{run}: the journal has no configuration of any version: nothing can be replayed")
     present = configfile.load(run / configfile.CONFIG)
     chosen = {version: with_changes(config, present, changes) for version, config in configs.items()}
     if changes:
@@ -80,9 +80,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     past = History(chosen, history.digests(configs, recorded))
     begin = oldest_start(run, past)
     if begin and last < int(begin.name):
-        raise JournalError(
-            f"{run}: versions before {int(begin.name)} cannot be made again: their batches were not kept"
-        )
+        raise JournalError(f"{run}: versions before {int(begin.name)} cannot be replayed: their batches were not kept")
     digests, reports = remake(run, past, begin, last)
     exact = all(config.learner.exact for config in configs.values())
     other = [] if changes else _compare(recorded, digests, exact=exact)
@@ -91,14 +89,14 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     try:
         echo(f"report: {_report(run, changes, recorded, digests, reports)}")
     except RunError as error:
-        # What was asked for without changes is the verdict, and it is there.
+        # Without changes the result is the comparison, which is already printed.
         if changes:
             raise
         echo(f"no report: {error}")
     if other and exact:
         raise Diverged(
             f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
-            "the software, the device or the number of ranks is another one"
+            "the software, the device or the number of ranks differs"
         )
     return 0
 
@@ -122,7 +120,7 @@ def remake(
     checkpoints: Path | None = None,
     until: Callable[[UpdateReport, Export], bool] = lambda *_: False,
 ) -> tuple[dict[int, str], list[UpdateReport]]:
-    """Make the versions behind the checkpoint `begin` (None: version 0) up to `last`, or up to one that ends `until`.
+    """Make the versions after the checkpoint `begin` (None: version 0) up to `last`, or up to one that ends `until`.
 
     Returns the digest of every version, and the report of every update. The last version is saved under `checkpoints`,
     if given. The learner's ranks run on a Ray of their own, which ends with the call. Raises `RunError` if one fails.
@@ -152,9 +150,9 @@ def _remake(
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
-    told = history.encode(past)
+    encoded = history.encode(past)
     resume_from = str(begin) if begin else None
-    start = ray.get([rank.setup.remote(address, model_path(first, run), resume_from, told) for rank in ranks])[0]
+    start = ray.get([rank.setup.remote(address, model_path(first, run), resume_from, encoded) for rank in ranks])[0]
     reports: list[UpdateReport] = []
     for _ in range(start, last):
         reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))
@@ -171,7 +169,7 @@ def _export(ranks: "Sequence[ActorProxy[Rank]]", to: Path) -> None:
 
 
 def oldest_start(run: Path, past: History) -> Path | None:
-    """The oldest checkpoint of the run from which every batch is there; None if all batches are.
+    """The oldest checkpoint of the run whose later batches are all kept; None if all batches are.
 
     Raises `JournalError` if there is no such checkpoint.
     """
@@ -180,8 +178,8 @@ def oldest_start(run: Path, past: History) -> Path | None:
     folder, address = run / "checkpoints", remote.known_address(run)
     copies = remote.CheckpointStore(address).versions(past) if address else []
     here = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
-    found = {*(int(path.name) for path in here), *copies}
-    if not (covered := sorted(version for version in found if version >= first)):
+    checkpoints = {*(int(path.name) for path in here), *copies}
+    if not (covered := sorted(version for version in checkpoints if version >= first)):
         raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is as new as that")
     path = folder / f"{covered[0]:08d}"
     echo(f"batches before version {first} were not kept: beginning with the checkpoint of version {path.name}")
@@ -189,7 +187,7 @@ def oldest_start(run: Path, past: History) -> Path | None:
 
 
 def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str], *, exact: bool) -> list[int]:
-    """Print one row for each version, and a sentence about all. Returns the versions whose digest is another one."""
+    """Print one row for each version, and a sentence about all. Returns the versions whose digest differs."""
     rows = table("version", "weights", "")
     other: list[int] = []
     for version, digest in sorted(digests.items()):
@@ -199,7 +197,7 @@ def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str
     console().print(rows)
     if not exact:
         same = len(digests) - len(other)
-        echo(f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false others come near them")
+        echo(f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false the others come close")
     elif not other:
         echo(f"{len(digests)} versions, all of them bit for bit as they were")
     return other
@@ -236,7 +234,7 @@ def _report(
     digests: Mapping[int, str],
     reports: Sequence[UpdateReport],
 ) -> Path:
-    """Write the report under a number that no report has had while it was there. Raises `RunError`."""
+    """Write the report under a number that no earlier report has. Raises `RunError`."""
     content = {
         "set": list(changes),
         "same": [version for version, digest in sorted(digests.items()) if digest == recorded[version].digest],
@@ -252,7 +250,7 @@ def _report(
 
 
 def _claim_name(folder: Path) -> Path:
-    """A new name, above every number there: whoever makes the file beside it (durable.py) has it for his own."""
+    """A new name with the next number; creating the claim file (durable.py) reserves it."""
     taken = [path.name.partition(".")[0] for path in folder.iterdir()]
     for number in count(1 + max((int(name) for name in taken if name.isdecimal()), default=0)):
         path = folder / f"{number}.json"

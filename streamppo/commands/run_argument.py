@@ -23,7 +23,7 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
     is_run = (model / configfile.CONFIG).is_file()
     if not (is_run or files) or (version is not None and not is_run):
         why = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
-        raise ConfigError(f"{model}: no run is there, and {why}")
+        raise ConfigError(f"{model}: no run found, and {why}")
     if is_run:
         configfile.existing(model)
     run_config = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
@@ -33,14 +33,14 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
 def runs_and_replays(command: str, paths: Sequence[Path]) -> list[Path]:
     """Return the folders of runs and the files of replays in full. Raises for none, and for one that is not there."""
     if not paths:
-        raise ConfigError(f"`streamppo {command}` wants at least one folder of a run")
+        raise ConfigError(f"`streamppo {command}` needs at least one run folder")
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in paths]
 
 
 def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
     """Refuse a run whose present or earlier configurations name code without consent. Raises `ConfigError`.
 
-    `present` is the configuration to go on with, by default the run's: paths of earlier ones may have moved with it.
+    `present` is the configuration to continue with, by default the run's: paths of earlier ones may have moved with it.
     """
     from streamppo.queue.store.journal import Journal
 

@@ -11,7 +11,7 @@ from streamppo.errors import ConfigError
 from streamppo.terminal import bounded
 
 MOST_TEXT, MOST_BESIDE = 2_000, 200
-"""Characters that are shown of a prompt or a completion, and of a completion beside another."""
+"""Characters shown of a prompt or a completion, and of a completion in a table of several."""
 
 
 class TrialQuestion(NamedTuple):
@@ -33,7 +33,7 @@ class TrialQuestion(NamedTuple):
         return int(self.prompt) if self.prompt.isdecimal() and self.prompt.isascii() else None
 
     def refuse(self) -> None:
-        """Raise `ConfigError` for a question that asks nothing."""
+        """Raise `ConfigError` for contradictory or missing arguments."""
         if not self.prompt:
             raise ConfigError("--prompt is the number of a prompt, as `inspect --prompt` takes it, or a text")
         if not self.versions:
@@ -47,13 +47,13 @@ class TrialQuestion(NamedTuple):
         """Raise `ConfigError` for the run of an agent."""
         if isinstance(config.environment, AgentEnvironment):
             raise ConfigError(
-                "this run trains an agent (environment.kind): its program asks what it likes, and nothing records its "
-                "state, so that no token of its run can be gone on from"
+                "this run trains an agent (environment.kind): the state of its program is not recorded, so no "
+                "run of it can be continued from a token"
             )
 
 
 class Continued(msgspec.Struct, frozen=True):
-    """One continuation: `text` and `tokens` behind the token; a failed one has no reward, and a `reason`."""
+    """One continuation: `text` and `tokens` after the token; a failed one has no reward, and a `reason`."""
 
     reward: float | None
     tokens: int = 0
@@ -63,11 +63,11 @@ class Continued(msgspec.Struct, frozen=True):
 
 
 class VersionTrial(msgspec.Struct, frozen=True):
-    """The continuations of a version, which was made again from version `begin`: its own number for a checkpoint.
+    """The continuations of a version, which was replayed from version `begin`: its own number for a checkpoint.
 
-    `mean` and `error`, its standard error, are of their rewards. `value` is what the critic of the version says of the
-    token. `is_same` tells if it has sampled the archived completion again with the run's random numbers; None where
-    it did not sample that alone, and from `differs` on the tokens are others.
+    `mean` and `error`, its standard error, are of their rewards. `value` is the version's critic at the token.
+    `is_same`: with the run's random numbers it sampled the archived completion again, up to token `differs`; None if
+    other versions sampled a part of that.
     """
 
     version: int
@@ -102,45 +102,47 @@ class Trial(msgspec.Struct, frozen=True):
     difference_error: float | None = None
 
 
-def sentences(found: Trial) -> list[str]:
+def sentences(result: Trial) -> list[str]:
     """The answer in words, without the completions."""
-    name = "" if found.number is None else f" {found.number}"
-    lines = [f"prompt{name}: {bounded(found.prompt, MOST_TEXT)!r}"]
-    if found.update is not None:
-        before = f"{bounded(found.before, MOST_TEXT)!r} | " if found.at else ""
-        reward = "cut" if found.reward is None else f"reward {found.reward:g}"
-        value = "" if found.recorded_value is None else f", recorded value {found.recorded_value:.3f}"
-        archived = f"{before}{bounded(found.archived, MOST_TEXT)!r}, {reward}{value}"
-        lines.append(f"sample {found.sample} of update {found.update}, from token {found.at}: {archived}")
-    lines += [line for one in found.versions for line in _of_version(one)]
-    if found.difference is not None:
-        pair = f"version {found.versions[-1].version} less {found.versions[0].version}"
-        error = _error(found.difference_error)
-        lines.append(f"{pair}: {found.difference:.3f}{error}, in pairs of the same random numbers")
+    name = "" if result.number is None else f" {result.number}"
+    lines = [f"prompt{name}: {bounded(result.prompt, MOST_TEXT)!r}"]
+    if result.update is not None:
+        before = f"{bounded(result.before, MOST_TEXT)!r} | " if result.at else ""
+        reward = "cut" if result.reward is None else f"reward {result.reward:g}"
+        value = "" if result.recorded_value is None else f", recorded value {result.recorded_value:.3f}"
+        archived = f"{before}{bounded(result.archived, MOST_TEXT)!r}, {reward}{value}"
+        lines.append(f"sample {result.sample} of update {result.update}, from token {result.at}: {archived}")
+    lines += [line for one in result.versions for line in _of_version(one)]
+    if result.difference is not None:
+        pair = f"version {result.versions[-1].version} less {result.versions[0].version}"
+        error = _error(result.difference_error)
+        lines.append(f"{pair}: {result.difference:.3f}{error}, in pairs of the same random numbers")
     return lines
 
 
-def _of_version(one: VersionTrial) -> Iterator[str]:
-    scored = sum(each.reward is not None for each in one.continuations)
-    made = "" if one.begin == one.version else f" (made again from version {one.begin})"
-    mean = "no reward" if one.mean is None else f"mean reward {one.mean:.3f}{_error(one.error)}"
-    value = "" if one.value is None else f", its critic's value {one.value:.3f}"
-    yield f"version {one.version}{made}: {mean} of {scored}{value}"
-    if one.is_same is not None:
-        other = f"another completion from token {one.differs} on: the machine, the threads or the software are others"
+def _of_version(tried: VersionTrial) -> Iterator[str]:
+    scored = sum(each.reward is not None for each in tried.continuations)
+    origin = "" if tried.begin == tried.version else f" (replayed from version {tried.begin})"
+    mean = "no reward" if tried.mean is None else f"mean reward {tried.mean:.3f}{_error(tried.error)}"
+    value = "" if tried.value is None else f", its critic's value {tried.value:.3f}"
+    yield f"version {tried.version}{origin}: {mean} of {scored}{value}"
+    if tried.is_same is not None:
+        other = f"another completion from token {tried.differs} on: the machine, the threads or the software differ"
         failed = "it could not be sampled again, and was not compared"
-        again = "the archived completion, token for token" if one.is_same else failed if one.differs is None else other
-        yield f"version {one.version} with the random numbers of the run: {again}"
+        again = (
+            "the archived completion, token for token" if tried.is_same else failed if tried.differs is None else other
+        )
+        yield f"version {tried.version} with the random numbers of the run: {again}"
 
 
 def _error(error: float | None) -> str:
     return "" if error is None else f" ± {error:.3f}"
 
 
-def cells(found: Trial) -> list[list[str]]:
+def cells(result: Trial) -> list[list[str]]:
     """A row for each number of a continuation, with the reward and the text of each version's."""
-    most = MOST_TEXT if len(found.versions) == 1 else MOST_BESIDE
-    pairs = zip(*(one.continuations for one in found.versions), strict=True)
+    most = MOST_TEXT if len(result.versions) == 1 else MOST_BESIDE
+    pairs = zip(*(one.continuations for one in result.versions), strict=True)
     return [[_cell(one, most) for one in pair] for pair in pairs]
 
 

@@ -15,7 +15,7 @@ class Verification(NamedTuple):
     """What was compared, and the `faults`; none if all is as it was recorded.
 
     `digest` is that of the run, `link` that of its newest version: empty if the journal cannot be read. `remade` are
-    the versions that were made again. `notes` say what was not compared.
+    the versions that were replayed. `notes` say what was not compared.
     """
 
     digest: str

@@ -1,4 +1,4 @@
-"""A version of a run: its checkpoint, or the updates from an earlier one made again from the archive."""
+"""A version of a run: its checkpoint, or the updates from an earlier one replayed from the archive."""
 
 import logging
 from contextlib import closing
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Past(NamedTuple):
-    """The run as it was at a version: the digests of its versions, its batches, and all that it was configured with."""
+    """A run up to a version: the digests of its versions, its batches, and its configurations."""
 
     run: Path
     version: int
@@ -43,7 +43,7 @@ def look(run: Path, at: int) -> Past:
 
 
 def newest_whole(past: Past) -> Path | None:
-    """The newest checkpoint up to the version whose files are all there and as the manifest says; None without one."""
+    """The newest checkpoint up to the version whose files all match the manifest; None if there is none."""
     for path in reversed(manifest.complete(past.run / "checkpoints")):
         if int(path.name) <= past.version:
             try:
@@ -56,24 +56,24 @@ def newest_whole(past: Past) -> Path | None:
 
 
 def remake(past: Past, begin: Path | None, into: Path) -> None:
-    """Make the version again, behind the checkpoint `begin` (None: version 0), and save its checkpoint under `into`.
+    """Replay the version, after the checkpoint `begin` (None: version 0), and save its checkpoint under `into`.
 
     Raises `JournalError` for a batch that was not kept, and `Diverged` if the version has other weights than it had.
     """
     start = int(begin.name) if begin else 0
     if missing := [one for one in range(start, past.version) if one not in past.archived]:
         raise JournalError(
-            f"{past.run}: version {past.version} cannot be made again: the batch of version {missing[0]} was not kept. "
-            f"Take that of a checkpoint ({_checkpoints(past.run)}), or one behind it whose batches are kept"
+            f"{past.run}: version {past.version} cannot be replayed: the batch of version {missing[0]} was not kept. "
+            f"Take that of a checkpoint ({_checkpoints(past.run)}), or one after it whose batches are kept"
         )
-    log.info("version %d is made again from version %d: %d updates", past.version, start, past.version - start)
+    log.info("version %d is replayed from version %d: %d updates", past.version, start, past.version - start)
     configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
     history = structs.replace(past.history, configs=configs)
     digests, _ = replay.remake(past.run, history, begin, past.version, checkpoints=into)
     if past.history.digests[past.version] not in (ANY, digests[past.version]):
         raise Diverged(
-            f"version {past.version} was made again and has other weights ({digests[past.version][:12]}, first "
-            f"{past.digests[past.version][:12]}): the software, the device or the number of ranks is another one"
+            f"version {past.version} was replayed and has other weights ({digests[past.version][:12]}, first "
+            f"{past.digests[past.version][:12]}): the software, the device or the number of ranks differs"
         )
     past.digests[past.version] = digests[past.version]
 

@@ -348,7 +348,7 @@ class Algorithm(Section, frozen=True):
         if self.proximal == "loglinear" and self.target_kl:
             yield (
                 f"target_kl ({self.target_kl:g}) bounds KL(proximal || current), and proximal = 'loglinear' takes the "
-                f"proximal policy from behavior and current by lag: it would bound the lag, and not the movement"
+                f"proximal policy from behavior and current by lag: it would bound the lag, not the update's step"
             )
         if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
             yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}"

@@ -143,7 +143,7 @@ def _secret(*, make: bool) -> bytes:
 
 
 def _file(run: Path) -> Path:
-    """The file of consent to a run, or to the bundle of an update, beside it."""
+    """The file of consent to a run or a bundle, next to it."""
     return run.with_name(f"{run.name}.{FILE}") if run.is_file() else run / FILE
 
 
@@ -158,7 +158,7 @@ def _lines(run: Path) -> set[str]:
 def _hmac_of(secret: bytes, name: str, run: Path) -> str:
     """The HMAC of `name`. Paths in the run or its parent are made relative; a file in the run adds its digest."""
     file, colon, attribute = name.rpartition(":")
-    # A name with NUL or a lone surrogate is no file name.
+    # A name with NUL or a lone surrogate is not a file name.
     with suppress(ValueError):
         path, folder = Path(file).resolve(), run.resolve()
         if not path.exists():
@@ -172,5 +172,5 @@ def _hmac_of(secret: bytes, name: str, run: Path) -> str:
 
 def _digest(path: Path) -> str:
     if path.stat().st_size > MOST_CODE:
-        raise OSError(f"{path}: {path.stat().st_size:,} bytes are no code")
+        raise OSError(f"{path}: {path.stat().st_size:,} bytes are not code")
     return durable.sha256(path)

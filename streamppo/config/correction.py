@@ -147,7 +147,7 @@ class Resample(Section, frozen=True):
     """The smallest and largest kept mean of a group; empty is any."""
 
     def contradictions(self) -> Iterator[str]:
-        """The range is empty or has two rising ends."""
+        """The range is empty, or a pair in ascending order."""
         if self.mean and (len(self.mean) != 2 or self.mean[0] > self.mean[1]):
             yield f"mean must be empty, or the smallest and the largest that is kept: {list(self.mean)}"
 

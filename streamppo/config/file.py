@@ -76,8 +76,8 @@ def existing(run: Path) -> Path:
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
-            raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
-        raise CheckpointError(f"{run}: no run is there")
+            raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can continue with it")
+        raise CheckpointError(f"{run}: no run found")
     # A temporary file of a running run may be gone by now.
     if strange := [
         one.name for one in run.iterdir() if not one.is_file() and not one.is_dir() and os.path.lexists(one)

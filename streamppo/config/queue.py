@@ -37,7 +37,7 @@ class Segments(Section, frozen=True):
         if isinstance(advantage, Gae) and advantage.adaptive_alpha:
             yield "algorithm.advantage.adaptive_alpha asks for a completion's length, which queue.segments do not know"
         if algorithm.positive_nll:
-            yield "algorithm.positive_nll learns right answers, and queue.segments do not know theirs"
+            yield "algorithm.positive_nll learns correct answers, and a segment's answer is not known yet"
         if algorithm.teacher.url:
             yield "algorithm.teacher.url scores whole completions, and queue.segments are parts"
 
@@ -133,11 +133,11 @@ class Queue(Section, frozen=True):
                 "takes both, admission = 'mean' and too_old = 'keep'"
             )
         if self.admission == "mean" and isinstance(self.max_lag, AdaptiveLag):
-            yield "admission = 'mean' has no bound on age that could be steered: give max_lag as a number"
+            yield "admission = 'mean' has no bound on age to adapt: give max_lag as a number"
         if self.segments is None:
             return
         if self.bound == 0:
-            yield "segments need max_lag of at least 1: a completion goes on while its segment is trained on"
+            yield "segments need max_lag of at least 1: a completion continues while its segment is trained on"
         if self.too_old != "mask":
             yield f"too_old = {self.too_old!r} is about whole completions: with segments choose 'mask'"
 

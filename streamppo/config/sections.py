@@ -392,7 +392,7 @@ def _gpus(config: Config) -> Iterator[str]:
     cut = {"adapted": config.model.lora is not None, "compiled": config.model.compile}
     yield from learner.mesh.refuses(learner.ranks, config.queue.prefix, **cut)
     if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
-        yield f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
+        yield f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL needs a GPU for each"
 
 
 def model_path(config: Config, run: Path) -> str:

@@ -89,7 +89,7 @@ def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
     loose = {name: table.pop(name) for name in list(table) if name not in short.own and _belongs_inside(name, short)}
     entries = _table(table, short.entries)
     if loose and entries.keys() - {short.name}:
-        text = f"belongs into the [{short.table}.{short.entries}.NAME] tables, beside which it stands"
+        text = f"belongs into the [{short.table}.{short.entries}.NAME] tables, next to it"
         return [Mistake(f"{short.table}.{name}", text, f"{short.table}.{name}") for name in loose]
     if loose:
         kind = {} if short.kind is None else {"kind": short.kind}

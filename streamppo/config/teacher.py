@@ -37,7 +37,7 @@ class Teacher(Calls, frozen=True):
         if self.url:
             yield from self._of_url()
         if self.signal == "reward" and self.others != 1:
-            yield f'others ({self.others:g}) is for signal = "advantage": beside "reward" the scorers have weights'
+            yield f'others ({self.others:g}) is for signal = "advantage": with "reward" use the weights of scorers'
 
     @property
     def on(self) -> bool:
@@ -72,7 +72,7 @@ class Teacher(Calls, frozen=True):
             yield f"url ({self.url!r}) is no address: its host or port cannot be read"
             return
         if not whole or parts.query or parts.fragment or any(map(str.isspace, self.url)):
-            yield f"url ({self.url!r}) must be a server's address and nothing behind it: http://10.0.0.9:30000"
+            yield f"url ({self.url!r}) must be a server's address alone: http://10.0.0.9:30000"
         if parts.path.rstrip("/").endswith(("/generate", "/v1")):
             yield f"url ({self.url!r}) must end before {parts.path}: SGLang's own /generate is asked there"
         if self.offload:

@@ -73,12 +73,12 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
     if refused and not accept_changes:
         raise CheckpointError(
             "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would stand for "
-            "other rows, and held-out rows could be trained on. Put them back, or go on with them on purpose: "
+            "other rows, and held-out rows could be trained on. Put them back, or continue with them on purpose: "
             f"streamppo resume {shlex.quote(str(folder))} --accept-changes"
         )
     for field, change in changed.items():
         if change:
-            log.info("%s: %s; the run goes on with it", field, change)
+            log.info("%s: %s; the run continues with it", field, change)
     to_record = {field: present_input for field, present_input in present.items() if present_input.files}
     if to_record != before:
         with durable.naming(folder / INPUTS, RunError):

@@ -38,7 +38,7 @@ def lost_lines(record: RunRecord, folder: Path) -> None:
     remade = [version for version in lost if _remake(record, archive, configs, version)]
     if remade:
         log.info(
-            "%s: the lines of updates %s were lost, and are made again of their batches, without losses and times",
+            "%s: the lines of updates %s were lost, and are recomputed from their batches, without losses and times",
             metrics_file.METRICS,
             _ranges(remade),
         )

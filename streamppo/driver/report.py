@@ -76,7 +76,7 @@ def attempts(folder: Path, config: Config) -> AttemptTable | None:
 
 
 class RunDifference(NamedTuple):
-    """Two runs that are alike up to `version`, by their names, and what came to differ behind it (queue/pairs.py)."""
+    """Two runs, by their names, that are equal up to `version`, and their differences after it (queue/pairs.py)."""
 
     one: str
     other: str
@@ -95,7 +95,7 @@ class RunDifference(NamedTuple):
 
 
 def differences(found: Sequence[Path]) -> list[RunDifference]:
-    """The first of the runs beside every other one that began as it did. Raises `StreamppoError` for damage."""
+    """The first run, compared with each other run that shares its beginning. Raises `StreamppoError` for damage."""
     runs = [path for path in found if path.is_dir()]
     rows: list[RunDifference] = []
     for other in runs[1:]:

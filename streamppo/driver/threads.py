@@ -28,7 +28,7 @@ LARGE = 25_000_000
 """Parameters of a large model: its operations have work for more than one thread."""
 CGROUPS = Path("/sys/fs/cgroup")
 BYTES = 4
-"""Bytes of a parameter, where a file is a pickle."""
+"""Assumed bytes of a parameter, for files that are pickles."""
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def resolved(config: Config, number: int | Literal["auto"]) -> Config:
 
 
 def choose(config: Config) -> Choice:
-    """Choose the threads of a rank by its model, the engines beside it, and the cores of this machine."""
+    """Choose the threads of a rank by its model, the engines on its machine, and the cores of this machine."""
     learner, rollout, cluster = config.learner, config.rollout, config.cluster
     if learner.gpus:
         return Choice(1, "a rank on a GPU")

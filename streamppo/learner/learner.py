@@ -189,7 +189,7 @@ def build(
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(
         publish,
-        factory.outlet(config, dist.get_rank()),
+        factory.sender(config, dist.get_rank()),
         config.learner.bucket_bytes,
         deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
         rank=dist.get_rank(),

@@ -110,7 +110,7 @@ class Updater:
         """Restore the state of an earlier updater: bad steps `in_a_row`; `beta` if it is adaptive and was not 0.
 
         `bonus` is restored if it is adaptive and not None. `reference_moved`: the reference, which the caller loads, is
-        not the run's first model any more.
+        no longer the run's first model.
         """
         self.bad_steps, self.critic_bad_steps = in_a_row
         self.reference_moved = reference_moved and self.reference is not None

@@ -110,7 +110,7 @@ class QueueActor(ArchivedRuns):
         before, newest = resume_checks.newest_config(self._journal), self._queue.state.version
         resume_checks.refuse_other(before, self.config)
         if version < newest:
-            log.info("versions %d to %d are made again, as they were made", version + 1, newest)
+            log.info("versions %d to %d are redone, as first configured", version + 1, newest)
         if before is None or learning(before) != learning(self.config):
             self._journal.configure(newest, msgspec.msgpack.encode(self.config))
         await self._commits.commit()
@@ -308,8 +308,8 @@ class QueueActor(ArchivedRuns):
             self._archiving.pop(version - 1, None)
         elif known.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
             raise Diverged(
-                f"version {version} was made again and has other weights ({digest[:12]}, first "
-                f"{known.digest[:12]}): the software, the device or the number of ranks is another one"
+                f"version {version} was redone and has other weights ({digest[:12]}, first "
+                f"{known.digest[:12]}): the software, the device or the number of ranks differs"
             )
         await self._commits.commit()
         ledger.publish(described, (encode(described), refs))

@@ -21,16 +21,16 @@ MOST_BATCHES = 200
 def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
     """Count the attempts of the run in the folder `run`; its `lines` tell the hours. Raises `JournalError`."""
     with closing(Journal.open_run(run)) as journal:
-        ended, made = journal.ended_attempts(), journal.versions()
-    archive = Archive(run / "archive", checksums(made.values()))
+        ended, published = journal.ended_attempts(), journal.versions()
+    archive = Archive(run / "archive", checksums(published.values()))
     versions = archive.versions()
     chosen = versions[:: -(-len(versions) // MOST_BATCHES) or 1]
     clock = _Clock(lines)
-    found = [_ended(one, clock) for one in ended]
+    all_attempts = [_ended(one, clock) for one in ended]
     for version in chosen:
-        found += _trained(archive.batch(version), clock)
+        all_attempts += _trained(archive.batch(version), clock)
     return attempts.table(
-        found,
+        all_attempts,
         len(versions),
         len(chosen),
         compared=config.algorithm.compares_samples is not None,
@@ -51,38 +51,40 @@ class _Clock:
         return self._hours[max(place, 0)] if self._hours else None
 
 
-def _ended(one: EndedAttempt, clock: _Clock) -> Attempt:
-    end: End = "failed" if one.stage else "lost" if one.state == "lost" else "dropped"
+def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
+    end: End = "failed" if attempt.stage else "lost" if attempt.state == "lost" else "dropped"
     # The reasons of other endings have numbers, so that they hardly repeat.
-    reason = one.reason.partition(" times: ")[2] if one.state == "abandoned" and one.stage else one.reason
+    reason = (
+        attempt.reason.partition(" times: ")[2] if attempt.state == "abandoned" and attempt.stage else attempt.reason
+    )
     first = (reason.strip().splitlines() or [""])[0][:200]
     return Attempt(
         end=end,
-        prompt=one.identity.prompt,
-        version=one.version,
-        tokens=one.tokens,
-        reason=first if end == "failed" else one.state.replace("_", " "),
-        lag=None if one.oldest < 0 else one.version - one.oldest,
-        source=one.source,
-        hour=clock.hour(one.version),
+        prompt=attempt.identity.prompt,
+        version=attempt.version,
+        tokens=attempt.tokens,
+        reason=first if end == "failed" else attempt.state.replace("_", " "),
+        lag=None if attempt.oldest < 0 else attempt.version - attempt.oldest,
+        source=attempt.source,
+        hour=clock.hour(attempt.version),
     )
 
 
 def _trained(batch: Batch, clock: _Clock) -> Iterator[Attempt]:
     hour = clock.hour(batch.version)
-    for one in batch.trajectories:
+    for trajectory in batch.trajectories:
         # The end of a completion stands for its segments.
-        if one.finish != "cut":
-            oldest = one.oldest_version
+        if trajectory.finish != "cut":
+            oldest = trajectory.oldest_version
             yield Attempt(
                 end="trained",
-                prompt=one.identity.prompt,
+                prompt=trajectory.identity.prompt,
                 version=batch.version,
-                tokens=one.num_sampled,
+                tokens=trajectory.num_sampled,
                 lag=batch.version - oldest,
-                source=one.source,
+                source=trajectory.source,
                 hour=hour,
-                reward=one.reward,
+                reward=trajectory.reward,
                 masked=oldest < batch.min_version,
-                undelivered=bool(turns.undelivered(one.turns)),
+                undelivered=bool(turns.undelivered(trajectory.turns)),
             )

@@ -58,11 +58,11 @@ class Commits:
     async def commit(self) -> None:
         """Return when all changes so far are in the journal. Raises `JournalError` if writing them fails."""
         self._asked += 1
-        mine = self._asked
+        request = self._asked
         async with self.alone:
             if self._broken is not None:
                 raise self._broken
-            if self._written >= mine:
+            if self._written >= request:
                 return
             upto, transaction = self._asked, self._wait_until_written()
             if transaction.changes == self._nothing and not transaction.made:

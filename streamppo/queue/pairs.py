@@ -46,7 +46,7 @@ class PairedDifference(WireStruct, frozen=True):
     unpaired: float | None
 
 
-def common_version(one: Path, other: Path, configs: tuple[Config, Config]) -> int | None:
+def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Config]) -> int | None:
     """The version at which one run was forked of the other, or both of a third; None for runs without a common past.
 
     Runs of one first model, on one task under one seed, are compared from the newest version that both have.
@@ -54,17 +54,17 @@ def common_version(one: Path, other: Path, configs: tuple[Config, Config]) -> in
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:
         return None
-    mine, its = _digests(one), _digests(other)
-    same = {version for version, digest in mine.items() if its.get(version) == digest}
+    first_digests, second_digests = _digests(first_run), _digests(second_run)
+    same = {version for version, digest in first_digests.items() if second_digests.get(version) == digest}
     origins = {found.version for found in (ours.origin, theirs.origin) if found and found.version in same}
     return min(origins, default=max(same, default=None))
 
 
-def differences(one: Path, other: Path, version: int) -> list[PairedDifference]:
-    """The difference over all updates behind `version` that both have made, and in parts of them, in order."""
-    found = archive.open(one), archive.open(other)
-    last = min(max(run.versions(), default=-1) + 1 for run in found)
-    first, second = (_rewards(run, version, last) for run in found)
+def differences(first_run: Path, second_run: Path, version: int) -> list[PairedDifference]:
+    """The difference over all updates after `version` that both runs have, and in parts of them, in order."""
+    archives = archive.open(first_run), archive.open(second_run)
+    last = min(max(run.versions(), default=-1) + 1 for run in archives)
+    first, second = (_rewards(run, version, last) for run in archives)
     both = sorted(first.keys() & second.keys())
     rows = [_difference(both, first, second, version + 1, last)] if last > version else []
     size = (last - version) / WINDOWS

@@ -68,97 +68,97 @@ def restore(address: str, run: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _fill(found: Store, life: str, run: Path) -> None:
+def _fill(remote: Store, life: str, run: Path) -> None:
     """Restore all files of a run in the folder `run` from the copies of a `life`."""
-    owner.hand_over(found, run)
+    owner.hand_over(remote, run)
     with durable.naming(run, CheckpointError):
         durable.write(run / LIFE, copies.next_life(life).encode())
-    if found.names(store.MODEL):
-        found.fetch_folder(store.MODEL, run / store.MODEL)
-    journal, token = _restore_journal(found, f"{JOURNAL}/{life}", run)
+    if remote.names(store.MODEL):
+        remote.fetch_folder(store.MODEL, run / store.MODEL)
+    journal, token = _restore_journal(remote, f"{JOURNAL}/{life}", run)
     try:
-        _restore_archive(found, run / ARCHIVE, journal)
-        _restore_shards(found, f"{SHARDS}/{life}", run, journal, token)
-        _restore_files(found, f"{RUN}/{life}", run, journal)
+        _restore_archive(remote, run / ARCHIVE, journal)
+        _restore_shards(remote, f"{SHARDS}/{life}", run, journal, token)
+        _restore_files(remote, f"{RUN}/{life}", run, journal)
     finally:
         journal.close()
 
 
-def _restore_archive(found: Store, archive: Path, journal: Journal) -> None:
+def _restore_archive(remote: Store, archive: Path, journal: Journal) -> None:
     """Fetch the files of every archived batch and rename each copy to its name in the archive."""
     for version, files in checksums(journal.versions().values()).items():
         for path, checksum in zip(Archive(archive, {}).paths(version, len(files)), files, strict=True):
             name = copy_name(path, checksum)
-            found.fetch(ARCHIVE, name, archive)
+            remote.fetch(ARCHIVE, name, archive)
             with durable.naming(path, JournalError):
                 durable.rename(archive / name, path)
 
 
-def _restore_files(found: Store, folder: str, run: Path, journal: Journal) -> None:
+def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> None:
     """Restore the other files that a resume reads, each from its newest intact copy.
 
     Without an intact copy of the configuration, the newest one in the journal is saved.
     """
     for file in FILES:
-        if (content := _newest_whole(found, folder, file)) is not None:
+        if (content := _newest_whole(remote, folder, file)) is not None:
             with durable.naming(run / file, CheckpointError):
                 durable.write(run / file, content)
     config = resume_checks.newest_config(journal)
     if not (run / configfile.CONFIG).is_file() and config is not None:
-        log.info("%s/%s: no whole copy of %s: that of the journal is taken", found.address, folder, configfile.CONFIG)
+        log.info("%s/%s: no whole copy of %s: that of the journal is taken", remote.address, folder, configfile.CONFIG)
         configfile.save(config, run)
 
 
-def _newest_whole(found: Store, folder: str, file: str) -> bytes | None:
-    named = [name for name in found.names(folder) if name.startswith(f"{file}.")]
+def _newest_whole(remote: Store, folder: str, file: str) -> bytes | None:
+    named = [name for name in remote.names(folder) if name.startswith(f"{file}.")]
     for name in sorted(named, reverse=True):
-        content = found.read(folder, name)
+        content = remote.read(folder, name)
         if name.endswith(f"-{crc32(content):08x}"):
             return content
     return None
 
 
-def _restore_journal(found: Store, folder: str, run: Path) -> tuple[Journal, str]:
+def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, str]:
     """Restore the journal of a run from its newest intact copy and the transactions that follow it.
 
     Returns the journal, and the token of the claim under which both were written.
     """
-    names, claims = list(filter(is_of_journal, found.names(folder))), found.names(owner.OWNERS)
+    names, claims = list(filter(is_of_journal, remote.names(folder))), remote.names(owner.OWNERS)
     bases = [name for name in names if name.endswith(BASE)]
     # Copies of the folder that claimed the address last are tried first; it may have copied nothing yet.
     bases.sort(key=lambda base: token_of(base) == owner.newest(claims))
-    journal, token = _restore_base(found, folder, bases, run)
+    journal, token = _restore_base(remote, folder, bases, run)
     by_it = [name for name in names if not name.endswith(BASE) and token_of(name) == token]
-    for name, entry in _read_transactions(found, folder, [name for name in by_it if number_of(name) > journal.number]):
+    for name, entry in _read_transactions(remote, folder, [name for name in by_it if number_of(name) > journal.number]):
         if number_of(name) != journal.number + 1:
-            raise JournalError(f"{found.address}/{folder}: transaction {journal.number + 1} is missing")
+            raise JournalError(f"{remote.address}/{folder}: transaction {journal.number + 1} is missing")
         _repeat(journal, entry)
     return journal, token
 
 
-def _read_transactions(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
+def _read_transactions(remote: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
     """Read transactions; the last one may be truncated: its writer died before it acknowledged it."""
     for name in names:
-        row = copies.read(found, folder, name)
+        row = copies.read(remote, folder, name)
         if row is not None:
-            with _naming(found, f"{folder}/{name}"):
+            with _naming(remote, f"{folder}/{name}"):
                 entry = msgspec.msgpack.decode(row, type=Entry)
             yield name, entry
         elif name != names[-1]:
-            raise JournalError(f"{found.address}/{folder}/{name}: damaged, and transactions follow")
+            raise JournalError(f"{remote.address}/{folder}/{name}: damaged, and transactions follow")
 
 
-def _restore_base(found: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
+def _restore_base(remote: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
     """The journal of the last intact copy in `bases`, and the token of the claim under which it was written."""
     for base in reversed(bases):
         checksum = base[DIGITS + 1 :].partition(".")[0]
-        found.fetch(folder, base, run)
+        remote.fetch(folder, base, run)
         if f"{crc(run / base):08x}" == checksum:
             with durable.naming(run, JournalError):
                 durable.rename(run / base, run / "journal.sqlite")
             return Journal.from_copy(run / "journal.sqlite", number_of(base)), token_of(base)
         (run / base).unlink()
-    raise JournalError(f"{found.address}/{folder}: no whole copy of the journal is there")
+    raise JournalError(f"{remote.address}/{folder}: no whole copy of the journal is there")
 
 
 def _repeat(journal: Journal, entry: Entry) -> None:
@@ -171,44 +171,44 @@ def _repeat(journal: Journal, entry: Entry) -> None:
             journal.forget(before, first_slot)
 
 
-def _restore_shards(found: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
+def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
     """Restore the journals of a run's shards. Raises `JournalError` if one lacks a trajectory of the queue."""
     config = resume_checks.newest_config(journal)
     held = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
         # Written as by the shard itself, so that each trajectory is copied under the new life.
-        bodies = CopiedBodies(run, number, found.address)
-        for trajectories in _shard_trajectories(found, f"{folder}/{number}", token):
+        bodies = CopiedBodies(run, number, remote.address)
+        for trajectories in _shard_trajectories(remote, f"{folder}/{number}", token):
             bodies.write(trajectories)
         bodies.read([identity for identity in held if identity.prompt % len(numbers) == number])
         bodies.close()
 
 
-def _shard_trajectories(found: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
+def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
     """The encoded trajectories of each of a shard's files, without truncated files: those were never acknowledged.
 
     Files under the claim of `token` come first and take precedence: another folder may also have used the address.
     """
-    for name in sorted(found.names(folder), key=lambda name: token_of(name) != token):
+    for name in sorted(remote.names(folder), key=lambda name: token_of(name) != token):
         try:
-            row = copies.read(found, folder, name)
+            row = copies.read(remote, folder, name)
         except CheckpointError:
-            if name in found.names(folder):
+            if name in remote.names(folder):
                 raise
             # A live shard has deleted the file meanwhile, because it is no longer needed.
             continue
         if row is not None:
-            with _naming(found, f"{folder}/{name}"):
+            with _naming(remote, f"{folder}/{name}"):
                 rows = [bytes(raw) for raw in decode(row, tuple[msgspec.Raw, ...])]
                 encoded = {decode(row, Trajectory).identity: row for row in rows}
             yield encoded
 
 
 @contextmanager
-def _naming(found: Store, name: str) -> Generator[None]:
+def _naming(remote: Store, name: str) -> Generator[None]:
     """Raise `JournalError` for an intact copy whose content cannot be decoded."""
     try:
         yield
     except UNREADABLE as error:
-        raise JournalError(f"{found.address}/{name}: not as this version of streamppo writes it: {error}") from error
+        raise JournalError(f"{remote.address}/{name}: not as this version of streamppo writes it: {error}") from error

@@ -24,7 +24,7 @@ def configs(journal: Journal) -> dict[int, Config]:
     except UNREADABLE as error:
         raise JournalError(
             f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "
-            "run can go on with it"
+            "run can continue with it"
         ) from error
 
 
@@ -57,7 +57,7 @@ def refuse_without_journal(run: Path) -> None:
         quoted = shlex.quote(str(run))
         raise JournalError(
             f"{path}: missing, though {trained} is there: without it nobody knows which trajectories were trained on. "
-            f"Put it back, with journal.tip, to go on; `streamppo export {quoted} --to FOLDER` gets the weights out"
+            f"Put it back, with journal.tip, to continue; `streamppo export {quoted} --to FOLDER` gets the weights out"
         )
 
 
@@ -65,4 +65,6 @@ def refuse_without_shards(run: Path, config: Config) -> None:
     """Raise `JournalError` if `run`, the folder of a run that has begun, lacks the journal of one of its shards."""
     for number in shards.numbers(config):
         if not (path := trajectory_store.path(run, number)).is_file():
-            raise JournalError(f"{path}: missing: the tokens of trajectories that wait are there. Put it back to go on")
+            raise JournalError(
+                f"{path}: missing: the tokens of trajectories that wait are there. Put it back to continue"
+            )

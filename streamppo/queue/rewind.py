@@ -1,4 +1,4 @@
-"""The journal and the archive of a run as they were at an earlier version: a fork of the run goes on with them.
+"""The journal and the archive of a run as they were at an earlier version: a fork of the run continues with them.
 
 Slots below the newest one that batches before the version have:
 
@@ -57,24 +57,24 @@ class Slots(NamedTuple):
     ended: tuple[EndedAttempt, ...]
 
 
-def rewind(run: Path, fork: Path, config: Config, told: Rewound) -> None:
+def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
     """Write to the folder `fork` what journal and archive of `run` say of a version; `config` is that version's.
 
     Files of the archive are links where the disk has them, and every one is verified. Raises `JournalError` for
     batches that were not kept, are missing, or damaged.
     """
     with closing(Journal.open_run(run)) as journal:
-        made, configs = journal.versions(), journal.configs()
-        archive = Archive(run / "archive", checksums(made.values()))
-        slots = _slots(journal, made, archive, config, told.version)
-    for version in (one for one in archive.versions() if one < told.version):
+        versions, configs = journal.versions(), journal.configs()
+        archive = Archive(run / "archive", checksums(versions.values()))
+        slots = _slots(journal, versions, archive, config, rewound.version)
+    for version in (one for one in archive.versions() if one < rewound.version):
         _bring_batch(archive, version, fork / "archive")
-    counters = _counters(config, slots, told)
+    counters = _counters(config, slots, rewound)
     with closing(Journal(fork / "journal.sqlite")) as written:
-        for version, one in configs.items():
-            if version <= told.version:
-                written.configure(version, one)
-        past = [one for one in made.values() if one.version <= told.version]
+        for version, encoded in configs.items():
+            if version <= rewound.version:
+                written.configure(version, encoded)
+        past = [one for one in versions.values() if one.version <= rewound.version]
         written.write(Changes(counters, slots=slots.open, ended=slots.ended), past)
     for number in shards.numbers(config):
         Bodies(fork, number).close()
@@ -83,10 +83,10 @@ def rewind(run: Path, fork: Path, config: Config, told: Rewound) -> None:
 def bring(source: Path, target: Path, sha256: str = "") -> None:
     """Make `target` the file `source`: the same one where the disk has links, else a copy, which is flushed.
 
-    Raises `OSError` for what is no file, and `JournalError` for another `sha256`.
+    Raises `OSError` for what is not a file, and `JournalError` for another `sha256`.
     """
-    found = durable.sha256(source)
-    if sha256 and found != sha256:
+    digest = durable.sha256(source)
+    if sha256 and digest != sha256:
         raise JournalError(f"{source}: damaged: its SHA-256 is not the one that was recorded")
     try:
         os.link(source.resolve(), target)
@@ -107,16 +107,16 @@ def _bring_batch(archive: Archive, version: int, folder: Path) -> None:
 
 
 def _slots(
-    journal: Journal, made: Mapping[int, PublishedVersion], archive: Archive, config: Config, version: int
+    journal: Journal, versions: Mapping[int, PublishedVersion], archive: Archive, config: Config, version: int
 ) -> Slots:
     shape = settings_of(config).shape
     if not version:
         return Slots(0, (), ())
     opened = _opened(archive, config, version, shape)
-    later = [one for one in made.values() if one.version > version and _reaches(one, opened, shape)]
-    found = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
-    found += [slot.identity for slot in journal.slots()]
-    to_come = {_number(one, shape): one for one in found if _number(one, shape) < opened}
+    later = [one for one in versions.values() if one.version > version and _reaches(one, opened, shape)]
+    identities = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
+    identities += [slot.identity for slot in journal.slots()]
+    to_come = {_number(one, shape): one for one in identities if _number(one, shape) < opened}
     ended = journal.ended_attempts(range(opened))
     attempts = {number: 0 for number in to_come}
     if config.queue.segments is not None:
@@ -139,7 +139,7 @@ def _slots(
 
 
 def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -> int:
-    """The number behind the newest slot of the batches before `version`.
+    """The number after the newest slot of the batches before `version`.
 
     It is in one of the last `max_lag` + 1: while so many are taken, more slots are opened than were held before.
     """
@@ -169,19 +169,19 @@ def _number(identity: Identity, shape: GroupShape) -> int:
     return identity.prompt * shape.samples_per_prompt + identity.sample
 
 
-def _counters(config: Config, slots: Slots, told: Rewound) -> Counters:
+def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
     held = {slot.number for slot in slots.open}
     given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in held})
     consumed = slots.opened - len(held) - given_up
     return Counters(
         shape=settings_of(config).shape,
-        version=told.version,
+        version=rewound.version,
         opened=slots.opened,
         abandoned=given_up,
         counts={"stored": consumed, "consumed": consumed},
-        tokens={"delivered": told.tokens, "consumed": told.tokens},
+        tokens={"delivered": rewound.tokens, "consumed": rewound.tokens},
         dropped={},
         failed={},
         fenced=(),
-        admitted_lag=told.admitted_lag,
+        admitted_lag=rewound.admitted_lag,
     )

@@ -4,8 +4,8 @@
     batches     all ranks that wait for the batch of one version share one future
     versions    all engines that hold version v share one event, set when a version above v is published
 
-After each change of the queue `serve` runs before anything is awaited, so that no caller waits for a result that is
-there. A change that serves no caller costs one check per engine version and per requested batch, however many callers
+After each change of the queue `serve` runs before anything is awaited, so that no caller waits for a result that
+exists. A change that serves no caller costs one check per engine version and per requested batch, however many callers
 wait.
 """
 

@@ -35,7 +35,7 @@ from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, Scored
 AT_ONCE = 1024
 """Agents that run at once, at most: an evaluation asks for all of its prompts."""
 GRACE_S = 5.0
-"""A process that does not end its run in time is killed so much later."""
+"""Seconds after the time limit at which a process that still runs is killed."""
 HIDDEN = "[key]"
 """In place of a run's key in what its agent says."""
 MEMORY_MIB = 8192
@@ -222,7 +222,7 @@ class _OnDemand(Pool):
                 # After a cancellation the call is still in it.
                 self._forks.end(process)
             elif any(one.reward is not None and _read(one).lingers for one in outcomes):
-                # What goes on would find the next run's key in the environment.
+                # A process that continued would find the next run's key in the environment.
                 self._forks.end(process)
             elif not process.ended:
                 self._free.append(process)

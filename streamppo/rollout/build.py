@@ -45,7 +45,7 @@ def sampling(config: Config) -> Sampling:
 
 
 def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
-    """Return the tokens and strings that end a completion. Raises `ModelError` for an end that is no token."""
+    """Return the tokens and strings that end a completion. Raises `ModelError` for an end that is not a token."""
     return _stop(config, model_path, read_settings(model_path), tokenizer)
 
 
@@ -148,7 +148,7 @@ def _model(config: Config, model_path: str, hf_config: "PreTrainedConfig", token
         return model
     log.info("completions end at %s", ends.describe(tokenizer.name) or "nothing but their length")
     if unknown := tokenizer.unknown(vocabulary):
-        log.info("%d rows of the vocabulary are no tokens of the tokenizer, and never sampled", len(unknown))
+        log.info("%d rows of the vocabulary are not tokens of the tokenizer, and never sampled", len(unknown))
     return model._replace(unknown=unknown, completes=ends.make_check(tokenizer.spell))
 
 

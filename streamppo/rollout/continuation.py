@@ -1,4 +1,4 @@
-"""Plays a recorded completion again up to one of its tokens, and goes on from there. Needs no torch.
+"""Plays a recorded completion again up to one of its tokens, and continues from there. Needs no torch.
 
     recorded     prompt | turn 0 | observation | turn 1 | ...
     from token `at`, which is in turn 1
@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
 
     @property
     def turns(self) -> list[tuple[int, int]]:
-        """The tokens of each turn: those from the first of a pair to the one before the second."""
+        """The tokens of each turn, as pairs [start, end)."""
         edges = np.flatnonzero(np.diff(self.mask, prepend=False, append=False))
         return [(int(start), int(end)) for start, end in pairwise(edges) if self.mask[start]]
 
@@ -50,7 +50,7 @@ class Continuation:
         self.has_begun = False
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
-        """See `Engine.generate`. Raises `RunError` if the recorded tokens stand behind another context."""
+        """See `Engine.generate`. Raises `RunError` if the recorded tokens follow another context."""
         if self.has_begun:
             return await self._engine.generate(prompt, sampling, cuts)
         start, end = next(self._turns)
@@ -58,14 +58,14 @@ class Continuation:
         if not np.array_equal(prompt, np.concatenate([recorded.prompt_tokens, recorded.tokens[:start]])):
             raise RunError(
                 f"what stands before token {start} is not what stood there in the run: its data, its chat template or "
-                "its environment say something else than they did, so that it cannot be gone on from there"
+                "its environment say something else than they did, so that it cannot be continued from there"
             )
         if end <= self._at:
             return _as_recorded(recorded.tokens[start:end])
         self.has_begun = True
         before = recorded.tokens[start : self._at]
         if len(before) >= sampling.max_tokens:
-            raise RunError(f"a turn has at most {sampling.max_tokens} tokens: none is left behind token {self._at}")
+            raise RunError(f"a turn has at most {sampling.max_tokens} tokens: none is left after token {self._at}")
         seed = random_numbers.seed_behind(sampling.seed, len(before))
         rest = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
         return self._joined(before, await self._engine.generate(np.concatenate([prompt, before]), rest, cuts))

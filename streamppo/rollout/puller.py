@@ -30,11 +30,11 @@ AHEAD = 2
 
 
 class Puller:
-    """Pulls versions for the actor `name` from the ledger in `queue`, through `inlet`, into `replica`."""
+    """Pulls versions for the actor `name` from the ledger in `queue`, through `receiver`, into `replica`."""
 
-    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", inlet: Receiver) -> None:
+    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver) -> None:
         self.name, self.queue, self.replica = name, queue, Replica()
-        self._inlet = inlet
+        self._receiver = receiver
 
     async def newer(self, version: int) -> Push:
         """Wait for a version above `version`, which the engine holds; pull it into the replica and return it.
@@ -57,7 +57,7 @@ class Puller:
     async def _take(self, push: Push, refs: Sequence[BucketRef]) -> None:
         if push.base_version is not None:
             # A delta changes the present version in place: it is applied once all its buckets are here.
-            fetched = await asyncio.gather(*map(self._inlet.fetch, refs))
+            fetched = await asyncio.gather(*map(self._receiver.fetch, refs))
             await asyncio.to_thread(self._take_all, push, fetched)
             return
         self.replica.begin(push)
@@ -72,10 +72,10 @@ class Puller:
         try:
             while left or under_way:
                 while left and len(under_way) < AHEAD:
-                    under_way.append(asyncio.ensure_future(self._inlet.fetch(left.popleft())))
+                    under_way.append(asyncio.ensure_future(self._receiver.fetch(left.popleft())))
                 bucket = await under_way.popleft()
                 if left:
-                    under_way.append(asyncio.ensure_future(self._inlet.fetch(left.popleft())))
+                    under_way.append(asyncio.ensure_future(self._receiver.fetch(left.popleft())))
                 yield bucket
         finally:
             for one in under_way:

@@ -1,4 +1,4 @@
-"""The random numbers of a completion: a function of its identity, whichever engine samples it, and beside whom.
+"""The random numbers of a completion: a function of its identity, independent of the engine and of concurrent rows.
 
     seed = blake2b(run's seed, task, prompt, sample, attempt), and of a later turn blake2b(seed, turn)
     u_t  = splitmix64(seed + t * GOLDEN) / 2**64, for token t of the turn
@@ -28,7 +28,7 @@ def seed_of_turn(seed: int | None, turn: int) -> int | None:
 
 
 def seed_behind(seed: int | None, tokens: int) -> int | None:
-    """The seed of the rest of a turn, behind its first `tokens`: the same numbers u, token for token. None of None."""
+    """The seed of the rest of a turn, after its first `tokens`: the same numbers u, token for token. None of None."""
     return None if seed is None else (seed + tokens * GOLDEN) % 2**64
 
 

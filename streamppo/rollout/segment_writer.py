@@ -16,7 +16,7 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 
 
 class SegmentWriter:
-    """Makes the segments of a ticket; without segments in `config`, none before the end.
+    """Makes the segments of a ticket; without segments in `config`, the completion is one trajectory.
 
     `identity` is the next segment's, and `prefix` the number of tokens before it, which were handed over. `share` is
     the number of a batch's segments that this actor makes. `aim` returns the age from which segments are cut if there

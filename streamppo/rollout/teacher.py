@@ -172,7 +172,7 @@ def read(content: bytes, tokens: Ints) -> Floats:
     entries = msgspec.json.decode(content, type=TeacherAnswer).meta_info.input_token_logprobs[1:]
     ids = np.array([entry[1] for entry in entries], np.int64)
     if len(ids) != len(tokens):
-        raise TaskError(f"{len(ids)} log-probs for {len(tokens)} tokens: it has cut them off, or is no SGLang")
+        raise TaskError(f"{len(ids)} log-probs for {len(tokens)} tokens: it has cut them off, or is not SGLang")
     if ((ids != tokens) & (ids != LAST)).any():
         place = int(np.argmax((ids != tokens) & (ids != LAST)))
         raise TaskError(f"a log-prob of token {ids[place]} in place of {tokens[place]}")

@@ -72,7 +72,7 @@ def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
     try:
         files = HfApi().get_safetensors_metadata(model).files_metadata.values()
     except NotASafetensorsRepoError as error:
-        raise ModelError(f"{model} has no safetensors files, by whose names SGLang goes: {error}") from error
+        raise ModelError(f"{model} has no safetensors files, whose tensor names SGLang needs: {error}") from error
     except (httpx.TransportError, HfHubHTTPError, OfflineModeIsEnabled) as error:
         with suppress(OSError):
             # The cache may have the model's configuration without its weights.
@@ -90,7 +90,7 @@ def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor])
         raise WeightsError(f"the push has tensors that this model does not know: {', '.join(unknown[:3])}")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}, the model wants {tuple(shape)}")
+            raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(shape)}")
 
 
 def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:

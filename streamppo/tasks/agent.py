@@ -49,7 +49,7 @@ ENDING_S = 1.0
 LATE = object()
 """The result of a run beyond its time limit."""
 OURS = ("prompt", "base_url", "api_key")
-"""Parameters that are no columns."""
+"""Parameters that are not columns."""
 
 
 class AgentCall(WireStruct, frozen=True):
@@ -63,7 +63,7 @@ class AgentCall(WireStruct, frozen=True):
 class AgentOutcome(WireStruct, frozen=True):
     """The result of a run: its rewards, or the reason of its failure. `score` is None without a reward.
 
-    `output` is the end of its printed text, quoted in failures. `lingers`: a thread or task goes on, so the process
+    `output` is the end of its printed text, quoted in failures. `lingers`: a thread or task continues, so the process
     takes no other run, whose key it would find in the environment.
     """
 
@@ -111,7 +111,7 @@ class Agent:
         return Reward(explanation=utf8_safe(msgspec.json.encode(outcome).decode()))
 
     def _lingers(self) -> bool:
-        """True if a task or a thread of the run goes on; threads that wait for work do not count."""
+        """True if a task or a thread of the run continues; threads that wait for work do not count."""
         assert self._runner is not None
         others = {*threading.enumerate()} - {threading.current_thread(), *self._threads.idle()}
         return bool(others or asyncio.all_tasks(self._runner.get_loop()))
@@ -246,11 +246,11 @@ def check(config: AgentEnvironment) -> None:
 
 
 def load(name: str) -> Callable[..., object]:
-    """Load an agent's function. Raises `TaskError` if it is no function, or has parameters without names."""
+    """Load an agent's function. Raises `TaskError` if it is not a function, or has parameters without names."""
     function = plugins.function(name, "environment.agent")
     kinds = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in kinds):
-        raise TaskError(f"environment.agent {name!r} has parameters without names: it is called by name")
+        raise TaskError(f"environment.agent {name!r} has positional-only parameters: it is called with keywords")
     return function
 
 
@@ -340,7 +340,7 @@ def _ended(code: int | None, timeout_s: float, printed: _Tail, errors: _Tail) ->
 
 
 def _last_line(text: str) -> object:
-    """Read the last line that a program printed: the reward in it; None if it is no JSON object."""
+    """Read the last line that a program printed: the reward in it; None if it is not a JSON object."""
     lines = text.strip().splitlines()
     try:
         value = json.loads(lines[-1]) if lines else None

@@ -94,13 +94,13 @@ class Walled:
         self._config = config
         self._files = [os.path.abspath(file) for file in config.files]
         if absent := [file for file in self._files if not os.path.exists(file)]:
-            raise TaskError(f"environment.sandbox.files has {absent[0]!r}, which is no file or folder here")
+            raise TaskError(f"environment.sandbox.files has {absent[0]!r}, which is not a file or folder here")
 
     def look(self, words: tuple[str, ...]) -> None:
         """Raise `TaskError` for a command whose program or files the sandbox does not see."""
         program = shutil.which(self._placed(words[0]), path=PATH)
         if program is None:
-            raise TaskError(f"environment.command begins with {words[0]!r}, which is no program in its sandbox: {ADD}")
+            raise TaskError(f"environment.command begins with {words[0]!r}, not a program in its sandbox: {ADD}")
         for word in (program, *words[1:]):
             if os.path.isfile(word) and not self._sees(word):
                 raise TaskError(f"environment.command names {word!r}, which its sandbox does not see: {ADD}")

@@ -15,7 +15,7 @@ ARGUMENTS = "chat_template_kwargs"
 
 
 def message(item: object, where: str) -> Message:
-    """Read one message with all its fields that are not null. Raises `TaskError` if `item` is no message."""
+    """Read one message with all its fields that are not null. Raises `TaskError` if `item` is not a message."""
     match item:
         case {"role": str(role), **rest}:
             fields = cast("dict[str, object]", _without_nulls(rest))

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class AfterTurn(NamedTuple):
-    """The text behind an assistant's words, or behind the last argument of its calls.
+    """The text after an assistant's words, or after the last argument of its calls.
 
     `others` are the texts where nothing answers the calls, or a user: what all begin with closes the calls and the
     turn. `again` is the text between two calls, where there can be two: it begins with what closes the first.
@@ -58,7 +58,7 @@ class ChatTemplate:
         self._control = control
         self._whole = set[tuple[object, ...]]()
         """Shapes of prompts, and of what follows a turn, of which every message is known to be written."""
-        # Beside a template's own names: transformers' function of that name gives the time of the call.
+        # In addition to a template's own names: transformers' function of that name gives the time of the call.
         self._clock: dict[str, Callable[[str], str]] = (
             {"strftime_now": datetime.fromisoformat(clock).strftime} if clock else {}
         )
@@ -105,7 +105,9 @@ class ChatTemplate:
     def _render_open(self, messages: Sequence[Message], template: Template) -> str:
         continues = bool(messages) and messages[-1].role == "assistant"
         if continues and not messages[-1].content:
-            raise TaskError("the prompt ends with an assistant's message without content, which has nothing to go on")
+            raise TaskError(
+                "the prompt ends with an assistant's message without content, which has nothing to continue"
+            )
         return self._apply(messages, template, add_generation_prompt=not continues, continue_final_message=continues)
 
     def render_conversation(self, messages: Sequence[Message], template: Template) -> str:
@@ -113,9 +115,9 @@ class ChatTemplate:
         return self._apply(messages, template, add_generation_prompt=False)
 
     def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
-        """Render `said` behind a turn of the assistant: the text behind its words, with the opening of the next turn.
+        """Render `said` after a turn of the assistant: the text after its words, with the opening of the next turn.
 
-        Some templates write the answers of tools only behind `calls`, with which the turn ends. Without `said` it is
+        Some templates write the answers of tools only after `calls`, with which the turn ends. Without `said` it is
         the end of the turn alone. Raises `TaskError` as `render` does, for a template that does not write an
         assistant's words once, and for one that leaves out what is said.
         """
@@ -138,7 +140,7 @@ class ChatTemplate:
             try:
                 return self._behind_calls(said, template, calls)
             except TaskError as error:
-                log.debug("the chat template writes no answer behind a call: %s", error)
+                log.debug("the chat template writes no answer after a call: %s", error)
         turn = (Message(role="user", content="?"), Message(role="assistant", content=SENTINEL))
         rendered = self._render_open((*turn, *said), template) if said else self.render_conversation(turn, template)
         behind = rendered.split(SENTINEL)[1:]
@@ -150,7 +152,7 @@ class ChatTemplate:
         return AfterTurn(behind[0])
 
     def _behind_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
-        """The text behind the last argument of the calls, and what stands there where something else follows."""
+        """The text after the last argument of the calls, and what stands there where something else follows."""
 
         def turn(*made: dict[str, Any]) -> tuple[Message, ...]:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=made)

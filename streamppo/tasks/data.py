@@ -197,7 +197,7 @@ def _column(row: Row, name: str, where: str) -> object:
 def content(value: object, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
     """Return (text, messages) of a prompt's value; no messages for a plain text.
 
-    The text of messages is their joined contents. Raises `TaskError` for a value that is no prompt.
+    The text of messages is their joined contents. Raises `TaskError` for a value that is not a prompt.
     """
     if isinstance(value, str) and value:
         if not source.chat and not source.system and not _as_json(value):

@@ -74,7 +74,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def parse(text: bytes, where: str) -> Row:
-    """Parse one row from JSON. Raises `TaskError`, whose message begins with `where`, if it is no JSON object."""
+    """Parse one row from JSON. Raises `TaskError`, whose message begins with `where`, if it is not a JSON object."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:

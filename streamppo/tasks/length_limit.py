@@ -25,7 +25,7 @@ def load(name: str, most: int) -> Limit:
     """
     if not name:
         return lambda prompt, identity: most
-    # `index` below rejects an answer that is no integer.
+    # `index` below rejects an answer that is not an integer.
     user_limit = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
 
     def limit(prompt: Prompt, identity: Identity | None) -> int:

@@ -83,7 +83,7 @@ def read(
 ) -> Stop:
     """Find all stops of the model at `model`; `configured` is rollout.stop.
 
-    Raises `ModelError` for an eos_token_id that is no token.
+    Raises `ModelError` for an eos_token_id that is not a token.
     """
     origins: dict[int, list[str]] = {}
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
@@ -114,7 +114,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     if not found:
         log.debug("the chat template leaves out an assistant's words")
         return None
-    # At one position the longer name wins. Added tokens that are only white space are no end of a turn.
+    # At one position the longer name wins. Added tokens that are only white space do not end a turn.
     named = [(name, token) for name, token in tokenizer.get_added_vocab().items() if name.strip(" \n\t\u2581")]
     places = [(at, -len(name), token) for name, token in named if (at := behind.find(name)) >= 0]
     return min(places)[2] if places else None
@@ -157,5 +157,5 @@ def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
         case _:
             pass
     raise ModelError(
-        f"the {place}'s eos_token_id has {value!r}, which is no token: write the number of the token, or a list of such"
+        f"the {place}'s eos_token_id has {value!r}, which is not a token: write a token's number, or a list of such"
     )

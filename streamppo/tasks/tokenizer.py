@@ -178,7 +178,7 @@ class Tokenizer:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
         The policy's own tokens are not tokenised again: a conversation is rendered with other words in their place,
-        and what the template writes behind them follows; `calls` are those with which the turn ends, if these are
+        and what the template writes after them follows; `calls` are those with which the turn ends, if these are
         known. The token that ends the turn is among it only if `last`, the turn's last token, is none that ends one. A
         text is taken as it is. Raises `TaskError` without a template, and for one that refuses the messages, leaves
         them out, rewrites earlier turns, or ends the assistant's turn with no token.
@@ -198,12 +198,12 @@ class Tokenizer:
         return np.asarray(ids[begin:], dtype=np.int32)
 
     def _behind_calls(self, behind: AfterTurn, end: int | None) -> list[int]:
-        """Return the ids of a text behind calls, without what closes these; the end of the turn is among them."""
+        """Return the ids of a text after calls, without what closes these; the end of the turn is among them."""
         ids = self._rendered_ids(behind.text)
         closed = min(_common(ids, self._rendered_ids(other)) for other in behind.others)
         if end in ids[:closed]:
             return ids[ids.index(end) :]
-        # A template may open the first answer already, which a second call would not stand behind.
+        # A template may open the first answer already, which a second call would not follow.
         again = [] if behind.again is None else [_common(ids, self._rendered_ids(behind.again))]
         return ids[min([closed, *again]) :]
 

@@ -11,7 +11,7 @@ OURS = Path(__file__).parents[1]
 PLUG_INS = tuple(str(OURS / "tasks" / name) for name in ("library", "scorers"))
 """Folders of this package whose code counts as user code."""
 NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(OURS))
-"""Folders of files that are no user code."""
+"""Folders of files that are not user code."""
 
 
 def format_user_error(error: BaseException) -> str:

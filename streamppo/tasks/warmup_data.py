@@ -49,7 +49,7 @@ def prepare(config: Config) -> Lesson:
 def warmup_of_task(task: Task) -> Lesson:
     """The warm-up data of a task: the characters of all prompts and answers, also held-out, and its demonstrations.
 
-    Raises `TaskError` for prompts of messages, answers that are no text, rows longer than `CONTEXT`, and more than
+    Raises `TaskError` for prompts of messages, answers that are not text, rows longer than `CONTEXT`, and more than
     `CHARACTERS` characters.
     """
     measure = Characters()
@@ -63,7 +63,7 @@ def warmup_of_task(task: Task) -> Lesson:
             f"{len(used)}: name a model that knows them (model.path)"
         )
     if any("\ud800" <= character <= "\udfff" for character in used):
-        raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is no character")
+        raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is not a character")
     return Lesson(_sort_characters(used), problems, max(map(_length, problems)))
 
 

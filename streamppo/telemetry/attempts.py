@@ -1,4 +1,4 @@
-"""What became of every attempt, and what those that came to nothing would have done as zeros. Pure: no disk, no clock.
+"""Counts attempts by their ends, and estimates the effect of counting the untrained ones as 0. Pure: no disk, no clock.
 
 trained    in a batch; of its tokens some may be masked (too old), or undelivered (sampled, and received by nobody)
 failed     a stage raised, or the trajectory could not be trained on
@@ -64,7 +64,7 @@ class Attempt(NamedTuple):
 class AttemptRow(TypedDict):
     """Some attempts: their number, and the share of each end; of the trained ones, shares masked and undelivered.
 
-    `reward` is the mean of the trained ones, `as_zero` the mean of all, with 0 for those that came to nothing.
+    `reward` is the mean of the trained ones, `as_zero` the mean of all, with 0 for those that were not trained on.
     """
 
     by: str
@@ -103,44 +103,46 @@ class AttemptTable(TypedDict):
     length_test: LengthTest | None
 
 
-def table(found: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole: bool) -> AttemptTable:
+def table(attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole: bool) -> AttemptTable:
     """Count attempts; the trained ones are of `read` batches of `batches`.
 
     `compared` if samples of a prompt are compared; `whole` if trained completions are whole: lengths are not compared
     where they are segments.
     """
     scale = batches / max(read, 1)
-    rows = [_row("all", "", found, scale), *_reasons(found, scale)]
-    rows += _rows("length", found, scale, lambda one: (one.tokens, _power(one.tokens)) if one.tokens else None)
-    sources = {name for name, _ in Counter(one.source for one in found if one.source).most_common(MOST_NAMES)}
-    rows += _rows("source", found, scale, lambda one: (0, one.source) if one.source in sources else None)
-    rows += _rows("lag", found, scale, lambda one: None if one.lag is None else (one.lag, _power(one.lag, EXACT)))
-    width = 1 + max((one.hour or 0 for one in found), default=0) // MOST_HOURS
-    rows += _rows("hour", found, scale, lambda one: None if one.hour is None else (one.hour, _hours(one.hour, width)))
-    shift, deviation = _advantages(found, lambda one: one.prompt if compared else one.version)
+    rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
+    rows += _rows("length", attempts, scale, lambda one: (one.tokens, _power(one.tokens)) if one.tokens else None)
+    sources = {name for name, _ in Counter(one.source for one in attempts if one.source).most_common(MOST_NAMES)}
+    rows += _rows("source", attempts, scale, lambda one: (0, one.source) if one.source in sources else None)
+    rows += _rows("lag", attempts, scale, lambda one: None if one.lag is None else (one.lag, _power(one.lag, EXACT)))
+    width = 1 + max((one.hour or 0 for one in attempts), default=0) // MOST_HOURS
+    rows += _rows(
+        "hour", attempts, scale, lambda one: None if one.hour is None else (one.hour, _hours(one.hour, width))
+    )
+    shift, deviation = _advantages(attempts, lambda one: one.prompt if compared else one.version)
     return {
         "batches": batches,
         "read": read,
         "rows": rows,
         "advantage_shift": shift,
         "advantage_deviation": deviation,
-        "length_test": length_test(found) if whole else None,
+        "length_test": length_test(attempts) if whole else None,
     }
 
 
-def length_test(found: Iterable[Attempt]) -> LengthTest | None:
+def length_test(attempts: Iterable[Attempt]) -> LengthTest | None:
     """Compare the lengths of failed and of trained completions; None without a window that has both."""
     windows: dict[int, tuple[dict[int, int], dict[int, int]]] = defaultdict(lambda: ({}, {}))
-    for one in found:
-        if one.tokens and one.end in ("failed", "trained"):
-            windows[one.version // WINDOW][one.end == "trained"].setdefault(one.prompt, one.tokens)
+    for attempt in attempts:
+        if attempt.tokens and attempt.end in ("failed", "trained"):
+            windows[attempt.version // WINDOW][attempt.end == "trained"].setdefault(attempt.prompt, attempt.tokens)
     total = variance = wins = 0.0
     pairs = failed = trained = 0
-    for lost, kept in windows.values():
-        n, m = len(lost), len(kept)
+    for lost, trained_lengths in windows.values():
+        n, m = len(lost), len(trained_lengths)
         if not n or not m:
             continue
-        u, ties = _mann_whitney([*lost.values()], [*kept.values()])
+        u, ties = _mann_whitney([*lost.values()], [*trained_lengths.values()])
         weight = 1 / (n + m + 1)
         total += weight * (u - n * m / 2)
         variance += weight**2 * n * m * (n + m + 1 - ties) / 12
@@ -178,12 +180,12 @@ def _mann_whitney(lost: Sequence[int], kept: Sequence[int]) -> tuple[float, floa
 # --- the pieces ----------------------------------------------------------------------------------------------
 
 
-def _row(by: str, name: str, some: Sequence[Attempt], scale: float) -> AttemptRow:
-    trained = [one for one in some if one.end == "trained"]
-    ends = Counter(one.end for one in some)
-    kept = scale * len(trained)
-    count = kept + len(some) - len(trained)
-    rewards = scale * sum(one.reward for one in trained)
+def _row(by: str, name: str, attempts: Sequence[Attempt], scale: float) -> AttemptRow:
+    trained = [attempt for attempt in attempts if attempt.end == "trained"]
+    ends = Counter(attempt.end for attempt in attempts)
+    trained_count = scale * len(trained)
+    count = trained_count + len(attempts) - len(trained)
+    rewards = scale * sum(attempt.reward for attempt in trained)
     return {
         "by": by,
         "name": name,
@@ -191,53 +193,53 @@ def _row(by: str, name: str, some: Sequence[Attempt], scale: float) -> AttemptRo
         "failed": ends["failed"] / max(count, 1),
         "dropped": ends["dropped"] / max(count, 1),
         "lost": ends["lost"] / max(count, 1),
-        "masked": sum(one.masked for one in trained) / max(len(trained), 1),
-        "undelivered": sum(one.undelivered for one in trained) / max(len(trained), 1),
-        "reward": rewards / kept if kept else None,
+        "masked": sum(attempt.masked for attempt in trained) / max(len(trained), 1),
+        "undelivered": sum(attempt.undelivered for attempt in trained) / max(len(trained), 1),
+        "reward": rewards / trained_count if trained_count else None,
         "as_zero": rewards / count if count else None,
     }
 
 
 def _rows(
-    by: str, found: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
+    by: str, attempts: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
 ) -> Iterable[AttemptRow]:
     """A row for each name, in the order of the numbers; none if all attempts have one name. `key` returns both."""
     named: dict[str, list[Attempt]] = defaultdict(list)
     places: dict[str, int] = {}
-    for one in found:
-        if (known := key(one)) is not None:
-            named[known[1]].append(one)
+    for attempt in attempts:
+        if (known := key(attempt)) is not None:
+            named[known[1]].append(attempt)
             places[known[1]] = known[0]
     if len(named) < 2:
         return []
     return [_row(by, name, named[name], scale) for name in sorted(named, key=lambda name: (places[name], name))]
 
 
-def _reasons(found: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
+def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
     """A row for each reason, the most frequent first, and one for the others; as zeros only its own attempts count."""
-    trained = [one for one in found if one.end == "trained"]
-    counted = Counter(one.reason for one in found if one.end != "trained").most_common()
+    trained = [attempt for attempt in attempts if attempt.end == "trained"]
+    counted = Counter(attempt.reason for attempt in attempts if attempt.end != "trained").most_common()
     chosen = [(reason, {reason}) for reason, _ in counted[:MOST_NAMES]]
     if others := {reason for reason, _ in counted[MOST_NAMES:]}:
         chosen.append((f"{len(others)} other reasons", others))
     for name, reasons in chosen:
-        some = [one for one in found if one.end != "trained" and one.reason in reasons]
-        alone, beside = _row("reason", name, some, scale), _row("reason", name, [*trained, *some], scale)
+        untrained = [attempt for attempt in attempts if attempt.end != "trained" and attempt.reason in reasons]
+        alone, beside = _row("reason", name, untrained, scale), _row("reason", name, [*trained, *untrained], scale)
         yield {**alone, "as_zero": beside["as_zero"]}
 
 
-def _advantages(found: Iterable[Attempt], group: Callable[[Attempt], int]) -> tuple[float | None, float | None]:
+def _advantages(attempts: Iterable[Attempt], group: Callable[[Attempt], int]) -> tuple[float | None, float | None]:
     rewards: dict[int, list[float]] = defaultdict(list)
-    nothing = Counter[int]()
-    for one in found:
-        if one.end == "trained":
-            rewards[group(one)].append(one.reward)
+    untrained = Counter[int]()
+    for attempt in attempts:
+        if attempt.end == "trained":
+            rewards[group(attempt)].append(attempt.reward)
         else:
-            nothing[group(one)] += 1
+            untrained[group(attempt)] += 1
     if not rewards:
         return None, None
     means = {key: fmean(some) for key, some in rewards.items()}
-    shifts = [means[key] * nothing[key] / (len(some) + nothing[key]) for key, some in rewards.items() for _ in some]
+    shifts = [means[key] * untrained[key] / (len(some) + untrained[key]) for key, some in rewards.items() for _ in some]
     return fmean(shifts), pstdev(reward - means[key] for key, some in rewards.items() for reward in some)
 
 

@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 LINES = {
-    "part": "a driver begins: 1, and one more with each resume; the version after which it goes on",
+    "part": "a driver begins: 1, and one more with each resume; the version after which it continues",
     "update": "the version that it made, its metrics",
     "remade": "the version whose line was lost, with the metrics of its archived batch",
-    "redone": "the version that an update made once more, beside the update's line",
+    "redone": "the version of an update made once more; its first line stays",
     "evaluation": "its version; accuracy, prompts with and without a score, versions seen",
     "phases": "a process, with its phases since it started: calls, wall seconds, CPU seconds",
     "queue": "trajectories that are ready, and that are being sampled",
@@ -19,7 +19,7 @@ LINES = {
 
 BESIDE = {
     "update": "the version that it made",
-    "wall_s": "seconds that the run has gone on for, over all its parts",
+    "wall_s": "seconds that the run has lasted, over all its parts",
     "lag_histogram": "tokens of the batch that the policy sampled, by their lag in versions",
 }
 """In every update's line, besides its metrics."""
@@ -66,7 +66,7 @@ UPDATE = {
     "behavior_kl": "nats per token, k3 estimate of KL(behavior || learner), before truncation",
     "ess": "effective sample size of learner / behavior per token, before truncation",
     "ess_sequence": "the same for products over whole responses",
-    "chi2": "chi-squared of learner from behavior per token: the variance that the weights add",
+    "chi2": "chi-squared divergence of learner from behavior per token: the variance added by the weights",
     "chi2_sequence": "the same for products over whole responses",
     "weights_high": "share of tokens with learner / behavior above 2",
     "weights_low": "share of tokens with learner / behavior below 1/2",
@@ -108,7 +108,7 @@ SOMETIMES = {
     "reward": "mean reward of the batch's completions that ended",
     "length": "sampled tokens of these, mean",
     "truncated": "share of these that were cut off",
-    "segments_cut": "share of the batch's segments that go on",
+    "segments_cut": "share of the batch's segments that continue",
     "outcomes_explained": "share of known outcomes that the critic explains",
     "reference_kl": "nats per response, k3 estimate of KL(learner || reference); with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",

@@ -16,7 +16,7 @@ from streamppo.types import EngineReport
 
 
 class ReuseNumbers(TypedDict):
-    """The numbers of an engine, or of several; each is there once there is something to tell of."""
+    """The numbers of an engine, or of several; each is present once its count is not 0."""
 
     prefix_reused: NotRequired[float]
     context_reused: NotRequired[float]
@@ -39,19 +39,19 @@ class ContextShares(NamedTuple):
 
 def of_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
     """Sum up what rollout actors have reused since they started."""
-    prompted, context = sum(one.prompted for one in reports), sum(one.context for one in reports)
-    found: ReuseNumbers = {}
+    prompted, context = sum(report.prompted for report in reports), sum(report.context for report in reports)
+    numbers: ReuseNumbers = {}
     if prompted:
-        found["prefix_reused"] = sum(one.reused for one in reports) / prompted
+        numbers["prefix_reused"] = sum(report.reused for report in reports) / prompted
     if context:
-        found["context_reused"] = sum(one.context_reused for one in reports) / context
+        numbers["context_reused"] = sum(report.context_reused for report in reports) / context
     ages: Counter[int] = Counter()
-    for one in reports:
-        ages.update(one.kv_ages)
+    for report in reports:
+        ages.update(report.kv_ages)
     if (age := mean_age(ages)) is not None:
-        found["kv_age"] = age
-        found["kv_ages"] = {str(versions): ages[versions] for versions in sorted(ages) if ages[versions]}
-    return found
+        numbers["kv_age"] = age
+        numbers["kv_ages"] = {str(versions): ages[versions] for versions in sorted(ages) if ages[versions]}
+    return numbers
 
 
 def of_lines(lines: Sequence[EngineLine]) -> ContextShares:

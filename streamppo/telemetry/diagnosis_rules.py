@@ -289,7 +289,7 @@ RULES = (
     SignRule(
         "gradient spikes",
         f"grad_norm above {SPIKE:g} times its median, in {SPIKES} of {WINDOW} updates of an unsolved task or with a "
-        "reward that falls behind it; or a step left out because it was not finite",
+        "reward that falls after it; or a step left out because it was not finite",
         "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
         _gradient_spikes,
     ),
@@ -302,7 +302,7 @@ RULES = (
     SignRule(
         "KL spikes",
         f"a KL to the proximal, behavior or reference policy above {SPIKE_KL:g} and {SPIKE:g} times its median, in "
-        f"{SPIKES} of {WINDOW} updates or with a reward that falls behind it",
+        f"{SPIKES} of {WINDOW} updates or with a reward that falls after it",
         "lower learner.lr or learner.max_grad_norm, set algorithm.target_kl, lower queue.max_lag",
         _kl_spikes,
     ),
@@ -345,7 +345,7 @@ RULES = (
     ),
     SignRule(
         "completions are cut off",
-        f"more than {TRUNCATED:.0%} of them behind the first {WINDOW} updates; {NEARLY_ALL:.0%} in the first {EARLY}",
+        f"more than {TRUNCATED:.0%} of them after the first {WINDOW} updates; {NEARLY_ALL:.0%} in the first {EARLY}",
         "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
         _truncated,
         early=True,

@@ -59,7 +59,7 @@ class RemadeLine(TypedDict):
 
 
 class RedoneLine(TypedDict):
-    """An update was made again."""
+    """An update was redone."""
 
     redone: int
     wall_s: Number
@@ -107,8 +107,8 @@ class SampleLine(TypedDict):
 class EngineLine(TypedDict):
     """Counters of a rollout actor since it started, and its newest completion.
 
-    `prefix_reused` is present once the actor has had a prompt. The other numbers of context_reuse.py are
-    present once there is something to count, and so is `agents`, which counts their requests by outcome.
+    `prefix_reused` is present once the actor has had a prompt. The other numbers of context_reuse.py, and
+    `agents` (requests by outcome), are present once their counts are not 0.
     """
 
     engine: str

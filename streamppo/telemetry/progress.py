@@ -34,24 +34,24 @@ def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[Scored
     return [by_version[version] for version in sorted(by_version)]
 
 
-def is_below(one: ScoredVersion, other: ScoredVersion) -> bool:
-    """True if `one` is less accurate than `other` by more than the sampling noise of the prompts.
+def is_below(candidate: ScoredVersion, baseline: ScoredVersion) -> bool:
+    """True if `candidate` is less accurate than `baseline` by more than the sampling noise of the prompts.
 
         p     = (correct answers of both + 1) / (n + m + 2)
         noise = sqrt(p (1 - p) (1/n + 1/m))
-        below = other.accuracy - one.accuracy > SIGMAS * noise
+        below = baseline.accuracy - candidate.accuracy > SIGMAS * noise
 
     One correct and one wrong answer are added, because n of n correct answers do not prove an accuracy of 1.
 
     Example: 252 of 256 is within the noise of 256 of 256; 240 is not.
     """
-    total = one.num_prompts + other.num_prompts
+    total = candidate.num_prompts + baseline.num_prompts
     if not total:
         return False
-    right = one.accuracy * one.num_prompts + other.accuracy * other.num_prompts
+    right = candidate.accuracy * candidate.num_prompts + baseline.accuracy * baseline.num_prompts
     p = (right + 1) / (total + 2)
-    noise = (p * (1 - p) * (1 / max(one.num_prompts, 1) + 1 / max(other.num_prompts, 1))) ** 0.5
-    return other.accuracy - one.accuracy > SIGMAS * noise
+    noise = (p * (1 - p) * (1 / max(candidate.num_prompts, 1) + 1 / max(baseline.num_prompts, 1))) ** 0.5
+    return baseline.accuracy - candidate.accuracy > SIGMAS * noise
 
 
 def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:

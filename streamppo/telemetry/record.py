@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read summary.json of the run in `folder`; None while the run goes on and after a kill.
+    """Read summary.json of the run in `folder`; None while the run continues and after a kill.
 
     Raises `RunError` for a file that no run has written.
     """

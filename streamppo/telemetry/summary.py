@@ -103,7 +103,7 @@ class OfEngines(ReuseNumbers):
 class Summary(OfLines, OfQueue):
     """The content of summary.json. `outcome` is "finished" or the reason for an early end.
 
-    `attempts` is not there if the journal or the archive could not be read.
+    `attempts` is absent if the journal or the archive could not be read.
     """
 
     outcome: str

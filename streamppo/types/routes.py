@@ -34,7 +34,7 @@ def read(column: bytes, width: int, tokens: int) -> tuple[Numbers, Flags]:
 
 
 def flaw(column: bytes, width: int, tokens: int) -> str | None:
-    """Why a column is no number of experts for each of so many `tokens`; or None."""
+    """Why a column is not a number of experts for each of so many `tokens`; or None."""
     if width not in DTYPES:
         return f"routes of {width} bytes a number"
     if len(column) % (width * tokens):

@@ -16,7 +16,7 @@ A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
 def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) by the name of their W. Raises `WeightsError` for a tensor that is no A or B, or lacks its partner."""
+    """(A, B) by the name of their W. Raises `WeightsError` for a tensor that is neither, or lacks its partner."""
     names = {name.removesuffix(A).removesuffix(B) for name in adapters}
     if wrong := [name for name in names if {name + A, name + B} - adapters.keys()]:
         raise WeightsError(f"{sorted(wrong)[0]} is no adapter, or has one of its two tensors alone")

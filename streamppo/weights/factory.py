@@ -13,7 +13,7 @@ from streamppo.errors import RunError
 from streamppo.weights.transport import Receiver, Sender
 
 
-def outlet(config: Config, rank: int) -> Sender:
+def sender(config: Config, rank: int) -> Sender:
     """Build the sender of `rank`. Raises `WeightsError` if a library is missing."""
     match config.learner.transport:
         case ObjectStore():
@@ -30,7 +30,7 @@ def outlet(config: Config, rank: int) -> Sender:
             return nixl.NixlSender(local=config.cluster.address == LOCAL)
 
 
-def inlet(config: Config) -> Receiver:
+def receiver(config: Config) -> Receiver:
     """Build the receiver of a rollout actor. Raises `WeightsError` if a library is missing."""
     match config.learner.transport:
         case ObjectStore():

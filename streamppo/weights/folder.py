@@ -78,7 +78,7 @@ class FolderReceiver:
 
     async def fetch(self, ref: BucketRef) -> Bytes:
         """See `transport.Receiver.fetch`. Raises `WeightsError` if a bucket is missing for `MISSING_S`."""
-        assert isinstance(ref, bytes), "a reference of a folder's outlet"
+        assert isinstance(ref, bytes), "a reference of a folder's sender"
         file = decode(ref, File)
         try:
             read = await asyncio.to_thread(_read, file)

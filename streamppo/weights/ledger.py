@@ -63,7 +63,7 @@ class Ledger(Generic[T]):
         return [entry for entry in chain if entry.push.version > version]
 
     def reply_to(self, digest: str) -> PublishReply:
-        """The reply for a version with `digest`; it wants a whole version once the deltas have as many bytes as one."""
+        """The reply for a version with `digest`; it asks for a whole version once the deltas are as large."""
         chain = self._chain()
         first, *deltas = [sum(entry.push.bucket_bytes) for entry in chain] or [0]
         whole = chain[0].push.version if chain else 0

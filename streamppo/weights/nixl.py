@@ -126,7 +126,7 @@ class NixlReceiver:
 
     async def fetch(self, ref: BucketRef) -> Bytes:
         """See `transport.Receiver.fetch`."""
-        assert isinstance(ref, bytes), "a reference of NIXL's outlet"
+        assert isinstance(ref, bytes), "a reference of NIXL's sender"
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, RemoteBucket))
 
     def _fetch(self, remote: RemoteBucket) -> Bytes:

@@ -64,7 +64,7 @@ def other_owner(store: Store, run: Path) -> str:
     claim = _read(store, max(names))
     if newest(names) not in tokens(run):
         place = f" in {claim.path}" if claim else ""
-        return f"another copy of this run goes on{place}, with the address {store.address}"
+        return f"another copy of this run continues{place}, with the address {store.address}"
     takes_over = f"{TAKES_OVER}{newest(names)}" in _written(run)
     if claim and not takes_over and claim.path != str(run.resolve()) and claim.inode != run.stat().st_ino:
         return f"a copy of the run in {claim.path}, whose address is {store.address}"
@@ -108,7 +108,7 @@ def owns(names: Sequence[str], run: Path) -> bool:
 
 def forget(run: Path) -> str:
     """A sentence that tells users how to continue a copy as a separate run."""
-    return f"to go on with it as a run of its own, delete {run / ADDRESS}: it gets another address"
+    return f"to continue with it as a run of its own, delete {run / ADDRESS}: it gets another address"
 
 
 def _written(run: Path) -> list[str]:
@@ -117,7 +117,7 @@ def _written(run: Path) -> list[str]:
 
 
 def _read(store: Store, name: str) -> Claim | None:
-    """A claim; None if its file is truncated, or is no claim."""
+    """A claim; None if its file is truncated, or is not a claim."""
     row = row_of(store.read(OWNERS, name))
     try:
         return None if row is None else msgspec.json.decode(row, type=Claim)

@@ -36,7 +36,7 @@ class PushedVersion(NamedTuple):
 
 
 class Pusher:
-    """Hashes one rank's shares of versions, puts them into `outlet` and publishes them, in order, in a thread.
+    """Hashes one rank's shares of versions, puts them into `sender` and publishes them, in order, in a thread.
 
     At most one push runs: `push` waits for the previous one, so memory holds at most two versions. No push waits for an
     engine. `last` is the newest push. With `deltas`, a push has the differences to the previous version if they are
@@ -47,7 +47,7 @@ class Pusher:
     def __init__(
         self,
         publish: Publish,
-        outlet: Sender,
+        sender: Sender,
         bucket_bytes: int,
         *,
         deltas: bool = False,
@@ -56,7 +56,7 @@ class Pusher:
         frozen: tuple[Tensor, ...] = (),
         pinned: bool = False,
     ) -> None:
-        self._publish, self._outlet = publish, outlet
+        self._publish, self._sender = publish, sender
         self._bucket_bytes, self._deltas = bucket_bytes, deltas
         self._rank, self._ranks, self._frozen, self._pinned = rank, ranks, frozen, pinned
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
@@ -69,7 +69,7 @@ class Pusher:
         self._carried: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
 
     def buckets(self, like: Mapping[str, Shard]) -> Buckets:
-        """The buckets for the next version, with the layout of `like`; no push reads them any more.
+        """The buckets for the next version, with the layout of `like`; no push reads them.
 
         They may hold the version before the one being pushed: waits until the push has compared the two.
         """
@@ -127,11 +127,11 @@ class Pusher:
         finally:
             self._described.set_result(None)
         encoded = encode(structs.replace(push, admitted_lag=admitted_lag, frozen=self._frozen))
-        refs = self._outlet.put(version, arrays)
+        refs = self._sender.put(version, arrays)
         self._carried[version] = encoded, refs, learned
         published = self._publish(encoded, refs, learned)
         self._carried = {number: entry for number, entry in self._carried.items() if number >= published.whole}
-        self._outlet.drop(published.whole)
+        self._sender.drop(published.whole)
         self._wants_whole = published.wants_whole
         ms = (time.perf_counter() - start) * 1e3
         return PushedVersion(published.digest, ms, sum(array.nbytes for array in arrays))

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def with_crc(row: bytes) -> bytes:
-    """The content of a file with one row, behind its CRC-32: in a folder a file may be half written."""
+    """The content of a file with one row, after its CRC-32: in a folder a file may be half written."""
     return crc32(row).to_bytes(4, "little") + row
 
 

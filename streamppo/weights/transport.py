@@ -1,6 +1,6 @@
 """Transport of buckets from a rank to rollout actors: a sender, a receiver, and a reference of each bucket.
 
-    rank     outlet.put(version, buckets) -> references ----> ledger ----> inlet.fetch(reference)     rollout actor
+    rank     sender.put(version, buckets) -> references ----> ledger ----> receiver.fetch(reference)     rollout actor
 
 Ranks put buckets and continue; actors fetch them when they are ready. Neither end waits for the other: if a bucket's
 rank has died or has replaced the bucket, the fetch raises `BucketGone`, and the actor pulls from the ledger again. The

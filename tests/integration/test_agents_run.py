@@ -54,4 +54,4 @@ def test_sub_agents_are_branches_of_one_trajectory_trained_once_and_replayed(tmp
     assert "bit for bit" in done.stdout, done.stderr
     # One update alone: rows with branches, from the first model.
     streamppo("bundle", str(run), "--update", "1", "--to", str(tmp_path / "1.safetensors"))
-    assert "version 1 made again bit for bit" in streamppo("replay", str(tmp_path / "1.safetensors"))
+    assert "version 1 replayed bit for bit" in streamppo("replay", str(tmp_path / "1.safetensors"))

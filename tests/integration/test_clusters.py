@@ -67,7 +67,7 @@ def test_a_slurm_job_that_is_told_to_end_saves_a_checkpoint_and_the_next_one_goe
         said, _ = second.communicate(timeout=300)
         assert second.returncode == 0, said
         assert summary(runs)["updates"] == made + 3
-        assert [path.name for path in runs.iterdir()] == ["math"], "the second job went on with the run of the first"
+        assert [path.name for path in runs.iterdir()] == ["math"], "the second job continued with the run of the first"
     finally:
         for left in family(runs):
             left.kill()

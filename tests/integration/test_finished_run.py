@@ -99,7 +99,7 @@ def test_a_resumed_run_goes_on_from_the_last_checkpoint(longer: Path) -> None:
 
 def test_a_run_goes_on_from_another_place_with_its_lines_made_again(short: Path, longer: Path) -> None:
     output = (longer / "resumed.txt").read_text()
-    assert "the lines of updates 4, 7 were lost, and are made again of their batches" in output
+    assert "the lines of updates 4, 7 were lost, and are recomputed from their batches" in output
     assert not [word for word in NOISE if word in output]
     remade = {line["remade"]: line for line in lines.read(longer / "math") if "remade" in line}
     before = {row["update"]: row for row in updates(short)}
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(short: Path
     (newest / damaged).write_bytes(data)
     output = resumed(tmp_path, "updates=14")
     assert f"{newest / damaged}: " in output
-    assert "moved to 00000012.damaged, going on from the checkpoint before it" in output
+    assert "moved to 00000012.damaged, continuing from the checkpoint before it" in output
     assert summary(tmp_path)["redone"] == 4, "from version 8 to 12"
     after = digests(tmp_path)
     assert {version: after[version] for version in before} == before

@@ -305,7 +305,7 @@ def test_calls_that_ray_repeats_or_loses_train_nothing_twice(tmp_path: Path, mon
     assert trial.consumed == 12 * 64
 
 
-# --- stopping and going on -----------------------------------------------------------------------------------
+# --- stopping and continuing --------------------------------------------------------------------------------
 
 
 def test_actors_are_added_one_that_hangs_is_replaced_and_a_stopped_run_goes_on_from_that_very_version(
@@ -354,7 +354,7 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
         process.kill()
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
     before = digests(tmp_path)
-    # Each version is made again as it was configured, whatever the newest configuration is.
+    # Each version is replayed as it was configured, whatever the newest configuration is.
     for changes in (("learner.lr=1e-5",), ("updates=310", "queue.max_lag=2", "learner.lr=1e-4"), ("updates=320",)):
         resumed(tmp_path, *changes)
         after = digests(tmp_path)
@@ -430,7 +430,7 @@ def test_old_batches_are_dropped_and_replay_begins_with_the_oldest_checkpoint_th
     resumed(tmp_path, "updates=28")
     assert summary(tmp_path)["updates"] == 28
     early = command("replay", str(tmp_path / "math"), "--to", "2")
-    assert early.returncode == 1 and "cannot be made again: their batches were not kept" in early.stderr
+    assert early.returncode == 1 and "cannot be replayed: their batches were not kept" in early.stderr
 
 
 # --- every estimator and proximal policy, and the mathematics of every shipped configuration ------------------

@@ -150,9 +150,9 @@ async def _played(play: Play, data: st.DataObject) -> None:
 
 
 def _request(play: Play, data: st.DataObject) -> Said:
-    """A new conversation, one that was sent before, one that goes on, or one with an edited history."""
+    """A new conversation, one that was sent before, one that continues, or one with an edited history."""
     letters, old = st.sampled_from("xy"), [said for _, said in play.asked]
-    kind = data.draw(st.sampled_from(["new", "again", "goes on", "goes on", "edited"]))
+    kind = data.draw(st.sampled_from(["new", "again", "continues", "continues", "edited"]))
     if kind == "again" and old:
         return data.draw(st.sampled_from(old))
     known = play.known()

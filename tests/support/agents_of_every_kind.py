@@ -171,7 +171,7 @@ async def leaves_a_thread(prompt: str, base_url: str, api_key: str) -> float:
 
 
 async def leaves_a_stubborn_task(prompt: str, base_url: str, api_key: str) -> float:
-    """Leave a task that goes on when it is cancelled."""
+    """Leave a task that continues when it is cancelled."""
 
     async def stubborn() -> None:
         while True:

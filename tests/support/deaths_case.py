@@ -76,12 +76,12 @@ RANK_DIES: dict[str, Callable[[], None]] = {
 def rank(path: str, number: int, version: int, tensors: Carried, pipe: Connection, dies: str) -> None:
     """Put this rank's share of a version, drop older versions, and report the push."""
     torch.set_num_threads(1)
-    outlet, present = folder.FolderSender(Path(path), number), received(tensors)
+    sender, present = folder.FolderSender(Path(path), number), received(tensors)
     made = Rank(present, number, 2, bucket_bytes=700)
     RANK_DIES[dies]()
     push, arrays = made.push(version, present)
-    refs = outlet.put(version, arrays)
-    outlet.drop(version)
+    refs = sender.put(version, arrays)
+    sender.drop(version)
     pipe.send((encode(push), refs))
 
 

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 class Manipulation(NamedTuple):
-    """A change, and what finds it: the records alone, updates that are made again, or a digest from elsewhere."""
+    """A change, and what finds it: the records alone, updates that are replayed, or a digest from elsewhere."""
 
     plant: Callable[[Path, random.Random], None]
     found: Found

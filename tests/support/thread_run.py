@@ -56,7 +56,7 @@ async def score(trajectory: ScoredText, **_: object) -> float:
 
 
 def train(folder: Path, *, dies_at: int | None = None) -> "subprocess.CompletedProcess[str]":
-    """Begin the run in `folder`, or go on with it, to its last update; or end as by a kill after one."""
+    """Begin the run in `folder`, or continue with it, to its last update; or end as by a kill after one."""
     with tempfile.TemporaryDirectory() as output:
         out = Path(output) / "out"
         process = learner_case.processes().Process(target=_main, args=(folder, dies_at, out))
@@ -125,7 +125,7 @@ def _train(folder: Path, dies_at: int | None) -> None:
         if config.checkpoint.every and version % config.checkpoint.every == 0:
             rank.save.remote(str(checkpoints)).result()
 
-    # Engines get no weights while versions are made again.
+    # Engines get no weights while versions are replayed.
     for version in range(start + 1, made + 1):
         update(version)
     actors = [Actor(RolloutActor, encoded, f"rollout-{number}", queue, {}) for number in range(config.rollout.actors)]

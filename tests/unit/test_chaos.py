@@ -1,4 +1,4 @@
-"""The chaos campaign draws valid configurations of every kind, and goes on where it stopped."""
+"""The chaos campaign draws valid configurations of every kind, and continues where it stopped."""
 
 import argparse
 import json

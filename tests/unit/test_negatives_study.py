@@ -106,7 +106,7 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier(name: str) -> Non
 
 def test_two_evaluations_in_a_row_reach_a_target() -> None:
     assert negatives.reached([0.2, 0.95, 0.5, 0.88, 0.92], 0.9) == 80
-    assert negatives.reached([0.9, 0.95], 0.9) is None, "the model of the start is no evaluation of training"
+    assert negatives.reached([0.9, 0.95], 0.9) is None, "the model of the start is not an evaluation of training"
     assert negatives.reached([0.2, 0.5], 0.9) is None
 
 

@@ -174,7 +174,7 @@ def test_output_that_has_lost_its_reader_goes_on_in_a_file(tmp_path: Path) -> No
         assert child.stdout.readline() == "read\n"
         child.stdout.close()
         child.stderr.close()
-        child.stdin.write("go on\n")
+        child.stdin.write("continue\n")
         child.stdin.close()
         assert child.wait() == 7
     assert (tmp_path / "logs" / "driver.log").read_text() == "a line that nobody reads\nanother\na log line\n"

@@ -57,7 +57,7 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(output: tuple[Pa
     pages = {page.stem for page in (REPOSITORY / "docs").glob("*.md")}
     assert pages <= {Path(link).stem for link in re.findall(r'href="([\w./-]+\.html|\.)"', front)} | {"index"}
     assert all((site / f"{page}.html").exists() for page in pages)
-    assert not (site / "site").exists(), "the hook is no part of the site"
+    assert not (site / "site").exists(), "the hook is not a part of the site"
 
 
 def test_no_page_loads_anything_from_the_network(output: tuple[Path, str]) -> None:

@@ -6,7 +6,7 @@
     model.*       weights of the run's first model that the update needs: under adapters, or of a reference
     files.*       the bytes of config.json and of the tokenizer's files
 
-`read` takes a file from a stranger. The library checks that every shape has its bytes in the file, so that a file takes
+`read` accepts untrusted files. The library checks that every shape has its bytes in the file, so that a file takes
 no more memory than it has bytes; what is derived from its numbers is bounded here.
 """
 
@@ -49,7 +49,7 @@ UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:scor
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a bundle is of: `state` is that of the version before the update, `digest` the hash of the version after it.
+    """The facts of a bundle: `state` of the version before the update, `digest` of the version after it.
 
     `kept` are the rows of the run's batch that are in the file, and all of `rows` if it is empty; `digest` is then "".
     An `exact` run makes the same bits again on the same `software`, and on a GPU if its ranks had one (`gpu`). `model`
@@ -83,8 +83,8 @@ class Bundle(NamedTuple):
 
 def write(path: Path, bundle: Bundle) -> dict[str, int]:
     """Write the file durably; return the bytes of each part. Raises `BundleError` if the disk refuses."""
-    found, attributes = columns.batch_columns(bundle.batch, TokenRecord())
-    tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(one.copy()) for name, one in found.items()}}
+    arrays, attributes = columns.batch_columns(bundle.batch, TokenRecord())
+    tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(one.copy()) for name, one in arrays.items()}}
     header = {"bundle": bundle.facts, "batch": attributes}
     metadata = {name: msgspec.json.encode(one).decode() for name, one in header.items()} | {"config": bundle.config}
     with durable.naming(path, BundleError):
@@ -114,9 +114,9 @@ def read(path: Path) -> Bundle:
         attributes = msgspec.json.decode(header["batch"], type=columns.Attributes)
         if strange := [name for name in tensors if not NAME.fullmatch(name)]:
             raise ValueError(f"a tensor {min(strange)[:100]!r}")
-        found = {name[6:]: tensors.pop(name).numpy() for name in list(tensors) if name.startswith("batch.")}
-        columns.verify(found, attributes)
-        batch = columns.to_batch(found, attributes)
+        arrays = {name[6:]: tensors.pop(name).numpy() for name in list(tensors) if name.startswith("batch.")}
+        columns.verify(arrays, attributes)
+        batch = columns.to_batch(arrays, attributes)
         _verify(facts, batch)
         return Bundle(facts, header["config"], batch, tensors)
     except (*REFUSALS, RecursionError) as error:
@@ -129,7 +129,7 @@ def _verify(facts: Facts, batch: Batch) -> None:
     if len(batch.trajectories) * longest > MOST_ENTRIES:
         raise ValueError(f"{len(batch.trajectories):,} rows of up to {longest:,} tokens: too many to be padded")
     if not 0 <= batch.version == facts.state.version < 2**31 or not -(2**31) <= batch.min_version < 2**31:
-        raise ValueError(f"a batch of version {batch.version} beside weights of version {facts.state.version}")
+        raise ValueError(f"a batch of version {batch.version} with weights of version {facts.state.version}")
     if len(facts.kept or range(facts.rows)) != len(batch.trajectories):
         raise ValueError(f"{len(batch.trajectories)} rows, and not those that it names")
 
@@ -140,35 +140,35 @@ def _verify(facts: Facts, batch: Batch) -> None:
 def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tuple[Config, Config]:
     """The configuration of the update, and the same with `changes`, read in `folder`.
 
-    Raises `ConfigError`, or `BundleError` for one that would read models elsewhere, or never end.
+    Raises `ConfigError`, or `BundleError` for one with models outside the bundle, or too many steps.
     """
     text = folder / configfile.CONFIG
     try:
         text.write_text(bundle.config)
-        own, changed = bare(configfile.load(text)), bare(configfile.load(text, changes))
+        recorded, changed = bare(configfile.load(text)), bare(configfile.load(text, changes))
     except (ConfigError, ValueError) as error:
         if isinstance(error, ConfigError) and changes:
             raise
         raise BundleError(f"no configuration of an update: {error}") from error
-    if own.algorithm.critic.model not in CRITICS or own.algorithm.teacher.model:
+    if recorded.algorithm.critic.model not in CRITICS or recorded.algorithm.teacher.model:
         raise BundleError("its configuration names models elsewhere, which no bundle does")
-    for config in (own, changed):
+    for config in (recorded, changed):
         learner, critic = config.learner, config.algorithm.critic
         steps = learner.epochs * learner.minibatches + critic.epochs * (critic.minibatches or learner.minibatches)
         if steps > MOST_STEPS:
             raise BundleError(f"{steps:,} optimizer steps in one update: more than {MOST_STEPS:,}")
-    return own, changed
+    return recorded, changed
 
 
 def bare(config: Config) -> Config:
-    """The part of `config` on which an update depends: no place of files, no address, no code but the algorithm's."""
+    """The part of `config` that an update depends on: no paths, no addresses, and only the algorithm's code."""
     rollout, algorithm, model = config.rollout, config.algorithm, config.model
     is_local = model.path.startswith("/")
     critic = structs.replace(algorithm.critic, pretrain="")
     teacher = algorithm.teacher
     if teacher.url:
-        kept = {name: getattr(teacher, name) for name in ("weight", "signal", "others")}
-        teacher = Teacher(url="http://127.0.0.1:1", **kept)
+        fields = {name: getattr(teacher, name) for name in ("weight", "signal", "others")}
+        teacher = Teacher(url="http://127.0.0.1:1", **fields)
     return Config(
         name=config.name,
         model=structs.replace(model, path=Path(model.path).name if is_local else model.path, clock="", compile=False),

@@ -1,6 +1,6 @@
-"""`streamppo bundle`: one update of a run in one file, from which it can be made again alone, on another machine.
+"""`streamppo bundle`: one update of a run in one file, from which it can be replayed alone, on another machine.
 
-the checkpoint before it, or that version made again      weights, optimizer, critic, reference, RNG
+the checkpoint before it, or that version replayed      weights, optimizer, critic, reference, RNG
 the archive                                               the batch
 the journal                                               the configuration, the digests before and after
 the run's first model                                     config.json, tokenizer; weights if the update needs them
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class BundleMade(NamedTuple):
-    """A bundle: the update, its rows, the bytes of its parts, and how many updates were made again for it."""
+    """A bundle: the update, its rows, the bytes of its parts, and how many updates were replayed for it."""
 
     file: Path
     update: int
@@ -57,17 +57,18 @@ class BundleMade(NamedTuple):
 
 
 def bundle(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool, as_json: bool) -> int:
-    """Make the bundle, and say what is in it. Raises the errors of `make`."""
+    """Make the bundle, and print its contents. Raises the errors of `make`."""
     with log_to_stderr():
-        made = make(run, update, to, rows, adapter=adapter)
+        bundled = make(run, update, to, rows, adapter=adapter)
     if as_json:
-        echo(msgspec.json.encode({**made._asdict(), "file": str(made.file)}).decode())
+        echo(msgspec.json.encode({**bundled._asdict(), "file": str(bundled.file)}).decode())
         return 0
-    again = f"{made.remade} updates made again for it, " if made.remade else ""
-    parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in made.bytes.items())
-    echo(f"{made.file}: update {update - 1} -> {update} of {run.name}, {made.rows} rows; {again}{made.seconds:.1f} s")
-    echo(f"{sum(made.bytes.values()) / MIB:.2f} MiB: {parts}")
-    echo(f"make it again: streamppo replay {shlex.quote(str(made.file))}")
+    again = f"{bundled.remade} updates replayed for it, " if bundled.remade else ""
+    parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in bundled.bytes.items())
+    counts = f"{bundled.rows} rows; {again}{bundled.seconds:.1f} s"
+    echo(f"{bundled.file}: update {update - 1} -> {update} of {run.name}, {counts}")
+    echo(f"{sum(bundled.bytes.values()) / MIB:.2f} MiB: {parts}")
+    echo(f"replay it: streamppo replay {shlex.quote(str(bundled.file))}")
     return 0
 
 
@@ -85,9 +86,9 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     if unknown := [row for row in rows if row >= len(batch.trajectories)]:
         raise ConfigError(f"--rows {unknown[0]}: the batch has rows 0 to {len(batch.trajectories) - 1}")
     bare = file.bare(config)
-    count, kept = len(batch.trajectories), tuple(sorted(set(rows)))
-    if kept:
-        batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in kept))
+    count, chosen = len(batch.trajectories), tuple(sorted(set(rows)))
+    if chosen:
+        batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in chosen))
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as aside:
         begin, checkpoint = _checkpoint(past, Path(aside))
         state, stored = _state(past, checkpoint)
@@ -95,18 +96,18 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
         tensors = {new: stored[old] for old in stored if (new := _name(old))}
         tensors |= {f"model.{name}": one for name, one in _first_model(config, state, start, adapter=adapter).items()}
         tensors |= {f"files.{name}": one for name, one in _files(start).items()}
-        said = ", ".join(f"{part} {size / MIB:.2f}" for part, size in file.sizes(tensors).items())
-        log.info("MiB beside the batch: %s", said)
+        part_sizes = ", ".join(f"{part} {size / MIB:.2f}" for part, size in file.sizes(tensors).items())
+        log.info("MiB besides the batch: %s", part_sizes)
         if checkpoint:
             distcp.load(stored, checkpoint, alone=True)
         facts = Facts(
             run=run.name,
             state=state,
-            digest="" if kept else past.digests[update],
+            digest="" if chosen else past.digests[update],
             exact=config.learner.exact,
             gpu=config.learner.gpus > 0,
             rows=count,
-            kept=kept,
+            kept=chosen,
             software=software(),
             model=bare.model.path,
         )
@@ -116,7 +117,7 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
 
 
 def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
-    """Refuse what no bundle can hold, before anything is made."""
+    """Refuse updates that a bundle cannot hold, before any work."""
     config = past.history.at(past.version)
     if update not in past.digests:
         raise JournalError(f"{past.run}: version {update} was never made; the newest is {max(past.digests)}")
@@ -133,9 +134,9 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
     if adapter and config.model.lora is None:
         raise ConfigError("--adapter is for a run with model.lora: this one trains all weights")
     if to.exists() or to.is_symlink():
-        raise ConfigError(f"{to}: something is there already; take another --to")
+        raise ConfigError(f"{to}: already exists; choose another --to")
     if not to.parent.is_dir():
-        raise BundleError(f"{to.parent}: no folder is there")
+        raise BundleError(f"{to.parent}: no such folder")
 
 
 # --- the parts -----------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def _name(stored: str) -> str:
 
 
 def _first_model(config: Config, state: CheckpointState, start: str, *, adapter: bool) -> dict[str, Tensor]:
-    """The weights of the run's first model that the update needs beside those of its version."""
+    """Weights of the run's first model that the update needs in addition to its version's."""
     lora, kl = config.model.lora, config.algorithm.kl
     if adapter or (state.version and lora is None and (not kl.on or state.reference_moved)):
         return {}
@@ -178,7 +179,7 @@ def _first_model(config: Config, state: CheckpointState, start: str, *, adapter:
 
 
 def _files(start: str) -> dict[str, Tensor]:
-    """The bytes of the files that say what the model at `start` is, and of its tokenizer: some may have no token."""
+    """The bytes of the config and tokenizer files of the model at `start`."""
     folder = loading.fetch(start)
     patterns = ("config.json", "generation_config.json", *tokenizer.FILES)
     found = {path.name: path for pattern in patterns for path in sorted(folder.glob(pattern))}

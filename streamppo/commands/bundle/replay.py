@@ -18,11 +18,11 @@ from streamppo.types import ints
 SHOWN = ("policy_loss", "value_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm", "lr")
 """The metrics that are printed; --json has all of them."""
 HIDDEN = ("row", "pass", "token", "version", "clipped", "dropped")
-"""Columns that only --json has; passes are shown of a row with several, the last two where they say something."""
+"""Columns that only --json has; passes are shown of a row with several, the last two where they are not empty."""
 
 
 def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool, as_json: bool) -> int:
-    """Make the update of the bundle at `path` again, and show the tokens of `rows`; by default row 0, as JSON all.
+    """Replay the update of the bundle at `path`, and show the tokens of `rows`; by default row 0, as JSON all.
 
     Raises the errors of `file.read` and `update.make`, and `Diverged`, but with JSON, if the new version is not the
     run's although nothing is known on which its bits depend.
@@ -33,30 +33,30 @@ def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bo
         raise ConfigError(f"--rows {unknown[0]}: the file has rows 0 to {count - 1}")
     chosen = list(dict.fromkeys(rows)) or list(range(count if as_json else 1))
     if debug:
-        made = update.make(path, bundle, chosen, changes, trust=trust, debug=True)
+        replayed = update.make(path, bundle, chosen, changes, trust=trust, debug=True)
     else:
         with log_to_stderr():
-            made = update.make(path, bundle, chosen, changes, trust=trust, debug=False)
+            replayed = update.make(path, bundle, chosen, changes, trust=trust, debug=False)
     reasons = list(_differences(bundle, changes))
     if as_json:
-        echo(_json(path, bundle, made, reasons))
+        echo(_json(path, bundle, replayed, reasons))
         return 0
-    _show(bundle, made, chosen)
-    echo(_verdict(bundle, made, reasons))
-    if made.digest != bundle.facts.digest and not reasons:
+    _show(bundle, replayed, chosen)
+    echo(_verdict(bundle, replayed, reasons))
+    if replayed.digest != bundle.facts.digest and not reasons:
         raise Diverged(f"{path}: version {bundle.facts.state.version + 1} has other weights than it had")
     return 0
 
 
 def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
-    """The reasons for which the bits may be others."""
+    """Reasons why the bits may differ."""
     facts, here = bundle.facts, make.software()
     if changes:
         yield f"--set {' '.join(changes)}"
     if facts.kept:
         yield f"{len(facts.kept)} of the batch's {facts.rows} rows"
     if facts.state.ranks > 1:
-        yield f"{facts.state.ranks} ranks added the gradient there, and one does here"
+        yield f"the gradient was summed over {facts.state.ranks} ranks there, over one here"
     if facts.gpu and not torch.cuda.is_available():
         yield "its rank had a GPU"
     if not facts.exact:
@@ -64,58 +64,60 @@ def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
     yield from (f"{name} {was} there, {here[name]} here" for name, was in facts.software.items() if here[name] != was)
 
 
-def _verdict(bundle: Bundle, made: UpdateAgain, reasons: Sequence[str]) -> str:
+def _verdict(bundle: Bundle, replayed: UpdateAgain, reasons: Sequence[str]) -> str:
     version = bundle.facts.state.version + 1
-    if made.digest == bundle.facts.digest:
-        return f"version {version} made again bit for bit: its digest {made.digest[:12]} is that of the journal"
+    if replayed.digest == bundle.facts.digest:
+        return f"version {version} replayed bit for bit: its digest {replayed.digest[:12]} is that of the journal"
     expected = f", first {bundle.facts.digest[:12]}" if bundle.facts.digest else ""
-    return f"version {version} made otherwise ({made.digest[:12]}{expected}): {'; '.join(reasons) or 'no reason known'}"
+    why = "; ".join(reasons) or "no reason known"
+    return f"version {version} made otherwise ({replayed.digest[:12]}{expected}): {why}"
 
 
-def _json(path: Path, bundle: Bundle, made: UpdateAgain, reasons: Sequence[str]) -> str:
+def _json(path: Path, bundle: Bundle, replayed: UpdateAgain, reasons: Sequence[str]) -> str:
     facts = bundle.facts
-    told = {
+    content = {
         "file": str(path),
         "run": facts.run,
         "update": facts.state.version + 1,
-        "digest": made.digest,
+        "digest": replayed.digest,
         "recorded": facts.digest,
-        "same": made.digest == facts.digest,
+        "same": replayed.digest == facts.digest,
         "differences": list(reasons),
-        "metrics": made.metrics,
-        "tokens": {name: column.tolist() for name, column in made.tokens.items()},
+        "metrics": replayed.metrics,
+        "tokens": {name: column.tolist() for name, column in replayed.tokens.items()},
     }
-    # A number that is none is null, and every other character than ASCII's is escaped.
-    return json.dumps(json.loads(msgspec.json.encode(told)))
+    # NaN becomes null, and characters outside ASCII are escaped.
+    return json.dumps(json.loads(msgspec.json.encode(content)))
 
 
 # --- the table -----------------------------------------------------------------------------------------------
 
 
-def _show(bundle: Bundle, made: UpdateAgain, rows: Sequence[int]) -> None:
+def _show(bundle: Bundle, replayed: UpdateAgain, rows: Sequence[int]) -> None:
     facts, trajectories = bundle.facts, bundle.batch.trajectories
-    tokens = sum(one.num_tokens for one in trajectories)
+    tokens = sum(trajectory.num_tokens for trajectory in trajectories)
     version = facts.state.version
     echo(f"update {version} -> {version + 1} of {facts.run}: {len(trajectories)} rows, {tokens} tokens")
     for row in rows:
-        one = trajectories[row]
+        trajectory = trajectories[row]
         named = f", row {facts.kept[row]} of the batch" if facts.kept else ""
-        sizes = f"{len(ints(one.prompt_tokens))} tokens of prompt and {one.num_tokens} of completion"
-        echo("", f"row {row}{named}: prompt {one.identity.prompt}, reward {one.reward:g}, {one.finish}, {sizes}")
-        _show_row(made, row)
-    numbers = ", ".join(f"{name} {made.metrics[name]:.4g}" for name in SHOWN if name in made.metrics)
+        outcome = f"prompt {trajectory.identity.prompt}, reward {trajectory.reward:g}, {trajectory.finish}"
+        sizes = f"{len(ints(trajectory.prompt_tokens))} tokens of prompt and {trajectory.num_tokens} of completion"
+        echo("", f"row {row}{named}: {outcome}, {sizes}")
+        _show_row(replayed, row)
+    numbers = ", ".join(f"{name} {replayed.metrics[name]:.4g}" for name in SHOWN if name in replayed.metrics)
     echo("", numbers)
 
 
-def _show_row(made: UpdateAgain, row: int) -> None:
-    at = made.tokens["row"] == row
-    several = any(made.tokens["pass"][at].tolist())
-    told = {name for name in ("clipped", "dropped") if any(made.tokens[name][at].tolist())}
-    names = [name for name in made.tokens if name not in HIDDEN or name in told or (name == "pass" and several)]
+def _show_row(replayed: UpdateAgain, row: int) -> None:
+    at = replayed.tokens["row"] == row
+    several = any(replayed.tokens["pass"][at].tolist())
+    filled = {name for name in ("clipped", "dropped") if any(replayed.tokens[name][at].tolist())}
+    names = [name for name in replayed.tokens if name not in HIDDEN or name in filled or (name == "pass" and several)]
     shown = table(*names)
     for column, name in zip(shown.columns, names, strict=True):
         column.justify = "left" if name in ("text", "dropped") else "right"
-    for entry in zip(*(made.tokens[name][at].tolist() for name in names), strict=True):
+    for entry in zip(*(replayed.tokens[name][at].tolist() for name in names), strict=True):
         shown.add_row(*map(_cell, entry))
     # A token is a line, whatever the terminal's width.
     wide = console()

@@ -1,4 +1,4 @@
-"""The numbers of every token of an update, as columns: from its log-probs to the rule that has left it out.
+"""The numbers of every token of an update, as columns: from its log-probs to the rule that excluded it.
 
 B trajectories, b rows of a pass, T completion tokens (padded).
 """
@@ -24,7 +24,7 @@ from streamppo.types import Batch, ints
 Columns: TypeAlias = dict[str, NDArray[np.generic]]
 """A column for each number, with an entry for each token of each pass of a row."""
 EQUAL = "equal rewards"
-"""The rule that leaves out the tokens of a group whose rewards teach nothing."""
+"""The rule that excludes the tokens of a group with equal rewards."""
 
 
 class RowPass(NamedTuple):
@@ -39,7 +39,7 @@ class RowPass(NamedTuple):
 def columns_of(config: Config, batch: Batch, updated: UpdateResult, rows: Sequence[int], model: str) -> Columns:
     """The columns of the tokens of `rows`; NaN where a number was not computed. `model` has the tokenizer."""
     spelled = _texts(batch, rows, model)
-    found = [
+    parts = [
         {
             "row": np.full(len(texts), one.row),
             "pass": np.full(len(texts), one.number),
@@ -54,7 +54,7 @@ def columns_of(config: Config, batch: Batch, updated: UpdateResult, rows: Sequen
         for one in _passes(config, updated, rows)
         for texts in [spelled[one.row]]
     ]
-    return {name: np.concatenate([columns[name] for columns in found]) for name in (found[0] if found else ())}
+    return {name: np.concatenate([columns[name] for columns in parts]) for name in (parts[0] if parts else ())}
 
 
 def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]]:
@@ -69,15 +69,15 @@ def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]
 def _passes(config: Config, updated: UpdateResult, rows: Sequence[int]) -> Iterator[RowPass]:
     """Every pass over each of `rows`, by row."""
     loss = Loss(updated.objective, config.algorithm, updated.batch, updated.targets, 0.0)
-    found: dict[int, list[RowPass]] = {row: [] for row in rows}
-    for one in (one for minibatch in updated.minibatches for one in minibatch.passes):
-        zeros = torch.zeros_like(one.logprobs_bT)
+    by_row: dict[int, list[RowPass]] = {row: [] for row in rows}
+    for forward in (forward for minibatch in updated.minibatches for forward in minibatch.passes):
+        zeros = torch.zeros_like(forward.logprobs_bT)
         with torch.no_grad():
-            terms = loss.terms(one.rows, PolicyOutput(one.logprobs_bT, zeros, zeros, zeros[:, 0]))
-        for at, row in enumerate(one.rows.tolist()):
-            if row in found:
-                found[row].append(RowPass(row, len(found[row]), one.logprobs_bT[at], _at(terms, at)))
-    for row, passes in found.items():
+            terms = loss.terms(forward.rows, PolicyOutput(forward.logprobs_bT, zeros, zeros, zeros[:, 0]))
+        for at, row in enumerate(forward.rows.tolist()):
+            if row in by_row:
+                by_row[row].append(RowPass(row, len(by_row[row]), forward.logprobs_bT[at], _at(terms, at)))
+    for row, passes in by_row.items():
         yield from passes or [RowPass(row, 0)]
 
 
@@ -87,9 +87,9 @@ def _at(terms: TokenTerms, at: int) -> TokenTerms:
     return TokenTerms(**columns, out=out)
 
 
-def _numbers(config: Config, updated: UpdateResult, one: RowPass, count: int) -> Columns:
-    """The numbers of a row in a pass; those of the loss are NaN without one."""
-    targets, batch, row, terms = updated.targets, updated.batch, one.row, one.terms
+def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: int) -> Columns:
+    """The numbers of a row in a pass; those of the loss are NaN if the pass had no loss."""
+    targets, batch, row, terms = updated.targets, updated.batch, row_pass.row, row_pass.terms
     nothing_T = torch.full((count,), torch.nan)
     scored_T = nothing_T
     if updated.objective.scores_policy and updated.chosen.scored_B[row]:
@@ -98,7 +98,7 @@ def _numbers(config: Config, updated: UpdateResult, one: RowPass, count: int) ->
         "reward": batch.rewards_BT[row],
         "behavior": batch.behavior_logprobs_BT[row],
         "proximal": scored_T if terms is None else terms.proximal_bT,
-        "logprob": nothing_T if one.logprobs_T is None else one.logprobs_T,
+        "logprob": nothing_T if row_pass.logprobs_T is None else row_pass.logprobs_T,
         "ratio": nothing_T if terms is None else terms.ratio_bT,
         "weight": nothing_T if terms is None else terms.weights_bT,
         "advantage": targets.estimate.advantages[row],
@@ -115,25 +115,25 @@ def _numbers(config: Config, updated: UpdateResult, one: RowPass, count: int) ->
     return {**columns, "clipped": clipped_T.cpu().numpy()}
 
 
-def _dropped(updated: UpdateResult, one: RowPass, count: int) -> list[str]:
-    """The rules that have left each token out of the policy's loss; "" for one that is in it."""
-    batch, row, terms = updated.batch, one.row, one.terms
+def _dropped(updated: UpdateResult, row_pass: RowPass, count: int) -> list[str]:
+    """The rules that excluded each token from the policy's loss; "" for a token in the loss."""
+    batch, row, terms = updated.batch, row_pass.row, row_pass.terms
     rules = {} if terms is None else {name: out_T[:count].tolist() for name, out_T in terms.out.items()}
-    kept = None if terms is None else terms.kept_bT[:count].tolist()
+    in_loss = None if terms is None else terms.kept_bT[:count].tolist()
     columns = (batch.mask_BT[row], batch.fresh_BT[row], updated.targets.trained_BT[row])
-    told: list[str] = []
+    reasons: list[str] = []
     for at, (sampled, fresh, trained) in enumerate(zip(*(column[:count].tolist() for column in columns), strict=True)):
         if not sampled:
-            told.append("not sampled")
+            reasons.append("not sampled")
         elif not fresh:
-            told.append("too old")
+            reasons.append("too old")
         elif named := [name for name, out in rules.items() if out[at]]:
-            told.append(", ".join(named))
+            reasons.append(", ".join(named))
         elif not trained:
             is_filtered = TRUNCATED in updated.objective.rules and batch.truncated_B[row]
-            told.append(TRUNCATED if is_filtered else EQUAL)
-        elif kept is None:
-            told.append(EQUAL if updated.chosen.idle_B[row] else "no pass")
+            reasons.append(TRUNCATED if is_filtered else EQUAL)
+        elif in_loss is None:
+            reasons.append(EQUAL if updated.chosen.idle_B[row] else "no pass")
         else:
-            told.append("" if kept[at] else "weight 0")
-    return told
+            reasons.append("" if in_loss[at] else "weight 0")
+    return reasons

@@ -1,4 +1,4 @@
-"""The update of a bundle, made again in this process by the learner's own code: no Ray, no engine, no run.
+"""The update of a bundle, replayed in this process by the learner's own code: no Ray, no engine, no run.
 
 file --> temporary folder with the model --> Learner.build --> forward, backward, step --> digest
 """
@@ -44,7 +44,7 @@ MOST_THREADS, MOST_TEXT = 256, 400
 
 
 class UpdateAgain(NamedTuple):
-    """An update that was made again: the digest of the version that it made, its metrics, and its tokens' numbers."""
+    """An update that was replayed: the digest of the version that it made, its metrics, and its tokens' numbers."""
 
     digest: str
     metrics: dict[str, float]
@@ -61,11 +61,11 @@ def make(
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            own, config = file.configurations(bundle, Path(folder), changes)
-            consent.ask(path, [own], trust=trust)
+            recorded, config = file.configurations(bundle, Path(folder), changes)
+            consent.ask(path, [recorded], trust=trust)
             if consent.code(config):
                 plugins.export_path()
-            model = _model(bundle, own, Path(folder) / "model", changes)
+            model = _model(bundle, recorded, Path(folder) / "model", changes)
             config = _here(structs.replace(config, model=structs.replace(config.model, path=model)))
             place = device.acquire(config.learner.gpus, exact=config.learner.exact)
             with device.alone(place):
@@ -98,9 +98,9 @@ def _learner(bundle: Bundle, config: Config, model: str, place: torch.device) ->
 
     torch.set_num_threads(min(config.learner.thread_count, MOST_THREADS))
     learner = build(config, model, device.mesh_of(place.type, Mesh()), _publish_nothing, None, restore=restore)
-    if (found := digest_of(learner)) != bundle.facts.state.digest:
+    if (digest := digest_of(learner)) != bundle.facts.state.digest:
         raise BundleError(
-            f"its weights are not those of version {bundle.facts.state.version} ({found[:12]}, and "
+            f"its weights are not those of version {bundle.facts.state.version} ({digest[:12]}, and "
             f"{bundle.facts.state.digest[:12]} in the journal)"
         )
     return learner
@@ -127,7 +127,7 @@ def _publish_nothing(*_: object) -> NoReturn:
 
 
 def digest_of(learner: Learner) -> str:
-    """The hash of the policy's weights, as a push has it."""
+    """The hash of the policy's weights, computed as for a push."""
     config, trained = learner.config, learner.policy
     dtype = getattr(torch, config.model.dtype)
     moving = {name: one.detach().to("cpu", dtype) for name, one in adapters.adapter_parameters(trained.lm).items()}
@@ -155,7 +155,7 @@ def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str])
     allowed = ("config.json", "generation_config.json", *tokenizer.FILES)
     for name, content in files.items():
         if not any(Path(name).match(pattern) for pattern in allowed):
-            raise BundleError(f"a file {name!r}, which is none of a model or tokenizer")
+            raise BundleError(f"a file {name!r}, which belongs to no model or tokenizer")
         (folder / name).write_bytes(content.numpy().tobytes())
     _write_weights(folder, weights, len(bundle.tensors))
     return str(folder)
@@ -171,10 +171,10 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) ->
     untied = any(not torch.equal(weights[head], weights[embedding]) for head, embedding in pairs)
     with torch.device("meta"):
         lm = hf_files.read(folder, "eager", weights=False, untied=untied)
-    for name, one in lm.named_parameters():
-        if name not in weights or weights[name].shape != one.shape:
-            found = list(weights[name].shape) if name in weights else "missing"
-            raise BundleError(f"{name!r} is {found}, and in the model of its config.json {list(one.shape)}")
+    for name, parameter in lm.named_parameters():
+        if name not in weights or weights[name].shape != parameter.shape:
+            shape = list(weights[name].shape) if name in weights else "missing"
+            raise BundleError(f"{name!r} is {shape}, and in the model of its config.json {list(parameter.shape)}")
     if sum(buffer.nbytes for buffer in lm.buffers()) > MOST_BUFFERS:
         raise BundleError("config.json: a model with larger buffers than any has")
     lm.load_state_dict(weights, assign=True, strict=False)

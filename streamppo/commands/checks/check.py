@@ -38,7 +38,7 @@ def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> in
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
     echo(*configfile.show(config).split("\n"), "")
     print_table(sorted(findings, key=lambda finding: finding.state == "error"))
-    echo("", f"{name}: {errors} errors, {absent} things that cannot be looked at here")
+    echo("", f"{name}: {errors} errors, {absent} subjects that cannot be checked here")
     return 1 if errors else 0
 
 
@@ -50,7 +50,7 @@ def look_over(config: Config, gpu_gib: float | None, *, call: bool = False) -> l
     with process.naming_prints():
         findings = list(light_checks.findings(config))
         if _count(findings, "error"):
-            text = "tokenizer, lengths of prompts and memory are looked at once the errors are mended"
+            text = "tokenizer, lengths of prompts and memory are checked once the errors are fixed"
             return [*findings, Finding("model", "later", text)]
         # Torch takes seconds to import, and other errors come first.
         from streamppo.commands.checks import torch_checks

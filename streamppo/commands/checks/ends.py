@@ -39,7 +39,7 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
     yield from _open_turn(ending, tokenizer)
     yield from _misspelt(ending.strings)
     if unknown := tokenizer.unknown(hf_config.get_text_config().vocab_size):
-        text = f"{len(unknown):,} rows of the model's vocabulary are no tokens of the tokenizer: never sampled"
+        text = f"{len(unknown):,} rows of the model's vocabulary are not tokens of the tokenizer: never sampled"
         yield Finding("vocabulary", "ok", text)
 
 
@@ -56,7 +56,7 @@ def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
         yield Finding(
             "stop",
             "note",
-            f"the chat template writes no token behind an assistant's turn, and {begins!r}, which begins the next one, "
+            f"the chat template writes no token after an assistant's turn, and {begins!r}, which begins the next one, "
             f"ends no completion: the policy writes the other side's words too; rollout.stop = [{begins!r}] ends them",
         )
 
@@ -75,11 +75,11 @@ def context(task: Task, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Fi
 
 
 def _misspelt(strings: Sequence[str]) -> Findings:
-    """Note strings that look like a token's name, and are no token of this tokenizer."""
+    """Note strings that look like a token's name, and are not tokens of this tokenizer."""
     looks = [string for string in strings if string.startswith("<|") and string.endswith("|>")][:SHOWN]
     for string in looks:
         yield Finding(
-            "stop", "note", f"rollout.stop has {string!r}, which is no token here: it ends where it is spelt out"
+            "stop", "note", f"rollout.stop has {string!r}, which is not a token here: it ends where it is spelt out"
         )
 
 

@@ -13,7 +13,7 @@ from streamppo.weights.models import folder as folders
 from streamppo.weights.models import headers
 
 OWN_CRITICS = ("head", "policy", "scratch")
-"""Values of critic.model that name no folder."""
+"""Values of critic.model that are not folders."""
 EAGER = ("bloom", "codegen", "gpt_neo", "gptj", "mpt", "openai-gpt")
 """Values of model_type that transformers has with one attention alone, its eager one."""
 CAP = "attn_logit_softcapping"
@@ -21,7 +21,7 @@ CAP = "attn_logit_softcapping"
 
 
 def model(config: Config) -> Findings:
-    """Check that the model is there, has its weights, and is of a family that learner and engine compute."""
+    """Check that the model exists, has its weights, and is of a family that learner and engine compute."""
     path = config.model.path
     if path == BUILTIN:
         yield Finding("model", "ok", f"{BUILTIN} is made when the run starts")
@@ -38,14 +38,14 @@ def find(path: str, subject: str) -> tuple[str | None, Finding]:
     if Path(path).is_dir():
         return path, Finding(subject, "ok", path)
     if looks_like_path(path):
-        return None, Finding(subject, "not here", f"{path!r} is no folder here (looked at {Path(path).absolute()})")
+        return None, Finding(subject, "not here", f"{path!r} is not a folder here (looked at {Path(path).absolute()})")
     # Slow to import, and most models are folders.
     from huggingface_hub import constants, snapshot_download
 
     try:
         cached = snapshot_download(path, local_files_only=True)
     except (OSError, ValueError):
-        text = f"{path!r} is no folder here (looked at {Path(path).absolute()}), and not in the hub's cache"
+        text = f"{path!r} is not a folder here (looked at {Path(path).absolute()}), and not in the hub's cache"
         return None, Finding(subject, "not here" if constants.HF_HUB_OFFLINE else "later", text)
     return cached, Finding(subject, "ok", f"{path}, in the hub's cache")
 
@@ -66,7 +66,7 @@ def copies(config: Config) -> Findings:
 
 
 def looks_like_path(name: str) -> bool:
-    """Tell if a name is none of the hub's, which have one slash at most and begin with a letter or digit."""
+    """True for a name that the hub cannot have: its names have at most one slash, and begin with a letter or digit."""
     return name.count("/") > 1 or not name[:1].isalnum() or name.endswith("/")
 
 
@@ -114,7 +114,7 @@ def critic(critic: Critic) -> Findings:
 
 
 def teacher(teacher: Teacher) -> Findings:
-    """Check that the teacher is there; its tokenizer is compared with the policy's when the run starts."""
+    """Check that the teacher exists; its tokenizer is compared with the policy's when the run starts."""
     if teacher.model:
         yield find(teacher.model, "teacher")[1]
         yield from weights(teacher.model, "teacher")
@@ -126,9 +126,9 @@ def teacher(teacher: Teacher) -> Findings:
 
 def _pretraining(run: str) -> Finding:
     if not Path(run).is_dir():
-        text = f"{run!r}, whose batches are to teach it, is no folder here (looked at {Path(run).absolute()})"
+        text = f"{run!r}, whose batches are to teach it, is not a folder here (looked at {Path(run).absolute()})"
         return Finding("critic", "not here", text)
-    # zarr is slow to import, and few runs have another one teach their critic.
+    # zarr is slow to import, and few runs pretrain their critic on another run.
     from streamppo.queue.store import archive
 
     try:

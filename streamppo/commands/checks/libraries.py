@@ -10,11 +10,11 @@ from streamppo.config.transport import Nixl
 EXTRAS = {"trackio": "trackio"}
 """Libraries in an extra other than `tracking`."""
 MODULES = {"prometheus": "prometheus_client"}
-"""Modules named unlike their kind."""
+"""Modules whose names differ from their kinds."""
 
 
 def trackers(config: Config) -> Findings:
-    """Find the library of each tracker and of the endpoint, without which a run would go on untracked."""
+    """Find the library of each tracker and of the endpoint; a run without it would continue untracked."""
     kinds: list[str] = [*config.telemetry.trackers]
     kinds += ["prometheus"] if isinstance(config.telemetry.prometheus, Endpoint) else []
     for kind in kinds:
@@ -44,6 +44,6 @@ def transports(config: Config) -> Findings:
 
 
 def _is_here(module: str) -> bool:
-    """Tell if there is a module with code: a folder such as the wandb/ of offline runs is none."""
+    """True if a module with code exists; a folder such as the wandb/ of offline runs is not one."""
     spec = find_spec(module)
     return spec is not None and spec.origin is not None

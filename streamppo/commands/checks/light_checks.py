@@ -26,7 +26,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     yield from folder.teacher(config.algorithm.teacher)
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
     prompts, of_task = task.load(config, None, limit=limit)
-    # A run's actors say how rows repeat and which columns are left out.
+    # Repeated rows and omitted columns are logged by the run's actors, not here.
     yield from (
         finding for finding in of_task if largest_mib is None or (finding.subject, finding.state) != ("task", "note")
     )

@@ -22,7 +22,7 @@ PROCESS_MIB = 300
 
 
 def engine(config: Config) -> Finding:
-    """Check that the engine is installed, or tell that its server is asked later."""
+    """Check that the engine is installed; a running server is contacted at the run's start."""
     match config.rollout.engine:
         case EmbeddedEngine():
             return Finding("engine", "ok", f"embedded, {config.rollout.slots} completions at once in each actor")
@@ -38,7 +38,7 @@ def _sglang(config: Config) -> Finding:
     except metadata.PackageNotFoundError:
         text = "SGLang is not installed: pip install 'streamppo[sglang]', or another rollout.engine"
         return Finding("engine", "not here", text)
-    # Its room imports torch, as SGLang does.
+    # The package rollout.sglang imports torch, as SGLang does.
     from streamppo.rollout.sglang import wire
 
     try:

@@ -55,10 +55,10 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     if config.model.gradient_checkpointing == "auto":
         # As a rank chooses before it loads, on an empty GPU.
         kind = ranks.checkpointing(config, model, longest, int(gpu.gib * GIB))
-        kept = _gib(ranks.rank(config, model, longest).total)
+        needed = _gib(ranks.rank(config, model, longest).total)
         config = structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
         if config.learner.gpus:
-            text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {kept}'
+            text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {needed}'
             yield Finding("checkpointing", "ok", f"model.gradient_checkpointing = {text}")
     yield from _rank_and_engine(config, model, longest, gpu)
     yield from _host(config, model, longest)
@@ -70,10 +70,10 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
 
 
 def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
-    """Tell what actors and ranks on GPUs have in the memory of their machines."""
+    """Report the host memory of actors and ranks on GPUs."""
     held, actors = estimate.actor(config, model), config.rollout.actors
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in held._asdict().items() if size)
-    text = f"a rollout actor holds {_gib(held.total)} of weights beside its engine"
+    text = f"a rollout actor holds {_gib(held.total)} of weights besides its engine's"
     text += f" ({parts})" if parts else ""
     text += f", all {actors} {_gib(actors * held.total)}" if parts and actors > 1 else ""
     if config.learner.offload:
@@ -85,10 +85,10 @@ def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
 
 def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
     """Compare what engines and Ray take of /dev/shm with its size here."""
-    one, here = estimate.actor(config, model).shared, machine.shared_mib()
-    if not one or here is None:
+    shared, here = estimate.actor(config, model).shared, machine.shared_mib()
+    if not shared or here is None:
         return
-    text = f"an engine's actor takes {_gib(one)}: the served version and the next"
+    text = f"an engine's actor takes {_gib(shared)}: the served version and the next"
     if config.cluster.address != LOCAL:
         yield Finding("/dev/shm", "ok", text)
         return
@@ -112,12 +112,12 @@ def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
     most = estimate.candidate_bytes(config, model)
     batch = most * config.queue.batch_size * longest_completion(config)
     bound = "" if config.rollout.top_k else "; top_k would bound it"
-    text = f"at most {most:,} bytes a token beside its 13 others, {_gib(batch)} a batch{bound}"
+    text = f"at most {most:,} bytes a token in addition to 13 others, {_gib(batch)} a batch{bound}"
     yield Finding("candidates", "ok", text)
 
 
 def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
-    """Compare the tokens that a learner on GPUs takes with those that the queue bears."""
+    """Compare the tokens that a learner on GPUs takes with the queue's capacity."""
     if not config.learner.gpus:
         return
     load, shards = estimate.queue(config, model), config.queue.shards

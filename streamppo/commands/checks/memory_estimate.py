@@ -1,4 +1,4 @@
-"""Estimates of the memory of an engine, the object store and a machine, beside a rank's (learner/memory.py).
+"""Estimates of the memory of an engine, the object store and a machine; a rank's are in learner/memory.py.
 
 The 1 to 3 GiB of CUDA and SGLang's graphs are not counted.
 """
@@ -14,7 +14,7 @@ from streamppo.learner.memory import ModelSizes, RankMemory, routes, state
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
 COPIES = 2
-"""Versions of the weights that an actor with SGLang holds beside the pulled one: the served and the next."""
+"""Versions of the weights that an actor with SGLang holds in addition to the pulled one: the served and the next."""
 
 
 TOKEN = 13
@@ -71,7 +71,7 @@ def object_store(model: ModelSizes) -> int:
 
 
 class ActorWeights(NamedTuple):
-    """Bytes of weights in the memory of one rollout actor, beside its engine; `shared` ones are in /dev/shm.
+    """Bytes of weights in the memory of one rollout actor, outside its engine; `shared` ones are in /dev/shm.
 
     pulled    the version that came last: views of Ray's object store where a rank alone pushes all of it
     merged    with adapters the frozen model, and the next version
@@ -95,17 +95,17 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
     learner, whole = config.learner, model.parameters * model.element
     deltas = learner.deltas == "on" or (learner.deltas == "auto" and config.cluster.address != LOCAL)
     is_seen = learner.ranks == 1 and not deltas and isinstance(learner.transport, ObjectStore)
-    made = ActorWeights(
+    memory = ActorWeights(
         pulled=0 if is_seen else model.trained * model.element,
         merged=0 if config.model.lora is None else 2 * whole,
     )
     match config.rollout.engine:
         case SGLangEngine(transport="tensor"):
-            return made._replace(shared=COPIES * whole)
+            return memory._replace(shared=COPIES * whole)
         case SGLangEngine():
-            return made._replace(private=COPIES * whole)
+            return memory._replace(private=COPIES * whole)
         case EmbeddedEngine():
-            return made
+            return memory
 
 
 def shared(config: Config, model: ModelSizes) -> int:
@@ -133,7 +133,7 @@ def machine(
 ) -> MachineMemory:
     """A run on one machine. On GPUs are ranks that are not offloaded, and engines.
 
-    An embedded engine has memory for the weights twice: the next version is written beside the one that is served.
+    An embedded engine has memory for the weights twice: the next version is written while the current one serves.
     """
     on_cpu = routes(config, model, longest) if config.learner.gpus else rank.total
     offloaded = state(config, model) if config.learner.offload else 0

@@ -18,7 +18,7 @@ from streamppo.tasks.task import Task
 
 
 def notes(config: Config, task: Task | None) -> Findings:
-    """Note settings that do not go together. `task` is None if it cannot be built."""
+    """Note conflicting settings. `task` is None if it cannot be built."""
     learner, rollout = config.learner, config.rollout
     yield from _age(config)
     yield from _bound(config)
@@ -34,9 +34,7 @@ def notes(config: Config, task: Task | None) -> Findings:
             "engine are never used"
         )
     if not learner.exact:
-        yield _note(
-            "learner.exact is false: updates that are made again have weights near the recorded ones, not equal"
-        )
+        yield _note("learner.exact is false: updates that are replayed have weights near the recorded ones, not equal")
     yield from _cores(config)
     yield from _note_repeats(config, task)
     held_out = None if task is None else len(task.held_out(None))
@@ -76,7 +74,7 @@ def _bound(config: Config) -> Findings:
 
 
 def _cuts(config: Config) -> Findings:
-    """Cuts that nothing but a number of tokens asks for."""
+    """Note cuts by a number of tokens alone."""
     segments, longest = config.queue.segments, longest_completion(config)
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
@@ -87,7 +85,7 @@ def _cuts(config: Config) -> Findings:
 
 
 def _loss(config: Config) -> Findings:
-    """Note losses that become another one: without a ratio, or by the average."""
+    """Note losses that reduce to a different one: without a ratio, or by the average."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
@@ -99,7 +97,7 @@ def _loss(config: Config) -> Findings:
     if steps > 1 and isinstance(loss, Reinforce):
         yield _note(
             f"algorithm.policy_loss 'reinforce' has no ratio, and {steps} steps on each batch: after the first, "
-            "samples count as the moved policy's own ('importance_weighted' makes up for that)"
+            "samples count as the updated policy's own ('importance_weighted' corrects for that)"
         )
     if isinstance(loss, Gspo | Gmpo | SequenceClip) and algorithm.aggregation != "sequence-mean-token-mean":
         yield _note(
@@ -109,7 +107,7 @@ def _loss(config: Config) -> Findings:
 
 
 def _out_of_the_loss(config: Config) -> Findings:
-    """Note groups that are left out although they teach."""
+    """Note groups that are excluded although they have a gradient."""
     algorithm = config.algorithm
     if algorithm.zero_variance != "keep" and algorithm.kl.reward_beta:
         yield _note(

@@ -1,6 +1,6 @@
 """Usual ranges of settings: a run with a number far outside hardly ever learns. No torch, no transformers.
 
-The ranges are those of the shipped configurations, of the docs and of published runs; each note says its own.
+The ranges are those of the shipped configurations, of the docs and of published runs; each note names its own.
 """
 
 from collections.abc import Callable

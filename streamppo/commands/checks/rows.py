@@ -28,7 +28,7 @@ from streamppo.types import Prompt, ScoredText
 COUNT = 8
 """Rows of each source that are scored."""
 SOURCES = 8
-"""Sources of which rows are scored."""
+"""Sources whose rows are scored."""
 PLACES = 3
 """Most unreadable rows that are named."""
 READING_S = 5.0
@@ -62,7 +62,7 @@ class Faults:
                 yield Finding(
                     reward_subject(scorer.name),
                     "error" if scorer.bad > self._limit * scorer.seen else "note",
-                    f"{scorer.bad} of {scorer.seen} {rows} with each completion, as the scorer cannot read the answer: "
+                    f"{scorer.bad} of {scorer.seen} {rows} for every completion: the scorer cannot read the answer: "
                     f"{'; '.join(scorer.places)}",
                 )
 

@@ -46,7 +46,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
     except StreamppoError as error:
         return None, [Finding("task", "error", str(error))]
     about = [Finding("task", "ok", _prompts(task, measure))]
-    # The first rows of a large data set tell nothing of the others.
+    # The first rows of a large data set are not evidence about the rest.
     about += [Finding("task", "note", note) for note in task.notes() if limit is None]
     if faults is None:
         return task, about
@@ -149,7 +149,7 @@ def _agent(chosen: AgentEnvironment) -> None:
     """Raise `TaskError` if an agent cannot be run."""
     agent.check(chosen)
     if chosen.command and chosen.sandbox is None and shutil.which(chosen.command[0]) is None:
-        raise TaskError(f"environment.command begins with {chosen.command[0]!r}, which is no program here")
+        raise TaskError(f"environment.command begins with {chosen.command[0]!r}, which is not a program here")
 
 
 def limit(config: Config) -> Findings:

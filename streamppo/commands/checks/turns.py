@@ -22,7 +22,7 @@ from streamppo.types import Ints, Message, Prompt, branches
 PROMPTS = 64
 """Number of examined prompts."""
 TURNS = 2
-"""Turns of the policy that are played: one before and one behind the environment's answer."""
+"""Turns of the policy that are played: one before and one after the environment's answer."""
 AGENT_S = 20.0
 """Seconds that an agent has for its run."""
 
@@ -119,7 +119,7 @@ def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Toke
 def _play_agents(
     prompts: Mapping[str, Prompt], config: Config, environment: AgentEnvironment, tokenizer: Tokenizer
 ) -> Findings:
-    """Play a run with a prompt of each source, until one is no run: each may take all of its time."""
+    """Play a run with a prompt of each source, up to the first failure: each may use its whole time limit."""
     limited = structs.replace(environment, timeout_s=min(AGENT_S, environment.timeout_s))
     for source, prompt in prompts.items():
         try:
@@ -137,7 +137,7 @@ def _play_agents(
                     f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
                     f"{environment.timeout_s:g} s (environment.timeout_s)"
                 )
-            # Behind an answer it may be right to fail: the row's answer is not what it waits for.
+            # After an answer a failure may be right: the row's answer need not be what the environment expects.
             is_fault = not error.tokens and not is_short
             yield Finding("environment", "error" if is_fault else "note", reason)
             return
@@ -161,7 +161,7 @@ def _ran(episode: Episode) -> str:
     text = f"with the row's answer to each request it got {count} answer{'s' * (count > 1)}"
     text += f" in {forks + 1} branches" if forks else ""
     if observation := next((messages for messages in episode.observations if messages), ()):
-        text += f", went on with {_shorten(observation)}"
+        text += f", continued with {_shorten(observation)}"
     if episode.finish == "length":
         text += ", was cut off by max_turns or max_tokens"
     return f"{text}, and ended with reward {sum(episode.turn_rewards):g}"

@@ -20,7 +20,7 @@ READ_MIB = 2048
 
 
 class NamedModel(NamedTuple):
-    """A model of a configuration: the subject of its findings, its path, and what of it is loaded."""
+    """A model of a configuration: the subject of its findings, its path, and its loaded parts."""
 
     subject: str
     path: str
@@ -61,8 +61,8 @@ def _weights(model: NamedModel, folder: Path) -> Finding:
     except ModelError as error:
         return Finding(model.subject, "error", str(error))
     if name:
-        return Finding(model.subject, "error", f"{folder}: {name!r} has NaN or infinity: it is of a run that diverged")
-    values = "all numbers finite" if mib <= READ_MIB else "numbers are looked at when they are loaded"
+        return Finding(model.subject, "error", f"{folder}: {name!r} has NaN or infinity, as after a run that diverged")
+    values = "all numbers finite" if mib <= READ_MIB else "values are checked when they are loaded"
     return Finding(model.subject, "ok", f"{count} tensors, of the names and shapes of config.json; {values}")
 
 
@@ -70,7 +70,7 @@ def _export(folder: str) -> Findings:
     try:
         notes = hf_files.rehearse(folder)
     except ModelError as error:
-        yield Finding("export", "error", f"the settings beside the weights cannot be saved: {error}")
+        yield Finding("export", "error", f"the settings next to the weights cannot be saved: {error}")
         return
     yield from (Finding("export", "note", note) for note in notes)
     if not notes:
@@ -78,7 +78,7 @@ def _export(folder: str) -> Findings:
 
 
 def _names(folder: str) -> Findings:
-    """Check that a push names the tensors as the files do, by which SGLang knows them."""
+    """Check that a push uses the tensor names of the files, which SGLang expects."""
     try:
         Architecture(settings(folder)).check_names(folder)
     except ModelError as error:

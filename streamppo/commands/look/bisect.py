@@ -1,6 +1,6 @@
 """`streamppo bisect`: the first version at which a condition holds. Recorded data need neither Ray nor torch.
 
-bisect_replay.py makes versions again for other questions.
+bisect_replay.py replays versions for other questions.
 """
 
 import inspect
@@ -39,7 +39,7 @@ def bisect(run: Path, question: Question, *, as_json: bool) -> int:
     first = f"first holds at version {answer.version}{value}" if answer.version is not None else "holds nowhere"
     echo(f"{answer.condition}: {first}")
     updates = "update" if answer.remade == 1 else "updates"
-    echo(f"{answer.sure}; {answer.remade} {updates} made again")
+    echo(f"{answer.sure}; {answer.remade} {updates} replayed")
     return 0
 
 

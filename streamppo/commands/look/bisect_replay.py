@@ -1,8 +1,8 @@
-"""`streamppo bisect` with versions that are made again, in as few updates as possible.
+"""`streamppo bisect` with versions that are replayed, in as few updates as possible.
 
-    asked of                   looked at                                                  updates made again
+    asked of                   looked at                                                  updates replayed
     a metric, a test of data   every line, or every batch, that there is                  none
-    a test of the weights      every checkpoint; then each version behind the last one    from that checkpoint to the
+    a test of the weights      every checkpoint; then each version after the last one     from that checkpoint to the
                                before the first that holds, up to one that holds          answer
     the same with --set        each version from the first, under the changes             from the first to the answer
 
@@ -46,7 +46,7 @@ def find(run: Path, question: Question, test: UserTest | None) -> Answer:
     return _by_weights(run, question, test)
 
 
-# --- what is made again --------------------------------------------------------------------------------------
+# --- what is replayed --------------------------------------------------------------------------------------
 
 
 def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
@@ -74,7 +74,7 @@ def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
 
 
 def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
-    """Make every version again under the changes, up to the first at which it holds."""
+    """Replay every version under the changes, up to the first at which it holds."""
     past = _past(run)
     present = configfile.load(run / configfile.CONFIG)
     configs = {
@@ -106,7 +106,7 @@ def _way(
     *,
     model: bool = True,
 ) -> list[Looked]:
-    """Make the versions behind `begin` up to `last` again, and examine each, up to the first that holds."""
+    """Replay the versions after `begin` up to `last`, and examine each, up to the first that holds."""
     looked: list[Looked] = []
     if last <= (int(begin.name) if begin else 0):
         return looked
@@ -128,7 +128,7 @@ def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
     kept = set(archive.open(run).versions())
     lost = [version for version in range(int(begin.name) if begin else 0, last) if version not in kept]
     if lost:
-        raise JournalError(f"{run}: version {lost[0] + 1} cannot be made again: its batch was not kept")
+        raise JournalError(f"{run}: version {lost[0] + 1} cannot be replayed: its batch was not kept")
 
 
 def _past(run: Path) -> History:

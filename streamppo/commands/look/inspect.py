@@ -22,7 +22,7 @@ from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, fl
 MOST_TEXT, MOST_SAID, MOST_NAME = 20_000, 2_000, 100
 """Most characters of a prompt or a completion, of an explanation or a reason, and of a name."""
 LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
-"""The learner's numbers of each token, and their names here: its log-probs stand below those of sampling."""
+"""The learner's numbers of each token, and their names here; its log-probs are printed below those of sampling."""
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:

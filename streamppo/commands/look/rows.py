@@ -1,6 +1,6 @@
 """The row of data behind a trajectory: the columns that rewards get, the answer first.
 
-A trajectory keeps the number of its prompt alone: the task is built again, from data that may have changed.
+A trajectory stores only the number of its prompt, so the task is rebuilt; its data may have changed since.
 """
 
 from functools import cached_property
@@ -49,7 +49,7 @@ class RunRows:
             except StreamppoError as error:
                 return DataRow([], f"its row cannot be read: {error}")
             if not same:
-                return DataRow([], "its row is not known: the task's data are others than those of the run")
+                return DataRow([], "its row is not known: the task's data differ from the run's")
         names = sorted(prompt.columns, key=lambda name: name != "answer")
         return DataRow([(name, _short(prompt.columns[name])) for name in names])
 

@@ -60,7 +60,7 @@ def list_runs(runs: Path) -> int:
     """Print a row for each run, the latest one last. Raises `RunError` without a run."""
     folders = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
     if not folders:
-        raise RunError(f"{runs}: no run is there")
+        raise RunError(f"{runs}: no run found")
     cells = [_row(folder) for folder in sorted(folders, key=_last_change_s)]
     others = sum(
         max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS)) if place != 1
@@ -68,7 +68,7 @@ def list_runs(runs: Path) -> int:
     shown, rows = console(), table(*HEADINGS)
     for column in rows.columns:
         column.no_wrap = True
-    # An error may be long: it takes what the others leave of the line.
+    # An error may be long: it gets the rest of the line.
     for name, state, *numbers in cells:
         rows.add_row(name, truncate(harmless(state), max(LEAST_STATE, shown.width - others - GAP)), *numbers)
     shown.print(rows)

@@ -9,9 +9,8 @@
       tokens 16 to 20    branch      after token 8: '[user]and 1+1?[assistant]'
       tokens 21 to 22    turn 3      '2': nobody received it; versions 2 x 5
 
-A node that follows another token than the one before it begins a branch, and stands deeper than the node of that token.
-Turns are those of the trajectory's column, with what the engine reused and what was received; without it they are told
-by the mask.
+A node whose parent is not the token before it begins a branch, and is indented below its parent's node. Turns come from
+the trajectory's column `turns`, with reused and received tokens; without the column they are inferred from the mask.
 """
 
 from bisect import bisect_right
@@ -30,7 +29,7 @@ Spell: TypeAlias = Callable[[Ints], str]
 """The text of tokens, special ones too."""
 NO_BRANCH = -2
 UNKNOWN = -1
-"""What was reused of a context where no column says it."""
+"""Reused tokens of a context, where no column has the number."""
 
 
 class TreeNode(NamedTuple):
@@ -58,7 +57,7 @@ class TreeNode(NamedTuple):
 
     @property
     def is_branch(self) -> bool:
-        """True if it begins a branch, or stands at a root of its own."""
+        """True if it begins a branch or a second root."""
         return self.parent != NO_BRANCH
 
     @property
@@ -70,13 +69,13 @@ class TreeNode(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is, in a word or two."""
+        """Its name for the reader: the kind, and a turn's number."""
         if self.kind == "turn":
             return f"turn {self.number}"
         return "branch" if self.is_branch and self.kind == "message" else self.kind
 
     def notes(self) -> Iterator[str]:
-        """What there is to say of it beside its text, in words."""
+        """Remarks after its text: reward, versions, reused and undelivered tokens."""
         if self.calls:
             yield f"calls {', '.join(self.calls)}"
         if self.kind != "turn":
@@ -93,7 +92,7 @@ class TreeNode(NamedTuple):
 
 
 class TreeTotals(NamedTuple):
-    """A tree in numbers: turns, branches, and tokens that were sampled and received by nobody."""
+    """A tree in numbers: turns, branches, and sampled tokens that no client received."""
 
     turns: int
     branches: int
@@ -188,7 +187,7 @@ def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> li
 
 
 def _rewards(trajectory: Trajectory) -> Floats:
-    """The reward of each token; without the column all of it stands on the last sampled token."""
+    """The reward of each token; without the column the last sampled token has all of it."""
     if trajectory.token_rewards:
         return floats(trajectory.token_rewards)
     rewards = np.zeros(trajectory.num_tokens, np.float32)

@@ -1,4 +1,4 @@
-"""`streamppo verify`: the records of a run against each other, and some of its updates made again.
+"""`streamppo verify`: the records of a run against each other, and some of its updates replayed.
 
 record                  differs from
 ----------------------  --------------------------------------------------------------------------------------
@@ -11,7 +11,7 @@ config.toml             the journal's configuration of the newest version
 inputs.json             the files that it names
 K updates, at random    the recorded digests of all versions that they make, and their lines
 
-The digest of a run is the SHA-256 of its last link and of the files beside the chain. Nothing of the run is changed.
+The digest of a run is the SHA-256 of its last link and of the files outside the chain. Nothing of the run is changed.
 """
 
 import hashlib
@@ -49,38 +49,38 @@ from streamppo.telemetry.metrics_file import FINISHED, METRICS
 from streamppo.types import Batch, Identity, UpdateReport, ints
 
 PENDING = 3
-"""Updates whose lines a driver that was killed, or runs, may not have written."""
+"""Newest updates whose lines a running or killed driver may not have written."""
 NEAR = 1e-5
 """Relative difference of a metric: sums over several ranks are rounded otherwise than those over a whole batch."""
 OF_MACHINE = ("learner_tokens_per_s", "learner_tflops", "mfu", "peak_memory_mib")
-"""Metrics, besides those in seconds and MiB, that no update has again."""
+"""Metrics, besides those in seconds and MiB, that a replay does not reproduce."""
 FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
-"""Files under the digest of a run, besides what the chain names."""
+"""Files covered by the digest of a run, in addition to the chain."""
 
 log = logging.getLogger(__name__)
 
 
 def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
-    """Verify a run and say what was found. The exit code is 1 if there is a fault."""
+    """Verify a run, and print the faults. The exit code is 1 if there is a fault."""
     with log_to_stderr():
-        found = check(run, updates, expect)
+        result = check(run, updates, expect)
     if as_json:
-        echo(json.dumps({**found._asdict(), "faults": [one._asdict() for one in found.faults]}))
-        return bool(found.faults)
+        echo(json.dumps({**result._asdict(), "faults": [one._asdict() for one in result.faults]}))
+        return bool(result.faults)
     for row in (
-        *(f"note: {note}" for note in found.notes),
-        *(f"fault: {one.place}: {one.what}" for one in found.faults),
+        *(f"note: {note}" for note in result.notes),
+        *(f"fault: {one.place}: {one.what}" for one in result.faults),
     ):
         echo(row)
-    counts = f"{found.versions} versions, {found.batches} batches, {found.checkpoints} checkpoints"
-    again = f", made again {', '.join(map(str, found.remade))}" if found.remade else ""
-    echo(f"{run.name}: {counts}{again}: {f'{len(found.faults)} faults' if found.faults else 'as recorded'}")
-    echo(f"digest: {found.digest or 'none'}")
-    return bool(found.faults)
+    counts = f"{result.versions} versions, {result.batches} batches, {result.checkpoints} checkpoints"
+    again = f", replayed {', '.join(map(str, result.remade))}" if result.remade else ""
+    echo(f"{run.name}: {counts}{again}: {f'{len(result.faults)} faults' if result.faults else 'as recorded'}")
+    echo(f"digest: {result.digest or 'none'}")
+    return bool(result.faults)
 
 
 def check(run: Path, updates: int, expect: str = "", chance: random.Random | None = None) -> Verification:
-    """Compare the records of a run, and make `updates` of its updates again, drawn by `chance`.
+    """Compare the records of a run, and replay `updates` of its updates, drawn by `chance`.
 
     `expect` is a digest that the run, or one of its links, must have.
     """
@@ -143,10 +143,10 @@ class Records:
 
     def check_batches(self) -> None:
         """Compare each batch with the journal and with the other batches."""
-        places, kept = dict[Identity, int](), set[str]()
+        places, names = dict[Identity, int](), set[str]()
         for version in self.archive.versions():
             paths = self.archive.paths(version, len(self.archive.checksums[version]))
-            kept.update(path.name for path in paths)
+            names.update(path.name for path in paths)
             try:
                 batch = self.archive.batch(version)
             except JournalError as error:
@@ -158,8 +158,8 @@ class Records:
             places |= {one.identity: version for one in batch.trajectories}
             self._numbers[version + 1] = rebuild_metrics.batch_numbers(self.past.at(version), batch)
         for path in sorted(self.archive.folder.glob("*.zarr.zip")):
-            # A batch has its name a moment before the journal has its version.
-            if path.name not in kept and path.name < f"{self.newest:08d}":
+            # A batch's file exists a moment before its version is in the journal.
+            if path.name not in names and path.name < f"{self.newest:08d}":
                 self._add(f"archive/{path.name}", "no batch of the journal")
         if len(self._numbers) == self.newest and len(places) != self.consumed:
             self._add("journal.sqlite", f"counts {self.consumed} trajectories, and the archive has {len(places)}")
@@ -179,7 +179,7 @@ class Records:
         for sentence in self.content.damage:
             self._add(METRICS, sentence.partition(": ")[2])
         if any(later["wall_s"] < line["wall_s"] for line, later in pairwise(lines)):
-            self._add(METRICS, "a line of an earlier second behind a later one")
+            self._add(METRICS, "a line of an earlier second after a later one")
         known = Counter[int]()
         for line in lines:
             if "update" not in line and "remade" not in line:
@@ -187,7 +187,7 @@ class Records:
             version = line["remade"] if "remade" in line else line["update"]
             known[version] += 1
             if version in self._numbers and (name := _other(line, *self._numbers[version])):
-                self._add(METRICS, f"update {version} has another {name} than its batch")
+                self._add(METRICS, f"update {version} and its batch differ in {name}")
         for version in (version for version, count in known.items() if count > 1 or version not in self.made):
             self._add(METRICS, f"{known[version]} lines of update {version}, which was made once or not at all")
         missing = [version for version in self.made if version and version not in known]
@@ -201,22 +201,22 @@ class Records:
     def check_summary(self) -> None:
         """Compare summary.json, if there is one, with the lines and with the journal."""
         try:
-            told = record.read_summary(self.run)
+            saved = record.read_summary(self.run)
         except RunError as error:
             self._name(error)
             return
-        if told is None:
+        if saved is None:
             return
         # Through JSON, as the file: keys are texts there.
         counted = json.loads(json.dumps(summary.summarise(self.content.lines)))
-        present = json.loads(json.dumps(told))
+        present = json.loads(json.dumps(saved))
         if (last := (self.content.lines or [None])[-1]) is not None and "end" in last:
             counted |= {"outcome": last["end"]}
-        if told["outcome"] == FINISHED:
+        if saved["outcome"] == FINISHED:
             counted |= {"checksum": self.made[self.newest].digest}
-            counted |= {} if told["trajectories"] is None else {"trajectories": self.consumed}
+            counted |= {} if saved["trajectories"] is None else {"trajectories": self.consumed}
         for name in (name for name in counted if present.get(name) != counted[name]):
-            self._add(record.SUMMARY, f"another {name} than lines and journal give")
+            self._add(record.SUMMARY, f"{name} differs from lines and journal")
 
     def check_settings(self) -> None:
         """Compare the configuration with the journal, and inputs.json with the files that it names."""
@@ -240,10 +240,10 @@ class Records:
         for path in manifest.complete(self.run / "checkpoints"):
             version = int(path.name)
             try:
-                found = weights.checkpoint_weights(self.past.at(version), self.run, version)
+                policy = weights.checkpoint_weights(self.past.at(version), self.run, version)
                 whole.append(path)
                 if version == self.newest and (self.run / "final").is_dir():
-                    self._check_final(found.tensors)
+                    self._check_final(policy.tensors)
             except StreamppoError as error:
                 # A running run drops those that it keeps no longer.
                 if path.is_dir():
@@ -257,29 +257,27 @@ class Records:
             self._add("final", f"{len(names)} tensors are not those of version {self.newest}")
 
     def check_updates(self, whole: Sequence[Path], updates: int, chance: random.Random) -> list[int]:
-        """Make updates again, each from the checkpoint before it; compare and return all versions on the way."""
-        kept = set(self.archive.versions())
+        """Replay updates, each from the checkpoint before it; compare and return all versions on the way."""
+        archived = set(self.archive.versions())
         starts = {
             version: max((path for path in whole if int(path.name) < version), default=None) for version in self.made
         }
         possible = [
             version
             for version, path in starts.items()
-            if version and kept.issuperset(range(int(path.name) if path else 0, version))
+            if version and archived.issuperset(range(int(path.name) if path else 0, version))
         ]
         if updates and len(possible) < self.newest:
-            self.notes.append(
-                f"{self.newest - len(possible)} versions cannot be made again: their batches are not kept"
-            )
+            self.notes.append(f"{self.newest - len(possible)} versions cannot be replayed: their batches are not kept")
         lasts = {starts[version]: version for version in sorted(chance.sample(possible, min(updates, len(possible))))}
         remade: list[int] = []
         for begin, last in lasts.items():
             start = int(begin.name) if begin else 0
-            log.info("versions %d to %d are made again", start + 1, last)
+            log.info("versions %d to %d are replayed", start + 1, last)
             try:
                 digests, reports = replay.remake(self.run, self.past, begin, last)
             except StreamppoError as error:
-                self._add("archive", f"versions {start + 1} to {last} cannot be made again: {error}")
+                self._add("archive", f"versions {start + 1} to {last} cannot be replayed: {error}")
                 continue
             remade += range(start + 1, last + 1)
             self._compare(digests, reports)
@@ -290,13 +288,13 @@ class Records:
         for version, digest in sorted(digests.items()):
             known = self.past.digests[version]
             if known == ANY:
-                self.notes.append(f"version {version} is made again only nearly: learner.exact = false")
+                self.notes.append(f"version {version} is replayed only approximately: learner.exact = false")
             elif known != digest:
-                self._add("journal.sqlite", f"version {version} is {known[:12]}, and {digest[:12]} if it is made again")
+                self._add("journal.sqlite", f"version {version} is {known[:12]}, and {digest[:12]} replayed")
         for report in (one for one in reports if one.version in lines and self.past.digests[one.version] != ANY):
             metrics = {name: value for name, value in report.metrics.items() if not _is_measured(name)}
             if name := _other(lines[report.version], metrics):
-                self._add(METRICS, f"update {report.version} has another {name} than if it is made again")
+                self._add(METRICS, f"update {report.version} and its replay differ in {name}")
 
 
 def _split(run: Path, error: Exception) -> tuple[str, str]:

@@ -50,7 +50,7 @@ def trace(run: Path, to: Path) -> int:
     timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
     with durable.naming(to, RunError):
         to.write_text(json.dumps(timeline))
-    echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; nothing of it leaves the browser")
+    echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the file stays in the browser")
     return 0
 
 
@@ -58,7 +58,7 @@ def time_table(run: Path) -> int:
     """Print milliseconds for one update, by process, the largest part first. Raises `RunError` where none is known."""
     processes = phase_times.per_update(metrics_file.read(run))
     if not processes:
-        raise RunError(f"{run}: no process has told of its phases yet; the first does after about ten seconds")
+        raise RunError(f"{run}: no process has reported its phases yet; the first report comes after about ten seconds")
     for process, phases in sorted(processes.items()):
         whole = phases[WHOLE].cpu_ms
         echo(f"{process}: {whole:.1f} ms of CPU for one update")

@@ -15,7 +15,7 @@ from streamppo.errors import ConfigError, RunError
 PORT = 8484
 """The port if it is free; else any other."""
 ENDING_S = 1
-"""Seconds that requests under way have behind a Ctrl-C."""
+"""Seconds that open requests have after Ctrl-C."""
 ANYWHERE = ("0.0.0.0", "::")
 """Hosts for every address of this machine."""
 

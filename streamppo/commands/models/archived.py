@@ -49,7 +49,7 @@ class _Part(NamedTuple):
 
 
 def find(run: Path, prompt: int, sample: int | None, attempt: int | None) -> ArchivedCompletion | None:
-    """Find a completion of a prompt, by default the newest attempt at the first sample; None without any.
+    """Find a completion of a prompt, by default the newest attempt at the first sample; None if there is none.
 
     Raises `JournalError` if one of its segments was not kept, or not trained on.
     """
@@ -67,17 +67,19 @@ def find(run: Path, prompt: int, sample: int | None, attempt: int | None) -> Arc
 def _parts(run: Path, prompt: int) -> list[_Part]:
     """The trajectories of a prompt. Only files whose range of prompts has it are opened."""
     with closing(Journal.open_run(run)) as journal:
-        made = journal.versions().values()
-    archive, found = Archive(run / "archive", checksums(made)), list[_Part]()
-    for one in made:
-        if one.archived is None or not one.archived.first_prompt <= prompt <= one.archived.last_prompt:
+        versions = journal.versions().values()
+    archive, parts = Archive(run / "archive", checksums(versions)), list[_Part]()
+    for version in versions:
+        if version.archived is None or not version.archived.first_prompt <= prompt <= version.archived.last_prompt:
             continue
-        batch, learned = archive.batch_and_record(one.version - 1)
+        batch, learned = archive.batch_and_record(version.version - 1)
         for row, trajectory in enumerate(batch.trajectories):
             if trajectory.identity.prompt == prompt:
-                nothing = np.full(trajectory.num_tokens, np.nan, np.float32)
-                found.append(_Part(trajectory, one.version, learned["values"][row] if "values" in learned else nothing))
-    return found
+                unknown = np.full(trajectory.num_tokens, np.nan, np.float32)
+                parts.append(
+                    _Part(trajectory, version.version, learned["values"][row] if "values" in learned else unknown)
+                )
+    return parts
 
 
 def _name(part: _Part) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def _joined(run: Path, parts: list[_Part]) -> ArchivedCompletion:
         identity = rows[0].identity
         raise JournalError(
             f"{run}: segment {missing[0]} of prompt {identity.prompt}, sample {identity.sample} was not kept, or not "
-            "trained on: the completion is not known from its beginning"
+            "trained on: the completion's beginning is missing"
         )
     recorded = Recorded(
         ints(rows[0].prompt_tokens),

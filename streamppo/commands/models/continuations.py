@@ -41,7 +41,7 @@ from streamppo.types import Identity, Ints, Message, Prompt
 
 
 class VersionWeights(NamedTuple):
-    """A version: its weights, the checkpoint `path` (None of version 0), and the version that it was made of."""
+    """A version: its weights, the checkpoint `path` (None of version 0), and the version that it was replayed from."""
 
     policy: Weights
     path: Path | None
@@ -56,18 +56,18 @@ class Played(NamedTuple):
 
 
 def try_versions(run: Path, question: TrialQuestion, *, as_json: bool) -> int:
-    """Answer the question and print it. The exit code is 1 if nothing could be sampled. Raises the errors of `find`."""
+    """Sample the continuations and print them; exit code 1 if there are none. Raises the errors of `find`."""
     with log_to_stderr():
-        found = find(run, question)
+        result = find(run, question)
     if as_json:
-        echo(json.dumps(msgspec.to_builtins(found)))
+        echo(json.dumps(msgspec.to_builtins(result)))
     else:
-        echo(*trial.sentences(found))
-        rows = table("", *(f"version {one.version}" for one in found.versions))
-        for number, cells in enumerate(trial.cells(found)):
+        echo(*trial.sentences(result))
+        rows = table("", *(f"version {one.version}" for one in result.versions))
+        for number, cells in enumerate(trial.cells(result)):
             rows.add_row(f"{number}", *cells)
         console().print(rows)
-    return 0 if any(one.tokens for version in found.versions for one in version.continuations) else 1
+    return 0 if any(one.tokens for version in result.versions for one in version.continuations) else 1
 
 
 def find(run: Path, question: TrialQuestion) -> Trial:
@@ -111,7 +111,7 @@ def _embedded(config: Config, rows: int) -> Config:
 
 
 def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights:
-    """The weights of a version: the model that the run began with, a checkpoint, or one that is made again."""
+    """The weights of a version: the model that the run began with, a checkpoint, or one that is replayed."""
     version, start = past.version, model_path(config, past.run)
     if not version:
         tensors = weights.model_weights(start, config.model.dtype)
@@ -175,7 +175,7 @@ class _Continuations:
         )
 
     def _prompt(self, task: Task) -> Prompt:
-        """The prompt of a number, or of a text: a message behind the system's, if the run's own prompts are chats."""
+        """The prompt of a number, or of a text: a message after the system's, if the run's own prompts are chats."""
         if (number := self._question.number) is not None:
             return task.prompt(number)
         alike, text = task.prompt(0), self._question.prompt
@@ -247,7 +247,7 @@ class _Continuations:
 
 
 def _first_difference(source: ArchivedCompletion, again: Episode) -> int | None:
-    """The first token that is another one, or that one of both has alone; None if there is none."""
+    """The first token that differs, or that only one of them has; None if there is none."""
     first, second = source.recorded.tokens, again.tokens
     both = min(len(first), len(second))
     if (others := np.flatnonzero(first[:both] != second[:both])).size:

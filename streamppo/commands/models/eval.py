@@ -144,7 +144,7 @@ def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject
 
 
 async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[ScoredAnswer]]:
-    """For each held-out prompt its greedy answer, and behind it its samples."""
+    """For each held-out prompt its greedy answer, then its samples."""
     tokenizer = Tokenizer(subject.path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
     prompts = task.held_out(config.evaluation.prompts)

@@ -124,7 +124,7 @@ def machine() -> Findings:
 
 
 def _enough(subject: str, mib: int, least: int, more: str, remedy: str) -> Finding:
-    short = f"; {least:,} MiB are wanted: {remedy}" if mib < least else ""
+    short = f"; {least:,} MiB are needed: {remedy}" if mib < least else ""
     return Finding(subject, "note" if short else "ok", f"{mib:,} MiB {more}{short}")
 
 

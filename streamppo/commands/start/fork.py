@@ -1,7 +1,7 @@
 """`streamppo fork`: a new run that begins as another one was at a version, whatever became of that one since.
 
     RUN at version N                      the fork
-    the checkpoint of N, or made again    checkpoints/N, with the recorded digest
+    the checkpoint of N, or replayed    checkpoints/N, with the recorded digest
     journal and archive up to N           the same, and what was to come is to come (queue/rewind.py)
     the lines of its updates up to N      the same
     the configuration that held at N      the same, changed by --set, with an origin
@@ -60,16 +60,16 @@ class Fork(NamedTuple):
 
 
 def fork(run: Path, at: int, changes: Sequence[str], name: str, runs: Path, *, as_json: bool) -> int:
-    """Make the fork, and say how it is gone on with. Raises the errors of `make`."""
+    """Make the fork, and print the command that continues it. Raises the errors of `make`."""
     with log_to_stderr():
-        made = make(run, at, changes, name, runs)
+        forked = make(run, at, changes, name, runs)
     if as_json:
-        echo(json.dumps({**made._asdict(), "folder": str(made.folder)}))
+        echo(json.dumps({**forked._asdict(), "folder": str(forked.folder)}))
         return 0
-    again = f"{made.remade} updates made again from version {made.begin}" if made.remade else "its checkpoint was there"
-    echo(f"{made.folder}: as {run.name} was at version {at} ({made.digest[:12]}); {again}, {made.seconds:.1f} s")
-    echo(f"go on: streamppo resume {shlex.quote(str(made.folder))}")
-    echo(f"compare: streamppo report {shlex.quote(str(run))} {shlex.quote(str(made.folder))}")
+    again = f"{forked.remade} updates replayed from version {forked.begin}" if forked.remade else "from its checkpoint"
+    echo(f"{forked.folder}: as {run.name} was at version {at} ({forked.digest[:12]}); {again}, {forked.seconds:.1f} s")
+    echo(f"continue: streamppo resume {shlex.quote(str(forked.folder))}")
+    echo(f"compare: streamppo report {shlex.quote(str(run))} {shlex.quote(str(forked.folder))}")
     return 0
 
 
@@ -107,7 +107,7 @@ def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
 
 
 def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
-    """Refuse what no resume could go on with, before anything is written."""
+    """Refuse what no resume could continue with, before anything is written."""
     before = past.history.at(past.version)
     resume_checks.refuse_other(before, config)
     if settings_of(config).shape != settings_of(before).shape:
@@ -122,21 +122,21 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
         )
     disk.refuse_network(runs)
     if name and (runs / name).exists():
-        raise ConfigError(f"{runs / name}: something is there already; take another --name")
+        raise ConfigError(f"{runs / name}: already exists; choose another --name")
 
 
 # --- what is written -----------------------------------------------------------------------------------------
 
 
 def _fill(past: Past, config: Config, aside: Path) -> int:
-    """Write all files of the fork but its configuration; returns the version that the rest was made again from."""
+    """Write all files of the fork but its configuration; returns the version that the rest was replayed from."""
     begin = past.version and checkpoint_of(past, aside)
     lines = list(_lines(past))
     state = manifest.read(aside / "checkpoints" / f"{past.version:08d}").state if past.version else None
     tokens = round(sum(cast(dict[str, float], line).get("tokens", 0.0) for line in lines))
-    told = Rewound(past.version, tokens, state.lag[0] if state and state.lag else None)
+    rewound = Rewound(past.version, tokens, state.lag[0] if state and state.lag else None)
     with durable.naming(aside, RunError):
-        rewind.rewind(past.run, aside, past.history.at(past.version), told)
+        rewind.rewind(past.run, aside, past.history.at(past.version), rewound)
         if Path(model_path(config, past.run)).is_relative_to(past.run):
             _bring_model(past.run / "model", aside / "model")
         with suppress(FileNotFoundError), durable.reading(past.run / inputs.INPUTS) as file:
@@ -149,7 +149,7 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
 
 
 def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) -> Path:
-    """Give the folder its name, with a number behind it if that is taken, and write its configuration.
+    """Give the folder its name, with a number appended if that is taken, and write its configuration.
 
     Until then no command takes it for a run.
     """
@@ -159,7 +159,7 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
         configfile.save(named, aside)
         if not _claim(aside, folder):
             if taken_is_error:
-                raise ConfigError(f"{folder}: something is there already; take another --name")
+                raise ConfigError(f"{folder}: already exists; choose another --name")
             continue
         # Paths into the run are relative to its name.
         configfile.save(named, folder)
@@ -181,7 +181,7 @@ def _claim(aside: Path, folder: Path) -> bool:
 
 
 def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config:
-    """Have the source of a script's reward in the fork, if the run has one in its folder."""
+    """Copy the source of a script's reward into the fork, if the run's folder has one."""
     source = f"{run / REWARD}:"
     named = {
         name: value
@@ -192,8 +192,8 @@ def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config
         return config
     with suppress(FileExistsError), durable.reading(run / REWARD) as file:
         durable.write(aside / REWARD, file.read())
-    own = {name: f"{folder / REWARD}:{value.removeprefix(source)}" for name, value in named.items()}
-    return configfile.change(config, [f"{name}={json.dumps(value)}" for name, value in own.items()])
+    moved = {name: f"{folder / REWARD}:{value.removeprefix(source)}" for name, value in named.items()}
+    return configfile.change(config, [f"{name}={json.dumps(value)}" for name, value in moved.items()])
 
 
 def _bring_model(source: Path, target: Path) -> None:

@@ -43,7 +43,7 @@ def init(folder: Path) -> int:
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name for a project: take letters, digits, dots, dashes and underscores")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: something is there already; a project begins in a new folder")
+        raise ConfigError(f"{folder}: already exists; a project begins in a new folder")
     with durable.naming(folder, RunError):
         (folder / "data").mkdir(parents=True, exist_ok=True)
         for file in FILES:
@@ -80,7 +80,7 @@ class UserInputs(NamedTuple):
 
 
 def bring(file: Path, given: UserInputs) -> int:
-    """Write the configuration `file` for what is `given`, with sizes taken from it, and look it over.
+    """Write the configuration `file` for the `given` model, data and reward, choose its sizes, and check it.
 
     The exit code is 1 if no run can be made of it here. Raises `ConfigError` if the file is there, and for a model,
     rows or a reward that cannot be used.
@@ -89,7 +89,7 @@ def bring(file: Path, given: UserInputs) -> int:
     if not NAME.fullmatch(file.stem):
         raise ConfigError(f"{file.stem!r} is no name for a run: take letters, digits, dots, dashes and underscores")
     if file.exists():
-        raise ConfigError(f"{file}: something is there already; take another name")
+        raise ConfigError(f"{file}: already exists; choose another name")
     plugins.export_path()
     model = policy.look(given.model)
     if not given.gpus and model.family and model.family not in FAMILIES:
@@ -144,7 +144,7 @@ def _say(text: str) -> None:
 
 
 def _from(file: Path, path: str) -> str:
-    """`path` as it stands in `file`: relative to it where it is beside or below it, else in full; names stay."""
+    """`path` as it stands in `file`: relative to the file's folder if it is below that, else absolute; names stay."""
     if not Path(path).exists():
         return path
     target, folder = Path(path).absolute(), file.absolute().parent

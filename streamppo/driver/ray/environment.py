@@ -75,7 +75,7 @@ def key_variables(config: Config) -> frozenset[str]:
 
 
 def quiet_pipes() -> None:
-    """Switch Ray's colour codes off if standard output is no terminal, or NO_COLOR is set."""
+    """Switch Ray's colour codes off if standard output is not a terminal, or NO_COLOR is set."""
     if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
         os.environ["RAY_COLOR_PREFIX"] = "0"
 

@@ -52,5 +52,5 @@ class Interrupts:
 
     def _announce(self, name: str) -> None:
         """Announce the stop at once: the driver may check for signals seconds later."""
-        resume = f"; go on with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
+        resume = f"; continue with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
         self.say(f"{name}: stopping, a second signal stops at once{resume}\n")

@@ -39,7 +39,7 @@ class RolloutPool:
     """The rollout actors, the oldest first, in `seats`.
 
     `create(name, place)` makes an actor in the first free place; `note` records a restart. Names are never reused,
-    because the queue ignores a gone actor for ever. After a resume the names start again: the queue is another one, and
+    because the queue ignores a gone actor for ever. After a resume the names start again: the queue is a new one, and
     earlier actors have no handle to it.
     """
 

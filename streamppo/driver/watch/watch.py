@@ -89,7 +89,7 @@ class WatchedCalls:
             self.watch(ref, stage, _ignore)
 
     def drain(self, stage: RunStage) -> None:
-        """Wait until no call of `stage` is watched any more."""
+        """Wait until calls of `stage` are no longer watched."""
         while any(watched.stage == stage for watched in self._watched.values()):
             self._look(stage, [])
         self.reset_stall()

@@ -95,7 +95,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _rotate(part_GWHD: Tensor, turn_G1WC: Tensor, heads: int) -> Tensor:
-    """Rotate complex numbers: first half real, second half imaginary; in the result both parts alternate."""
+    """Rotate complex numbers: the input has real parts, then imaginary parts; in the result the two alternate."""
     complex_GHWC = torch.complex(*part_GWHD.chunk(2, -1)).transpose(1, 2)
     turned = torch.empty(complex_GHWC.shape, dtype=complex_GHWC.dtype)
     torch.mul(complex_GHWC, turn_G1WC, out=turned)

@@ -1,6 +1,6 @@
 """Reads untrusted files of torch.distributed.checkpoint: no code from a file runs.
 
-torch itself unpickles `.metadata` and every value that is no tensor. Here `.metadata` may name only torch's metadata
+torch itself unpickles `.metadata` and every value that is not a tensor. Here `.metadata` may name only torch's metadata
 classes, its files must lie in the checkpoint's folder, and other values are loaded with `weights_only`.
 """
 
@@ -115,7 +115,7 @@ class Planner(DefaultLoadPlanner):
     """torch's planner, limited to unpickling plain values and tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is no tensor."""
+        """Load a value that is not a tensor."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a checkpoint that is no tensor.
+    """The part of a checkpoint that is not a tensor.
 
     `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
     pushed weights, known once they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
@@ -180,7 +180,7 @@ def newest(folder: Path, at_most: float = math.inf, past: "History | None" = Non
 def set_aside(path: Path, reason: object) -> None:
     """Log a damaged checkpoint, and rename its folder to *.damaged."""
     damaged = path.with_name(f"{path.name}.damaged")
-    log.info("%s; moved to %s, going on from the checkpoint before it", reason, damaged.name)
+    log.info("%s; moved to %s, continuing from the checkpoint before it", reason, damaged.name)
     shutil.rmtree(damaged, ignore_errors=True)
     path.rename(damaged)
 

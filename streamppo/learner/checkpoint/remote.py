@@ -107,7 +107,7 @@ def newest(folder: Path, address: str, at_most: float, past: History | None = No
     except CheckpointError as error:
         if local is None:
             raise
-        log.info("going on from %s: %s", local.name, error)
+        log.info("continuing from %s: %s", local.name, error)
         return local
     if not versions or (local is not None and int(local.name) >= versions[-1]):
         return local

@@ -20,7 +20,7 @@ from streamppo.weights.models.settings import settings
 
 
 class NoReferenceWeights:
-    """The policy without its adapters: the run's first model, without memory of its own.
+    """The policy without its adapters: the run's first model, without a second copy of the weights.
 
     For passes without gradient.
     """

@@ -43,7 +43,7 @@ def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
 
 
 def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
-    """A bias [V] against head rows that are no tokens of the tokenizer at `path`: they get no probability.
+    """A bias [V] against head rows that are not tokens of the tokenizer at `path`: they get no probability.
 
     Rank 0 reads the tokenizer. A collective. None if all rows are tokens, or if there is no tokenizer. With a soft cap
     the bias lowers their logits only to the cap.

@@ -69,7 +69,7 @@ class Loss(NamedTuple):
     entropy_weight: float
 
     def terms(self, rows: Tensor, current: PolicyOutput) -> TokenTerms:
-        """What the policy's loss makes of each token of `rows` with the scores `current`."""
+        """The terms of the policy's loss for each token of `rows`, with the scores `current`."""
         return _MicroBatch(self, rows, current, NO_COUNTS).terms()
 
     @phase("loss")
@@ -121,7 +121,7 @@ class _MicroBatch(NamedTuple):
         )
 
     def terms(self) -> TokenTerms:
-        """What the policy's loss makes of each token, before it is averaged."""
+        """The terms of the policy's loss for each token, before averaging."""
         trained_bT, logprobs_bT = self.trained_bT, self.current.logprobs_BT
         advantages_bT = self.slice_rows(self.whole.targets.estimate.advantages)
         behavior_bT = self.slice_rows(self.whole.batch.behavior_logprobs_BT)

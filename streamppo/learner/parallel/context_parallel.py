@@ -33,7 +33,7 @@ KNOWN = (*FAMILIES, "qwen3_moe")
 NAME = "slices"
 """The argument of a transformer, and so of its attention, with the ranks of the exchange."""
 PREFIX = "sliced_"
-"""Prefix of the name in transformers of a wrapped attention that is no flash-attn."""
+"""Prefix of the name in transformers of a wrapped attention that is not flash-attn."""
 _wrapped: dict[str, Any] = {}
 """The functions that `_attend` calls, by the name of their wrapper."""
 

@@ -32,9 +32,9 @@ CHOICES: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
 class Routers:
     """The routers of one transformer; without experts there are none, and every call does nothing.
 
-    The routes of `expect` hold until its next call: a layer recomputed in the backward pass uses them again. Without
-    `counts`, `metrics` leaves out the tokens of a pass. With `float32`, routers compute their products in float32;
-    their weights keep their type.
+    The routes of `expect` hold until its next call: a layer recomputed in the backward pass uses them again. While
+    `counts` is False, `metrics` does not count the tokens of a pass. With `float32`, routers compute their products in
+    float32; their weights keep their type.
     """
 
     def __init__(self, transformer: "PreTrainedModel | None", *, float32: bool = False) -> None:

@@ -87,7 +87,7 @@ def refusal(config: Any, ranks: int) -> str:
 
 
 def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
-    """The number of parameters of a `layer` of `transformer` split by tensor, and by expert parallelism."""
+    """(tensor-parallel, expert-parallel) numbers of sharded parameters of a `layer` of `transformer`."""
     (place,) = [name for name, module in transformer.named_modules() if module is layer]
     by_tensor = _names(transformer.config, "colwise") | _names(transformer.config, "rowwise")
     experts, counts = _names(transformer.config, EXPERTS), [0, 0]

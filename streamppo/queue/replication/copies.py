@@ -40,7 +40,7 @@ class ReplicaWriter:
         self.address = self._store.address
 
     def put(self, folder: str, name: str, row: bytes) -> None:
-        """Copy `row`, behind its CRC-32, by which `read` detects truncation."""
+        """Copy `row` after its CRC-32, by which `read` detects truncation."""
         self.put_bytes(folder, name, with_crc(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:

@@ -1,8 +1,8 @@
 """Copies of journal and archive at an fsspec address, so that a run survives the loss of its disk (`queue.standby`).
 
 ADDRESS/journal/0000/000000000012-1a2b3c4d.TOKEN.base    the journal after transaction 12, as a file, with its CRC-32
-ADDRESS/journal/0000/000000000013.TOKEN             the next transaction, behind its CRC-32
-ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories of a transaction of shard 1, behind their CRC-32
+ADDRESS/journal/0000/000000000013.TOKEN             the next transaction, after its CRC-32
+ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories of a transaction of shard 1, after their CRC-32
 ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, unchanged, named with its SHA-256
 ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  another file that `resume` reads, as of transaction 12, with CRC-32
 ADDRESS/lives/0000                                  marks the copy of a life as complete; the newest one counts
@@ -97,18 +97,18 @@ class CopiedJournal(Journal):
     def write(
         self,
         changes: Changes,
-        made: Sequence[PublishedVersion] = (),
+        versions: Sequence[PublishedVersion] = (),
         before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
         """See `Journal.write`."""
-        super().write(changes, made, before_commit)
-        if made:
+        super().write(changes, versions, before_commit)
+        if versions:
             self._refuse_others()
-        for path, name in self._archive_files(checksums(made)):
+        for path, name in self._archive_files(checksums(versions)):
             self._copy_file(ARCHIVE, path, name)
-        if any(self._every and version.version % self._every == 0 for version in made):
+        if any(self._every and version.version % self._every == 0 for version in versions):
             self._copy_run()
-        self._copy(WriteEntry(changes=changes, made=tuple(made)))
+        self._copy(WriteEntry(changes=changes, made=tuple(versions)))
 
     def configure(self, version: int, config: bytes) -> None:
         """See `Journal.configure`."""
@@ -185,7 +185,7 @@ class CopiedJournal(Journal):
         if max(lives, default="") > self._life or not owner.owns(owners, self._run):
             raise JournalError(
                 f"{self.path}: the run was restored from {self._copies.address} or its folder was copied, and there it "
-                f"goes on: this one ends here; {owner.forget(self._run)}"
+                f"continues: this one ends here; {owner.forget(self._run)}"
             )
 
 

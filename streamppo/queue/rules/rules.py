@@ -84,8 +84,8 @@ class QueueRules:
                 slots.append(slot)
             if slots:
                 self.state.calls[actor] = TicketRequest(call, slots)
-        mine = [slot for slot in slots if slot.actor == actor and slot.call == call]
-        return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in mine])
+        issued = [slot for slot in slots if slot.actor == actor and slot.call == call]
+        return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in issued])
 
     def has_ticket(self, engine_version: int) -> bool:
         """True if `issue` has a ticket for an engine of that version: for a reopened slot, or for a new one.

@@ -134,7 +134,7 @@ class FailedAttempt(NamedTuple):
 
     @classmethod
     def refused(cls, trajectory: Trajectory) -> "FailedAttempt":
-        """What a trajectory that cannot be trained on says of its attempt."""
+        """The attempt of a trajectory that cannot be trained on."""
         return cls("engine", trajectory.num_sampled, -1, trajectory.source)
 
 
@@ -142,9 +142,9 @@ class FailedAttempt(NamedTuple):
 class Slot:
     """Room for one trajectory. Slots are numbered in the order of opening.
 
-    While the slot is issued, `actor` has its ticket, by request `call`. `failed` is set between a failure and its end.
-    `part` counts the segments of a slot, including those of failed attempts. `place` = (number, part) identifies the
-    part and sorts by age.
+    While the slot is issued, `actor` holds its ticket, which answered request `call`. `failed` is set between a failure
+    and its end. `part` counts the segments of a slot, including those of failed attempts. `place` = (number, part)
+    identifies the part and sorts by age.
     """
 
     number: int

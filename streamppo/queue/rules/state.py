@@ -60,11 +60,11 @@ class QueueSettings(NamedTuple):
             case "mask" | "drop" | "keep":
                 return None
 
-    def admitted_lag(self, told: int | None) -> int:
-        """The lag that admission aims at; `told` is the learner's value, None if it has sent none."""
+    def admitted_lag(self, adapted: int | None) -> int:
+        """The lag that admission aims at; `adapted` is the learner's value, None if it has sent none."""
         if self.first_lag is None:
             return self.flow_lag
-        return min(self.first_lag if told is None else told, self.flow_lag)
+        return min(self.first_lag if adapted is None else adapted, self.flow_lag)
 
     def min_version(self, version: int) -> int:
         """The oldest version whose tokens the batch of `version` may train on."""

@@ -5,7 +5,7 @@ P units make a batch, S is the lag that admission aims at, W the window, L is ma
     mask, drop   all ready units, the oldest first: any number of units may overtake a slow one
     wait         W = 1: strict first in, first out
     windowed     W = (L - S) * P + 1: the window starts at the oldest held unit that is not ready and has W places in
-                 the order of issue; units behind the window wait until that unit is ready
+                 the order of issue; units after the window wait until that unit is ready
 
 Windowed is torchtitan's rule for RL (its docs/windowed_fifo.md), after MiniMax (https://arxiv.org/abs/2605.26494). Unit
 n opens for an engine of version n // P - S or later. Before unit n is taken, all n older units and at most W - 1

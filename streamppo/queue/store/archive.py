@@ -106,14 +106,14 @@ class Archive:
             last_prompt=max(file.last_prompt for file in written),
         )
 
-    def settle(self, made: PublishedVersion) -> None:
+    def settle(self, published: PublishedVersion) -> None:
         """Give the files of the batch that made a version their final names; from then on the batch counts.
 
         Call it within the transaction that records the batch. Raises `JournalError` if the disk refuses.
         """
-        if made.archived is None:
+        if published.archived is None:
             return
-        version, files = made.version - 1, made.archived.files
+        version, files = published.version - 1, published.archived.files
         paths = self.paths(version, len(files))
         for aside, path in zip(self._asides.pop(version), paths, strict=True):
             with durable.naming(path, JournalError):
@@ -249,13 +249,13 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
     return columns, decoded
 
 
-def _merge_columns(found: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
+def _merge_columns(parts: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
     """The columns of a whole batch, joined from its parts."""
-    batch = batch_parts.merge([to_batch(columns, attributes) for columns, attributes in found])
-    if len({frozenset(columns).intersection(LEARNED) for columns, _ in found}) > 1:
+    batch = batch_parts.merge([to_batch(columns, attributes) for columns, attributes in parts])
+    if len({frozenset(columns).intersection(LEARNED) for columns, _ in parts}) > 1:
         raise JournalError(f"the batch of version {batch.version} came in parts with different columns")
     by_row: dict[str, dict[int, Floats]] = {}
-    for columns, attributes in found:
+    for columns, attributes in parts:
         for name, numbers in record_columns(columns).items():
             by_row.setdefault(name, {}).update(zip(attributes.rows, numbers, strict=True))
     flat = {name: np.concatenate([rows[row] for row in sorted(rows)]).tobytes() for name, rows in by_row.items()}

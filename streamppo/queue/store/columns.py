@@ -67,7 +67,7 @@ TYPES: dict[str, tuple[str, ...]] = {
 }
 """The dtypes of every column except offsets, which are int64."""
 REQUIRED = frozenset((*IDENTITY[:3], "task", "actor", "finish", "reward", "prompt_tokens", *FLAT))
-"""The columns of every batch, beside their offsets."""
+"""The columns of every batch, except offsets."""
 
 
 class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -130,7 +130,7 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
         raise ValueError("a trajectory without a token that the policy sampled")
     for name, words in attributes.words().items():
         if columns[name].min() < 0 or columns[name].max() >= len(words):
-            raise ValueError(f"words of {name!r} that are not there")
+            raise ValueError(f"an index of {name!r} beyond its words")
     for name in ("tokens", "prompt_tokens", "candidates", "candidate_counts"):
         if name in columns and columns[name].min(initial=0) < 0:
             raise ValueError(f"a negative number in {name!r}")
@@ -156,11 +156,11 @@ def _verify_trees(columns: Mapping[str, Column]) -> None:
         if name not in columns:
             continue
         ends, tokens = (pairwise(columns[offsets].tolist()) for offsets in (f"{name}_offsets", "offsets"))
-        for (begin, end), prompt, own in zip(ends, prompts, tokens, strict=True):
-            mask = columns["mask"][slice(*own)].astype(np.bool_)
-            found = flaw(columns[name][begin:end].tobytes(), prompt, mask) if end > begin else None
-            if found:
-                raise ValueError(found)
+        for (begin, end), prompt, span in zip(ends, prompts, tokens, strict=True):
+            mask = columns["mask"][slice(*span)].astype(np.bool_)
+            fault = flaw(columns[name][begin:end].tobytes(), prompt, mask) if end > begin else None
+            if fault:
+                raise ValueError(fault)
 
 
 def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:

@@ -136,10 +136,10 @@ class Database:
             # The first format had no number.
             raise JournalError(
                 f"{self.path}: made by another version of streamppo: its format is {stored or 1}, and this version "
-                f"reads {number}: go on with the version that made the run, or begin a new one"
+                f"reads {number}: continue with the version that made the run, or begin a new one"
             )
         elif schema != _tables(tables):
-            raise JournalError(f"{self.path}: not a journal of streamppo: its tables, views or triggers are others")
+            raise JournalError(f"{self.path}: not a journal of streamppo: its tables, views or triggers differ")
 
 
 @cache

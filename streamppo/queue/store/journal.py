@@ -123,17 +123,17 @@ class Journal(Database):
     def write(
         self,
         changes: Changes,
-        made: Sequence[PublishedVersion] = (),
+        versions: Sequence[PublishedVersion] = (),
         before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
         """Write one transaction. Writing the same changes again leaves the same rows.
 
-        `before_commit` is called within it for each version in `made`, before the version is recorded; never for a
+        `before_commit` is called within it for each of `versions`, before the version is recorded; never for a
         writer that was fenced out.
         """
         with self._numbered_transaction() as db:
             if before_commit is not None:
-                for version in made:
+                for version in versions:
                     before_commit(version)
             db.executemany(
                 "insert or replace into slots values (?, ?, ?, ?)",
@@ -151,7 +151,7 @@ class Journal(Database):
                     for attempt in changes.ended
                 ],
             )
-            for version in made:
+            for version in versions:
                 row = with_checksum(self._linked(version))
                 db.execute("insert or ignore into versions values (?, ?, ?)", (version.version, *row))
             db.execute("delete from leases where version < ?", (changes.counters.version,))

@@ -129,7 +129,7 @@ class EmbeddedEngine:
     async def update_weights(
         self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
     ) -> None:
-        """See `Engine.update_weights`. Swaps are serialized; weights are copied while decoding goes on."""
+        """See `Engine.update_weights`. Swaps are serialized; weights are copied while decoding continues."""
         async with self._one_swap:
             parameters = await asyncio.to_thread(self._decoder.fuse, tensors, contents)
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -224,7 +224,7 @@ class DecodingRows:
         return logits
 
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
-        """Fill the cache from row `first` on with `texts`. Returns the logits behind each.
+        """Fill the cache from row `first` on with `texts`. Returns the logits after each.
 
         Texts of one width are computed together: what attention adds up of a text depends on its width.
         """

@@ -30,7 +30,7 @@ class SampledTokens(NamedTuple):
 def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> SampledTokens:
     """Draw one token for each row: the first whose cumulative probability is above u (float64, 0 < u < 1).
 
-    Without `draws`, from the model's own distribution.
+    Without `draws` the distribution is the model's own: temperature 1, no top-p, no top-k.
 
     Greedy rows have their log-prob at temperature 1. Raises `ModelError` if logits are not finite.
     """

@@ -13,7 +13,7 @@ DEPTH = 100
 
 
 def read(text: str | bytes) -> object:
-    """Read a value. Raises `ValueError` for what is no JSON, or nested deeper than `DEPTH`."""
+    """Read a value. Raises `ValueError` for what is not JSON, or nested deeper than `DEPTH`."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:

@@ -50,7 +50,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Count the tokens behind the prompt."""
+        """Count the tokens after the prompt."""
         return len(self) - self.prompt
 
     def token(self, at: int) -> int:
@@ -62,7 +62,7 @@ class Row:
         return self._tokens[self._path(at)]
 
     def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
-        """Add a completion behind the context up to `at` and the tokens `unsampled`.
+        """Add a completion after the context up to `at` and the tokens `unsampled`.
 
         Returns the places of that context's last token and of the completion's. `turn` is its number, from 1 on.
         """
@@ -131,7 +131,7 @@ class Row:
         self._routes = known
 
     def _joined_candidates(self, mask: Flags) -> TokenCandidates | None:
-        """Join the candidates of the turns in `mask`, one count for each token behind the prompt."""
+        """Join the candidates of the turns in `mask`, one count for each token after the prompt."""
         if not self._candidates:
             return None
         counts, tokens = np.zeros(len(self), np.int32), list[Ints]()

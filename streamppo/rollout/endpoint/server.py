@@ -325,9 +325,9 @@ async def _body(request: HttpRequest) -> Body:
     try:
         value = json_values.plain(json_values.read(b"".join(parts)))
     except ValueError as error:
-        raise refusal.bad(f"the body is no JSON: {error}", "broken JSON") from error
+        raise refusal.bad(f"the body is not JSON: {error}", "broken JSON") from error
     if not isinstance(value, dict):
-        raise refusal.bad("the body is no JSON object", "broken JSON")
+        raise refusal.bad("the body is not a JSON object", "broken JSON")
     return value
 
 
@@ -345,7 +345,7 @@ async def _rewarding(request: HttpRequest, session: Session, body: Body) -> Resp
     try:
         reward = number(body.get("reward"))
     except ValueError as error:
-        raise refusal.bad(f"reward is {body.get('reward')!r}, {error}", "reward that is no number") from error
+        raise refusal.bad(f"reward is {body.get('reward')!r}, {error}", "reward that is not a number") from error
     name = body.get("response_id") or ""
     session.give(reward, str(name))
     return JSONResponse({"reward": reward, "response_id": name or None})

@@ -1,14 +1,14 @@
 """One agent's run at the endpoint: its requests, their turns, and its end.
 
 consumes     requests, from a server or a test
-produces     turns, each sampled behind the stored tokens of its context; an episode at the end
+produces     turns, each sampled after the stored tokens of its context; an episode at the end
 waits for    the engine, and for room in the row where requests under way may fill it
 unblocks     the listeners of a turn
 
     request -> known and undelivered, nobody listens? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn goes on without its client, because the program asks again. Turns that nobody received are masked at the end.
+A turn continues without its client, because the program asks again. Turns that nobody received are masked at the end.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ TAIL = 16
 
 
 class Request(NamedTuple):
-    """A request without its dialect. `arguments` are those of the chat template, beside the tools."""
+    """A request without its dialect. `arguments` are those of the chat template, except the tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -286,7 +286,7 @@ class Session:
             self._freed.set()
 
     def _store(self, turn: Turn, place: TreePlace, rest: Ints, context: Ints, completion: Completion) -> None:
-        """Add a completion to row and tree, behind the stored part of its context."""
+        """Add a completion to row and tree, after the stored part of its context."""
         request, setting = turn.request, turn.request.setting
         if len(self.turns) > turn.ended_before:
             # Another turn may have stored more of it meanwhile.
@@ -366,7 +366,7 @@ class Session:
         if place.at == NOTHING:
             text = "\n\n".join(message.text for message in messages)
             return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
-        # Some templates write a tool's answer only behind its call.
+        # Some templates write a tool's answer only after its call.
         before = request.messages[-len(messages) - 1]
         calls = before.tool_calls if messages[0].role == "tool" else ()
         return tokenizer.observation(messages, template, self.row.token(place.at), calls)

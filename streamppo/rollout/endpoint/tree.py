@@ -1,6 +1,6 @@
 """The messages of one agent's run as a tree, and the places of the row up to which they are stored as tokens. Pure.
 
-A node is one message behind another. Two of its places are known:
+A node is one message after another. Two of its places are known:
 
     opened    the last token of a context that ends with it: the template's opening of the next turn
     ended     the last token that was sampled for it, if it is an answer of the policy
@@ -11,7 +11,7 @@ A node is one message behind another. Two of its places are known:
           assistant "b"   ended 36
 
 A message of a request matches an equal node. An answer also matches by an id of ours, its own or that of a tool call,
-whatever was done to its text. The deepest matched answer counts, and the messages behind it are new. A request without
+whatever was done to its text. The deepest matched answer counts, and the messages after it are new. A request without
 a matched answer, or with other tools, begins a new root.
 """
 

@@ -38,7 +38,7 @@ class VersionCopies:
         self._spare: list[Tensor] = []
 
     def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> Copied:
-        """Copy `tensors` beside those that are served. They are served after `serve`.
+        """Copy `tensors` to a second buffer; `serve` makes them the served ones.
 
         Raises `WeightsError` if a copy's hash is not that of `contents`, or if /dev/shm has no room for it.
         """

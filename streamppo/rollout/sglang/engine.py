@@ -282,7 +282,7 @@ class SGLangEngine:
                 await self._until_death(self._certain.wait())
             except SGLangDied as died:
                 if stream.handed:
-                    raise ModelError(f"SGLang died behind a segment that was handed over: {died}") from died
+                    raise ModelError(f"SGLang died after a segment that was handed over: {died}") from died
                 raise
         return stream.completion(self._setup.kv)
 

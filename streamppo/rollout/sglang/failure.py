@@ -8,7 +8,7 @@ MEMORY = (
 )
 KNOWN = (
     (r"Not enough memory|out of memory|OutOfMemoryError|mem_fraction_static|mem-fraction-static", MEMORY),
-    (r"[Aa]ddress already in use|port \d+ is (already in use|not available)", "a port that it wants is taken"),
+    (r"[Aa]ddress already in use|port \d+ is (already in use|not available)", "a port that it needs is taken"),
     (r"No CUDA GPUs are available|no NVIDIA driver|libcuda", "there is no GPU: rollout.gpus must be 0 on a CPU"),
     (r"No module named", "a package that SGLang needs is not installed"),
 )

@@ -72,7 +72,7 @@ class Server:
         return ""
 
     async def stop(self) -> None:
-        """Close the connections; the server, which the user started, goes on running."""
+        """Close the connections; the server, which the user started, continues running."""
         await self._client.aclose()
 
 

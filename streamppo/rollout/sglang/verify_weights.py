@@ -126,7 +126,7 @@ class Checksums:
         return await asyncio.to_thread(_unmoved_tensors, unmoved, self._seen, before, tensors)
 
     def _known(self, tensors: Tensors) -> set[str]:
-        """SGLang's names of the tensors whose checksum is the pushed ones'; none if the smallest have another."""
+        """SGLang's names of tensors whose checksums equal the pushed ones; empty if the smallest differ."""
         sizes: dict[str, int] = {}
         for name, tensor in tensors.items():
             held = layout.held_name(name)

@@ -39,7 +39,7 @@ class Calculator:
 
 
 def _sum(expression: str) -> str:
-    """Compute a sum; "+" for an expression that is no sum."""
+    """Compute a sum; "+" for an expression that is not a sum."""
     numbers = expression.split("+")
     return str(sum(map(int, numbers))) if all(number.isdigit() for number in numbers) else "+"
 

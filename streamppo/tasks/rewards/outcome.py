@@ -95,7 +95,7 @@ def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
 def plain(reward: Reward) -> Reward:
     """Return `reward` with plain floats and texts, as processes exchange it. Raises `ValueError` with the reason."""
     if not isinstance(reward.components, Mapping) or not all(isinstance(name, str) for name in reward.components):
-        raise ValueError("whose components are no numbers by name")
+        raise ValueError("whose components are not numbers by name")
     return Reward(
         score=_number_within(reward.score),
         tokens=tuple(map(_number_within, reward.tokens)),

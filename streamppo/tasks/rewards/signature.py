@@ -90,7 +90,7 @@ def _called(found: object, name: str) -> Callable[..., object]:
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
-    """Return the style, and its parameters, which are no columns."""
+    """Return the style, and its parameters, which are not columns."""
     if {"solution_str", "ground_truth"} <= named.keys():
         return "verl", VERL & named.keys()
     if "completions" in named:

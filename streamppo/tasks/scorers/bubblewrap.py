@@ -29,7 +29,7 @@ KERNEL = (
 )
 OTHERWISE = (
     'Where that cannot be, `arguments = { sandbox = "..." }` names another: a remote service (docs/security.md), or '
-    '"streamppo.tasks.scorers.sandbox:Local", which is no wall.'
+    '"streamppo.tasks.scorers.sandbox:Local", which is not a wall.'
 )
 
 

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class StartSignal:
-    """A pipe for the launcher's signal that the program begins: an earlier end is a failure of the sandbox."""
+    """A pipe for the launcher's signal that the program begins; an earlier end is the sandbox's failure."""
 
     def __enter__(self) -> "StartSignal":
         self._reader, self.writer = os.pipe()

@@ -95,7 +95,7 @@ def levels(own: str, mounts: str) -> Iterator[Path]:
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         root, point = before.split()[3:5]
-        # A mount may show a part of the tree, and a process be beside that part.
+        # A mount may show only a part of the tree that does not contain the process.
         if after.split()[0] == "cgroup2" and ".." not in Path(path).parts and Path(path).is_relative_to(root):
             folder = Path(point.encode().decode("unicode_escape"), Path(path).relative_to(root))
             yield from (folder, *folder.parents[: len(Path(path).relative_to(root).parts)])

@@ -119,7 +119,7 @@ class CodeTests:
         """Describe the sandbox of these arguments. Raises `TaskError` if it does not work here."""
         name = str(arguments.get("sandbox", DEFAULT))
         _sandbox(name)
-        return f"programs run in {name}{', which is no wall' if name.endswith('sandbox:Local') else ''}"
+        return f"programs run in {name}{', which is not a wall' if name.endswith('sandbox:Local') else ''}"
 
     def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
         """Run the tests. Raises `TaskError` for a row without usable tests."""

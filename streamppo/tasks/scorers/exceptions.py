@@ -1,6 +1,6 @@
 """The program's exceptions inside a test: the test fails unless its own code accepts every one of them.
 
-    iteration, `hasattr`, `Mapping.get`, a thread    swallow an exception: the test goes on, and has failed
+    iteration, `hasattr`, `Mapping.get`, a thread    swallow an exception: the test continues, and has failed
     `except`, `with`, functions named ...raises...   code of the test: exceptions that they catch are accepted
     `except StopIteration`                           ends an iteration of the test: accepts none of the program's
 

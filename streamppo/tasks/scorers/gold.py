@@ -33,8 +33,8 @@ def number(answer: object) -> Fraction:
     value = answers.number(answers.extract_boxed(inner) or inner)
     if value is None:
         raise TaskError(
-            f"the row's answer is {_quoted(answer)}, which is no number: "
-            r'write the number alone, behind "####", or in "\boxed{}"'
+            f"the row's answer is {_quoted(answer)}, which is not a number: "
+            r'write the number alone, after "####", or in "\boxed{}"'
         )
     return value
 

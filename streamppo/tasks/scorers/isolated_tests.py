@@ -144,7 +144,7 @@ class Trace:
         try:
             value = _value_of(reply, arguments)
         except UNREADABLE as error:
-            raise self.refusal(f"the program's answer is no data: {type(error).__name__}") from None
+            raise self.refusal(f"the program's answer is not data: {type(error).__name__}") from None
         if value is OBJECT:
             return RemoteObject(self, place)
         if not isinstance(value, Exception):

@@ -30,12 +30,14 @@ class Sandbox(Protocol):
 class Local:
     """A process in its own group and an empty folder, with limits on memory, CPU time, file size and processes.
 
-    It is no isolation: the program sees the machine's files and runs as the trainer's user. It has no network if the
+    It is not isolation: the program sees the machine's files and runs as the trainer's user. It has no network if the
     kernel allows a network namespace. On Linux the program ends with its parent process, even after kill -9.
     """
 
     def __init__(self, require_no_network: bool = False) -> None:
-        log.warning("the sandbox Local is no wall: programs of the policy can read and change all that this user can")
+        log.warning(
+            "the sandbox Local is not a wall: programs of the policy can read and change all that this user can"
+        )
         self._around = "require" if require_no_network else "try"
 
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:

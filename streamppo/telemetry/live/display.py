@@ -176,7 +176,7 @@ class LiveView:
         except Exception:
             # A bug in the view must not end the run.
             self._leave()
-            log.exception("the live view has failed; the run goes on with plain lines")
+            log.exception("the live view has failed; the run continues with plain lines")
 
 
 class _Warnings(logging.Handler):

@@ -37,7 +37,7 @@ PANELS = (
         "Entropy",
         ("entropy",),
         "nats per token",
-        "It falls as the policy grows sure. Near zero while answers are wrong: it tries nothing else any more.",
+        "It falls as the policy grows sure. Near zero while answers are wrong: it no longer explores.",
     ),
     Panel(
         "KL",
@@ -66,7 +66,7 @@ PANELS = (
     Panel(
         "Gradient norm",
         ("grad_norm", "critic_grad_norm"),
-        says="Level is good. A point far above the others is a spike; see if the reward falls behind it.",
+        says="Level is good. A point far above the others is a spike; see if the reward falls after it.",
     ),
     Panel(
         "Lag",
@@ -96,7 +96,7 @@ PANELS = (
         "share",
         "1: the critic foresees the rewards. 0: it is no better than a constant; below 0 it is worse.",
     ),
-    Panel("Policy loss", ("policy_loss",), says="Its height tells nothing of how well the policy does."),
+    Panel("Policy loss", ("policy_loss",), says="Its height is not a measure of the policy."),
     Panel(
         "Engine and learner at lag 0",
         ("mismatch",),
@@ -191,9 +191,9 @@ def _by_version(one: View) -> list[Mapping[str, object]]:
     ]
 
 
-def _points(metric: str, one: View, run: Sequence[Mapping[str, object]]) -> list[Point]:
+def _points(metric: str, run_view: View, run: Sequence[Mapping[str, object]]) -> list[Point]:
     if metric == "accuracy":
-        answered = {line["evaluation"]: line["accuracy"] for line in one.lines if "evaluation" in line}
+        answered = {line["evaluation"]: line["accuracy"] for line in run_view.lines if "evaluation" in line}
         return [(float(version), value) for version, value in sorted(answered.items()) if value is not None]
     if metric == "wait_share":
         pairs = ((line, line.get("wait_s"), line.get("update_s")) for line in run)

@@ -75,18 +75,18 @@ class Histogram(NamedTuple):
     amounts: Mapping[int, int]
 
 
-def curves(found: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
+def curves(all_curves: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
     """Draw curves over one x axis; empty without points. `unit` is the unit of their values.
 
     A curve that ends before the others has a dot at its end. A jagged curve is pale, with its running mean in front.
     """
-    found = [curve._replace(points=_thin_out(_finite(curve.points))) for curve in found]
-    if not any(curve.points for curve in found):
+    all_curves = [curve._replace(points=_thin_out(_finite(curve.points))) for curve in all_curves]
+    if not any(curve.points for curve in all_curves):
         return Markup("")
-    xs = [x for curve in found for x, _ in curve.points]
-    ys = [y for curve in found for _, y in curve.points]
+    xs = [x for curve in all_curves for x, _ in curve.points]
+    ys = [y for curve in all_curves for _, y in curve.points]
     x_axis, y_axis = _Axis(*_wide(min(xs), max(xs)), LEFT, WIDTH - RIGHT), _y_axis(ys)
-    drawn = [part for curve in found if curve.points for part in _curve(curve, x_axis, y_axis)]
+    drawn = [part for curve in all_curves if curve.points for part in _curve(curve, x_axis, y_axis)]
     box = " ".join(f"{value:.10g}" for value in (*x_axis[:2], *y_axis[:2]))
     return _svg(
         [*_rules(y_axis), *_marks(x_axis), *_names(x_name, unit), *drawn],
@@ -95,16 +95,16 @@ def curves(found: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
     )
 
 
-def bars(found: Sequence[Bar], unit: str) -> Markup:
+def bars(all_bars: Sequence[Bar], unit: str) -> Markup:
     """Draw one bar for each amount, side by side; `unit` names the amounts and the labels."""
-    total = sum(bar.amount for bar in found)
+    total = sum(bar.amount for bar in all_bars)
     if not total:
         return Markup("")
-    y_axis = _Axis(0.0, max(bar.amount for bar in found), HEIGHT - BOTTOM, TOP)
-    step = (WIDTH - LEFT - RIGHT) / len(found)
-    every = math.ceil(len(found) / 12)
+    y_axis = _Axis(0.0, max(bar.amount for bar in all_bars), HEIGHT - BOTTOM, TOP)
+    step = (WIDTH - LEFT - RIGHT) / len(all_bars)
+    every = math.ceil(len(all_bars) / 12)
     drawn: list[str] = []
-    for number, bar in enumerate(found):
+    for number, bar in enumerate(all_bars):
         left, top = LEFT + (number + 0.1) * step, y_axis.place(bar.amount)
         size = f'width="{0.8 * step:.1f}" height="{HEIGHT - BOTTOM - top:.1f}"'
         title = f"<title>{escape(bar.label)}: {bar.amount:,g} ({bar.amount / total:.1%})</title>"

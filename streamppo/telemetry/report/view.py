@@ -253,8 +253,8 @@ ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "r
 
 
 def attempts(view: View) -> tuple[str, RunsTable] | None:
-    """What became of the attempts, in a sentence and a table; None if that is not known."""
-    if (found := view.attempts) is None:
+    """The ends of the attempts, in a sentence and a table; None if they are not known."""
+    if (table := view.attempts) is None:
         return None
     rows = [
         (
@@ -266,22 +266,22 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
                 *("" if value is None else f"{value:.4f}" for value in (row["reward"], row["as_zero"])),
             ),
         )
-        for row in found["rows"]
+        for row in table["rows"]
     ]
-    whole, shift = found["rows"][0], found["advantage_shift"]
+    whole, shift = table["rows"][0], table["advantage_shift"]
     if whole["reward"] is None or whole["as_zero"] is None or shift is None:
         return "Nothing was trained on.", RunsTable(ATTEMPTS, rows)
     if not (whole["failed"] or whole["dropped"] or whole["lost"]):
         return "Every attempt was trained on.", RunsTable(ATTEMPTS, rows)
     text = (
-        f"With 0 for each attempt that came to nothing the mean reward would be {whole['as_zero']:.4f}, and not "
+        f"With 0 for each attempt that was not trained on the mean reward would be {whole['as_zero']:.4f}, and not "
         f"{whole['reward']:.4f}; advantages would be {shift:+.4f} on average"
     )
-    if found["advantage_deviation"]:
-        text += f", {shift / found['advantage_deviation']:.2f} of their standard deviation"
-    if found["read"] < found["batches"]:
-        text += f". Trained ones are counted of {found['read']:,} of {found['batches']:,} batches"
-    if test := found["length_test"]:
+    if table["advantage_deviation"]:
+        text += f", {shift / table['advantage_deviation']:.2f} of their standard deviation"
+    if table["read"] < table["batches"]:
+        text += f". Trained ones are counted of {table['read']:,} of {table['batches']:,} batches"
+    if test := table["length_test"]:
         text += f". Failed completions are longer than trained ones in {test['longer']:.0%} of the pairs"
         text += f" (z = {test['z']:.1f})"
     return f"{text}.", RunsTable(ATTEMPTS, rows)
@@ -289,14 +289,14 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
 
 def reuse(view: View) -> list[NamedNumber]:
     """What engines did not compute again: shares, and the tokens from caches by the age of the weights."""
-    found = context_reuse.of_lines(context_reuse.newest(view.lines))
+    reused = context_reuse.of_lines(context_reuse.newest(view.lines))
     rows = list[NamedNumber]()
-    if found.prefixes is not None:
-        rows.append(NamedNumber("prompts", f"{found.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
-    if found.contexts is not None:
-        rows.append(NamedNumber("contexts of turns", f"{found.contexts:.0%}", "context_reused; turns allow 100%"))
+    if reused.prefixes is not None:
+        rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
+    if reused.contexts is not None:
+        rows.append(NamedNumber("contexts of turns", f"{reused.contexts:.0%}", "context_reused; turns allow 100%"))
     # A default run has samples of one prompt alone, which one version computes.
-    ages = found.ages if any(found.ages) else {}
+    ages = reused.ages if any(reused.ages) else {}
     rows += [
         NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")
         for age, count in list(ages.items())[:AGES]
@@ -351,13 +351,13 @@ def events(view: View) -> list[Event]:
 
 
 def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
-    """The time since the last line of each rollout actor of the newest part, for which nothing is known yet."""
+    """The time since the last line of each rollout actor of the newest part, which has no data yet."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
     newest = {
         stretch.line["engine"]: stretch.line["wall_s"] for stretch in stretches if stretch.line["wall_s"] >= begun_s
     }
-    text = "{}: has told nothing since second {:.0f}"
+    text = "{}: has reported nothing since second {:.0f}"
     return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
 
 

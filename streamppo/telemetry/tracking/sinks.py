@@ -96,7 +96,7 @@ class Sinks:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         _hang_up(child)
-        log.warning("%s is given up, the run goes on without it: %s; %s has more", kind, reason, self._log(kind))
+        log.warning("%s is given up, the run continues without it: %s; %s has more", kind, reason, self._log(kind))
 
     def _reason(self, kind: Kind) -> str:
         """The reason from the log of an ended process: its error, or that it hung."""

@@ -99,12 +99,12 @@ def _restarts(one: View) -> list[RestartLine]:
     return [line for line in one.lines if "restart" in line][-RESTARTS:][::-1]
 
 
-def _rows(one: RunView) -> list[NamedNumber]:
-    """The headline numbers, with present speeds while the run goes on."""
-    rows = [row for row in view.headline(one.view) if row.name != "outcome"]
-    if one.condition != "running":
+def _rows(run: RunView) -> list[NamedNumber]:
+    """The headline numbers, with present speeds while the run continues."""
+    rows = [row for row in view.headline(run.view) if row.name != "outcome"]
+    if run.condition != "running":
         return rows
-    state = one.state
+    state = run.state
     now = {"sampled": state.sampled_per_s, "trained": state.trained_per_s}
     return rows + [
         NamedNumber(f"{name} at present", f"{plot.abbreviate(round(speed))}/s", "tokens")

@@ -71,7 +71,7 @@ def kind(folder: Path) -> Mapping[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not the configuration of a model: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: not the configuration of a model: it is no table of names")
+        raise ModelError(f"{path}: not the configuration of a model: it is not a table of names")
     settings = cast("dict[str, object]", content)
     refuse_quantised(folder, settings)
     return settings
@@ -129,7 +129,7 @@ def _other_format(folder: Path) -> str:
         if next(folder.glob(pattern), None) is not None:
             return f"{folder} {text}"
     inner = next((path.parent for subfolder in INSIDE for path in sorted(folder.glob(subfolder))), None)
-    return f"{folder}: no config.json: it is no model's folder" + (f"; {inner} may be meant" if inner else "")
+    return f"{folder}: no config.json: it is not a model's folder" + (f"; {inner} may be meant" if inner else "")
 
 
 def _quantisation(folder: Path | str, why: str) -> str:

@@ -40,7 +40,7 @@ def read_settings(path: str | Path) -> Generation:
     except (OSError, ValueError, RecursionError) as error:
         return Generation(GenerationConfig(), (f"{FILE} is left out: {error}",))
     if not isinstance(content, dict):
-        return Generation(GenerationConfig(), (f"{FILE} is left out: it is no table of names",))
+        return Generation(GenerationConfig(), (f"{FILE} is left out: it is not a table of names",))
     return _drop_refused(cast("dict[str, object]", content))
 
 
@@ -61,7 +61,7 @@ def _drop_refused(wanted: Mapping[str, object]) -> Generation:
         else:
             accepted[name] = wanted[name]
     validated = _validate(accepted)
-    assert not isinstance(validated, str), "each setting was taken beside those before"
+    assert not isinstance(validated, str), "each setting was accepted together with those before"
     return Generation(validated, tuple(notes))
 
 

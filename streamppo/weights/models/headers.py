@@ -84,7 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the file name of each tensor's part. Raises `ModelError` for a file that is no index."""
+    """Read the file name of each tensor's part. Raises `ModelError` for a file that is not an index."""
     refuse_pointer(index)
     try:
         content: object = json.loads(durable.read(index))
@@ -126,7 +126,7 @@ def file_header(file: Path) -> dict[str, Header]:
         with durable.reading(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"its first bytes are no header ({size:,} bytes in all)")
+                raise ValueError(f"its first bytes are not a header ({size:,} bytes in all)")
             content: object = json.loads(opened.read(length))
         headers = dict(_tensors(file, content, 8 + length))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -139,7 +139,7 @@ def file_header(file: Path) -> dict[str, Header]:
 
 def _tensors(file: Path, content: object, first: int) -> Iterator[tuple[str, Header]]:
     if not isinstance(content, dict):
-        raise TypeError("its header is no table")
+        raise TypeError("its header is not a table")
     for name, entry in cast("dict[str, dict[str, object]]", content).items():
         if name != "__metadata__":
             begin, end = cast("list[int]", entry["data_offsets"])
@@ -158,7 +158,7 @@ def pickle_tensors(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
     for file in weight_files(folder):
         refuse_pointer(file)
         try:
-            # A file from before torch 1.6 is no zip file and cannot be mapped.
+            # A file from before torch 1.6 is not a zip file and cannot be mapped.
             with warnings.catch_warnings(action="ignore"):
                 content: object = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:

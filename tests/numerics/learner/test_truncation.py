@@ -27,7 +27,7 @@ def thirty_percent_cut_off() -> PaddedBatch:
 def test_answers_that_were_cut_off_are_told_apart_from_right_ones(
     kind: str, bootstrap: str, right: float, wrong: float
 ) -> None:
-    """The critic gives every token the same value: that of the mean return, found by going on until it stays."""
+    """The critic gives every token the same value: that of the mean return, found by continuing until it stays."""
     advantage = f"algorithm.advantage={{kind = '{kind}', gamma = 1.0, lam = 1.0{bootstrap}}}"
     estimate = objective.build(case.config_of(advantage, "algorithm.whiten.over=off")).advantages
     batch = thirty_percent_cut_off()

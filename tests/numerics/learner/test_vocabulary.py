@@ -1,4 +1,4 @@
-"""Rows of a head that are no tokens of the tokenizer: they are in no log-prob, no entropy and no gradient."""
+"""Rows of a head that are not tokens of the tokenizer: they are in no log-prob, no entropy and no gradient."""
 
 import asyncio
 from pathlib import Path

@@ -168,7 +168,7 @@ def test_an_update_has_fewer_operations_than_with_fsdp(folder: Path) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that are no views."""
+    """Counts operations that are not views."""
 
     def __init__(self) -> None:
         super().__init__()

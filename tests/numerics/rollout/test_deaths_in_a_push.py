@@ -51,7 +51,7 @@ class Learner:
 
     def begin_group(self) -> None:
         """Ranks in the place of dead ones: a ledger without anything, and memory without versions."""
-        self.outlets = [folder.FolderSender(self.path, rank) for rank in range(2)]
+        self.senders = [folder.FolderSender(self.path, rank) for rank in range(2)]
         self.ranks = [Rank(self.present, rank, 2, bucket_bytes=700) for rank in range(2)]
         self.ledger, self.whole_next = Ledger[tuple[bytes, list[bytes]]](), True
 
@@ -66,13 +66,13 @@ class Learner:
         version = self.version if version is None else version
         made = [rank.push(version, self.present, delta=not self.whole_next) for rank in self.ranks]
         refs: list[Any] = [
-            ref for outlet, one in zip(self.outlets, made, strict=True) for ref in outlet.put(version, one.arrays)
+            ref for sender, one in zip(self.senders, made, strict=True) for ref in sender.put(version, one.arrays)
         ]
         push = join([one.push for one in made])
         self.ledger.publish(push, (encode(push), refs))
         answer = self.ledger.reply_to(push.digest)
-        for outlet in self.outlets:
-            outlet.drop(answer.whole)
+        for sender in self.senders:
+            sender.drop(answer.whole)
         self.whole_next = answer.wants_whole
         self.newer.set()
 
@@ -137,7 +137,7 @@ def test_either_side_is_killed_in_the_middle_of_a_push_and_the_other_goes_on(
             before = learner.chain()
             learner.train()
             learner.publish()
-            # What a late actor lacks, or the whole: pushes go on while it dies.
+            # What a late actor lacks, or the whole: pushes continue while it dies.
             after = learner.chain(decode(before[-1][0], Push).version)
             actor = learner.context.Process(target=deaths_case.actor, args=(before, after, dies))
             actor.start()

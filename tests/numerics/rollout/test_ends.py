@@ -141,7 +141,7 @@ def test_a_named_token_and_those_of_every_place_end_completions_and_the_log_name
 def test_an_end_that_is_no_token_stops_the_start_in_a_sentence(tmp_path: Path) -> None:
     folder_of(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": {"a": 1}}')
-    with pytest.raises(ModelError, match=r"generation config's eos_token_id has \{'a': 1\}, which is no token"):
+    with pytest.raises(ModelError, match=r"generation config's eos_token_id has \{'a': 1\}, which is not a token"):
         completions(tmp_path, 1)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "eos_token_id": "</s>"}))

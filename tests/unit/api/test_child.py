@@ -37,7 +37,7 @@ def test_a_reward_that_cannot_be_called_is_refused_before_there_is_a_folder(tmp_
 
 @pytest.mark.parametrize("start", [streamppo.open, streamppo.resume])
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, start: Callable[[Path], object]) -> None:
-    with pytest.raises(CheckpointError, match="no run is there"):
+    with pytest.raises(CheckpointError, match="no run found"):
         start(tmp_path)
 
 

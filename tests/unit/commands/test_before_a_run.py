@@ -21,9 +21,9 @@ from streamppo.tasks.tokenizer import character_tokenizer
 DATA = "task={kind='data', data='rows.jsonl', held_out=0}"
 LACKING = {
     "reward: reward.function 'nowhere:score': importing nowhere failed": ["reward.function=nowhere:score"],
-    "task: 'nowhere.jsonl' is no file or folder here (looked at ": ["task={kind='data', data='nowhere.jsonl'}"],
+    "task: 'nowhere.jsonl' is not a file or folder here (looked at ": ["task={kind='data', data='nowhere.jsonl'}"],
     "engine: SGLang is not installed": ["rollout.engine.kind=sglang"],
-    "model: './nowhere' is no folder here (looked at ": ["model.path=./nowhere"],
+    "model: './nowhere' is not a folder here (looked at ": ["model.path=./nowhere"],
     "GPUs: 1 are asked for; this machine has 0": ["learner.gpus=1"],
     "must be a multiple of": ["queue.batch_size=7"],
     "object store: cluster.object_store_mib (1000000000)": ["cluster.object_store_mib=1000000000"],

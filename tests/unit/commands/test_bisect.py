@@ -25,7 +25,7 @@ def numbers(run: Path, metric: str) -> dict[int, float]:
 
 
 def found(run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
-    """The answer of a question for which nothing is made again."""
+    """The answer of a question for which nothing is replayed."""
     assert cli.main(["bisect", str(run), "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -88,7 +88,7 @@ def test(version, model):
     told = remade(run, "--test", written(tmp_path, text))
     assert (told["version"], told["remade"], told["monotone"]) == (version, made, monotone)
     assert told["looked"] == 3 + made and not told["certain"], "version 1 was not looked at"
-    assert "it is the first behind version 2, and between earlier ones it may have held" in told["sure"]
+    assert "it is the first after version 2, and between earlier ones it may have held" in told["sure"]
 
 
 def test_a_change_is_made_to_every_version_up_to_the_first_that_holds(run: Path) -> None:
@@ -106,9 +106,9 @@ def test_a_change_is_made_to_every_version_up_to_the_first_that_holds(run: Path)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ((), "wants --metric NAME with a bound, or --test FILE.py"),
-        (("--metric", "entropy"), "wants one of --above and --below"),
-        (("--metric", "entropy", "--above", "1", "--below", "2"), "wants one of --above and --below"),
+        ((), "needs --metric NAME with a bound, or --test FILE.py"),
+        (("--metric", "entropy"), "needs one of --above and --below"),
+        (("--metric", "entropy", "--above", "1", "--below", "2"), "needs one of --above and --below"),
         (("--metric", "entropi", "--above", "1"), "no update has a metric 'entropi'; is 'entropy' meant?"),
         (("--metric", "entropy", "--above", "nan"), "a bound must be a number"),
         (("--test", "nowhere.py"), "nowhere.py"),

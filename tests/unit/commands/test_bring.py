@@ -99,7 +99,7 @@ def test_columns_are_found_by_the_names_that_data_sets_have(
         ({"prompt": "x", "gold_text": "z"}, {}, "name the column of the answer with --answer"),
         ({"prompt": "x", "answer": "z"}, {"prompt": "promt"}, "--prompt promt: a prompt is a text or a list"),
         ({"prompt": "x", "answer": "z"}, {"answer": "anser"}, "--answer anser: not every row"),
-        ({"prompt": "x", "answer": "z"}, {"model": "./nowhere"}, "--model: './nowhere' is no folder here"),
+        ({"prompt": "x", "answer": "z"}, {"model": "./nowhere"}, "--model: './nowhere' is not a folder here"),
         ({"prompt": "x", "answer": "z"}, {"reward": "reward.py:scoer"}, "reward.py has no 'scoer'"),
         ({"prompt": "x", "answer": "z"}, {"data": "none.jsonl"}, "none.jsonl: no such file or folder"),
         ({"prompt": "x" * 300, "answer": "z"}, {}, "the shortest prompt has 300 tokens, and model reads 256 at once"),
@@ -130,7 +130,7 @@ def test_the_three_go_together_and_a_file_that_is_there_stays(
     assert main(["init", "mine", "--gpu", "1"]) == MISTAKE
     Path("mine.toml").write_text("mine")
     assert main(words) == MISTAKE
-    assert "mine.toml: something is there already" in capsys.readouterr().err
+    assert "mine.toml: already exists" in capsys.readouterr().err
     assert Path("mine.toml").read_text() == "mine"
 
 

@@ -1,4 +1,4 @@
-"""A bundle is one update in a file: made again alone it gives the run's next version, and its tokens' numbers."""
+"""A bundle is one update in a file: replayed alone it gives the run's next version, and its tokens' numbers."""
 
 import json
 import shutil
@@ -97,7 +97,7 @@ def changed(path: Path, to: Path, change: Callable[[Bundle], Bundle]) -> Path:
 def test_the_update_of_a_file_makes_the_next_version_bit_for_bit(
     run: Path, tmp_path: Path, version: int, remade: int
 ) -> None:
-    """From the first model, from a version that is made again, and from a checkpoint."""
+    """From the first model, from a version that is replayed, and from a checkpoint."""
     told = bundle_case.made_again(run, version, tmp_path / "a.safetensors")
     assert told["update"] == version and told["run"] == "math"
     (line,) = (line for line in metrics_file.updates(run) if line["update"] == version)
@@ -118,7 +118,7 @@ def test_it_is_made_without_ray_and_the_last_line_says_so(
     with closing(Journal.open_run(run)) as journal:
         digest = journal.versions()[5].digest
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"version 5 made again bit for bit: its digest {digest[:12]} is that of the journal"
+    assert last == f"version 5 replayed bit for bit: its digest {digest[:12]} is that of the journal"
     assert not ray.is_initialized()
 
 
@@ -309,7 +309,7 @@ def test_adapters_alone_take_their_model_from_elsewhere(tmp_path: Path, capsys: 
         (("--update", "9"), "version 8 was never made"),
         (("--update", "5", "--rows", "16"), "the batch has rows 0 to 15"),
         (("--update", "5", "--adapter"), "--adapter is for a run with model.lora"),
-        (("--update", "5", "--to", "/nowhere/a"), "/nowhere: no folder is there"),
+        (("--update", "5", "--to", "/nowhere/a"), "/nowhere: no such folder"),
     ],
 )
 def test_what_no_bundle_can_be_is_refused_in_a_sentence(
@@ -321,7 +321,7 @@ def test_what_no_bundle_can_be_is_refused_in_a_sentence(
 def test_a_file_that_is_there_is_not_replaced(
     run: Path, bundled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "something is there already" in failed(capsys, "bundle", str(run), "--update", "5", "--to", str(bundled))
+    assert "already exists" in failed(capsys, "bundle", str(run), "--update", "5", "--to", str(bundled))
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     assert "something is there" in failed(capsys, "bundle", str(run), "--update", "5", "--to", str(tmp_path / "link"))
 

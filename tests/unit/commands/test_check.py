@@ -276,7 +276,7 @@ def test_an_error_is_a_sentence_and_the_exit_code(
 ELSEWHERE = "rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"
 ABSENT = {
     "object store not here cluster.object_store_mib (1000000000) is more than": ["cluster.object_store_mib=1000000000"],
-    "critic later 'polcy' is no folder here": ["algorithm.critic.model=polcy"],
+    "critic later 'polcy' is not a folder here": ["algorithm.critic.model=polcy"],
     "'runs/nope', whose batches are to teach it, is no folder": ["algorithm.critic.pretrain=runs/nope"],
     "not known for a Gemma3Config": ["model.path=gemma3", ELSEWHERE],
     "not known for a MixtralConfig": ["model.path=mixtral", ELSEWHERE],

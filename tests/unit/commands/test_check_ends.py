@@ -71,9 +71,9 @@ def test_ends_are_printed_by_name_with_their_places(tmp_path: Path) -> None:
         "completions end at <eos> (1: tokenizer), <end> (11: generation config, rollout.stop), the string 'ab', the "
         "string '<|x|>'",
     )
-    assert misspelt.state == "note" and "'<|x|>', which is no token here" in misspelt.text
+    assert misspelt.state == "note" and "'<|x|>', which is not a token here" in misspelt.text
     assert rows == Finding(
-        "vocabulary", "ok", "8 rows of the model's vocabulary are no tokens of the tokenizer: never sampled"
+        "vocabulary", "ok", "8 rows of the model's vocabulary are not tokens of the tokenizer: never sampled"
     )
 
 
@@ -82,7 +82,7 @@ def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_er
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     config, hf_config = config_of(f"model.path={tmp_path}"), Qwen2Config(vocab_size=11, **SMALL)
     (only,) = found(config, tokenizer, hf_config)
-    assert only.state == "error" and "eos_token_id has 'nobody', which is no token" in only.text
+    assert only.state == "error" and "eos_token_id has 'nobody', which is not a token" in only.text
     (tmp_path / "generation_config.json").unlink()
     (only,) = found(config, Tokenizer(tmp_path), hf_config)
     assert only.state == "note" and "nothing ends a completion but its length" in only.text
@@ -274,7 +274,7 @@ def glm(folder: Path, eos: str | None, stop: str = "") -> list[Finding]:
 def test_a_template_that_ends_no_turn_is_noted_with_the_token_that_begins_the_next(tmp_path: Path) -> None:
     (note,) = [one for one in glm(tmp_path, None) if one.state == "note"]
     assert (
-        "writes no token behind an assistant's turn" in note.text
+        "writes no token after an assistant's turn" in note.text
         and "rollout.stop = ['<|user|>'] ends them" in note.text
     )
 

@@ -82,7 +82,7 @@ def test_answers_that_no_completion_can_match_are_counted_with_their_places(chec
     code, output = check(rows, OURS, "queue.max_failure_rate=0.5")
     assert code == 0, output
     assert "reward note 4 of 20 rows fail with each completion, as the scorer cannot read the answer: " in output
-    assert "rows.jsonl, row 4: the row's answer is '46 apples', which is no number" in output
+    assert "rows.jsonl, row 4: the row's answer is '46 apples', which is not a number" in output
     assert "row 12:" in output
     assert "row 13:" not in output
     code, output = check(rows, OURS, "queue.max_failure_rate=0.1")
@@ -119,4 +119,4 @@ def test_check_ends_when_a_rewards_module_has_started_a_thread_that_does_not(tmp
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 rows with their own answer as the completion score 1" in done.stdout
-    assert "a thread at score.py:4 goes on and is not waited for" in done.stderr
+    assert "a thread at score.py:4 continues and is not waited for" in done.stderr

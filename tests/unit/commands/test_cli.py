@@ -113,7 +113,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(words: str, capsys: pytest.Ca
 @pytest.mark.parametrize("words", [["resume", "nowhere"], ["inspect", "nowhere"], ["replay", "nowhere"]])
 def test_a_failure_is_exit_code_1(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 1
-    assert "nowhere: no run is there" in capsys.readouterr().err
+    assert "nowhere: no run found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ def test_without_any_score_the_exit_code_is_1_and_the_reason_is_shown(capsys: py
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["nowhere"], "nowhere: no run is there, and a model needs a CONFIG"),
-        (["/nowhere/at/all", str(MATH)], "'/nowhere/at/all' is no folder here"),
-        (["builtin:tiny", str(MATH), "--version", "3"], "builtin:tiny: no run is there, and so no version 3"),
+        (["nowhere"], "nowhere: no run found, and a model needs a CONFIG"),
+        (["/nowhere/at/all", str(MATH)], "'/nowhere/at/all' is not a folder here"),
+        (["builtin:tiny", str(MATH), "--version", "3"], "builtin:tiny: no run found, and so no version 3"),
         (["builtin:tiny", "a.toml", "b.toml"], "takes one CONFIG, not a.toml and b.toml"),
         (["builtin:tiny", str(MATH), "learner.lrr=1"], "learner.lrr"),
         (["builtin:tiny", str(MATH), "--samples", "-1"], "--samples"),

@@ -134,7 +134,7 @@ def test_a_folder_that_exists_is_refused_and_the_versions_are_named(
 def test_a_copy_of_a_run_never_gets_the_weights_of_the_first_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both have the address of the first one, which has gone on: version 5 there is not version 5 of the copy."""
+    """Both have the address of the first one, which has continued: version 5 there is not version 5 of the copy."""
     model_at(tmp_path / "model", tied=True)
     config = case.config_of(f"model.path={tmp_path / 'model'}", "checkpoint.keep=9")
     for name, versions in (("first", (1, 3, 5)), ("copy", (3, 5))):

@@ -1,6 +1,6 @@
 """Forks and bundles of runs of every kind: estimators, segments, adapters, environments, an adaptive lag.
 
-Each run dies after its fifth update, with checkpoints of 2 and 4; each is forked at version 3, which is made again. At
+Each run dies after its fifth update, with checkpoints of 2 and 4; each is forked at version 3, which is replayed. At
 lag 0 the fork is the same run. With lag it has the prompts that were to come, each once. All of them are replayed, and
 in all of them `try` samples a completion of one version again. The update behind that version is bundled and made
 again alone, bit for bit.

@@ -68,7 +68,7 @@ ENDS = {
     "try": BEGUN,
     "bisect what was changed": BEGUN,
     "export": "no checkpoint of version 3",
-    "inspect the time": "no process has told",
+    "inspect the time": "no process has reported",
 }
 """This run was made without processes: it has no checkpoint and no phases."""
 FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "inputs.json", "archive"]

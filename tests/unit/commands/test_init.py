@@ -59,7 +59,7 @@ def test_a_folder_with_files_is_left_as_it_is_and_an_empty_one_is_taken(
     (tmp_path / "full" / "mine.txt").write_text("mine")
     assert main(["init", str(tmp_path / "full")]) == MISTAKE
     assert main(["init", str(tmp_path / "full" / "mine.txt")]) == MISTAKE
-    assert capsys.readouterr().err.count("something is there already") == 2
+    assert capsys.readouterr().err.count("already exists") == 2
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
     (tmp_path / "empty").mkdir()
     assert main(["init", str(tmp_path / "empty")]) == 0

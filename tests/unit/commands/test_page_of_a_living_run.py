@@ -1,4 +1,4 @@
-"""A page about a run that goes on: a writer commits, and is killed, beside every look into its journal."""
+"""A page about a run that continues: a writer commits, and is killed, beside every look into its journal."""
 
 from collections.abc import Callable
 from itertools import count

@@ -136,7 +136,7 @@ def test_every_run_takes_one_line_also_one_that_failed_with_many_words(
 
 def test_a_folder_without_runs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "--runs", str(tmp_path)]) == 1
-    assert "no run is there" in capsys.readouterr().err
+    assert "no run found" in capsys.readouterr().err
 
 
 def test_a_report_wants_a_run_and_writes_into_its_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_version_without_a_checkpoint_is_made_again_and_samples_its_completion
     assert {path: path.read_bytes() for path in run.rglob("*.zip")} == before
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["00000002", "00000004", "00000006"]
     shown = replay_case.command(*words).stdout
-    assert "version 5 (made again from version 4): mean reward " in shown
+    assert "version 5 (replayed from version 4): mean reward " in shown
     assert "version 5 with the random numbers of the run: the archived completion, token for token" in shown
 
 

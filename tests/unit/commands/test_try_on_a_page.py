@@ -148,7 +148,7 @@ def test_the_command_is_asked_for_that_completion_and_token_and_its_answer_comes
     assert answer.status_code == 200 and answer.json()["names"] == ["version 20", "version 24"]
     assert answer.json()["rows"] == [["1  '<i>3'", "0.5  '4' (cut off)"], ["-  '' (no <answer>)", "1  '5'"]]
     assert "version 24 less 20: 0.250 ± 0.125, in pairs of the same random numbers" in answer.json()["lines"]
-    assert "version 24 (made again from version 16): mean reward 0.750 of 2" in answer.json()["lines"]
+    assert "version 24 (replayed from version 16): mean reward 0.750 of 2" in answer.json()["lines"]
 
 
 def test_one_is_under_way_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_click_on_a_token_and_the_button_show_what_two_versions_have_said(
     assert "version 24 less 20: 0.250" in dom and "<i>3" not in table, "text of a run is text"
     assert 'data-version="23"' in dom, "the version that the batch was made of"
     assert 'data-wide="0"' in dom, "the page is wider than the window"
-    assert 'data-place="#update=24&amp;row=2&amp;token=1"' in dom, "the key is no part of an address to pass on"
+    assert 'data-place="#update=24&amp;row=2&amp;token=1"' in dom, "the key is not a part of an address to pass on"
 
 
 @needs_chromium

@@ -100,7 +100,7 @@ def test_batches_that_are_not_kept_leave_the_chain_whole_and_are_a_note(copy: Pa
     found.drop(3)
     code, told = verified(copy, "--updates", "6")
     assert (code, told["faults"], told["batches"]) == (0, [], 3)
-    assert told["notes"] == ["4 versions cannot be made again: their batches are not kept"]
+    assert told["notes"] == ["4 versions cannot be replayed: their batches are not kept"]
     assert told["remade"] == [5, 6]
 
 
@@ -156,7 +156,7 @@ AGAIN = [name for name, one in MANIPULATIONS.items() if one.found == "again"]
 @pytest.mark.parametrize("name", AGAIN)
 def test_what_no_record_shows_is_found_by_updates_that_are_made_again(name: str, copy: Path) -> None:
     for version in (2, 4):
-        # All updates are made again at a time, from version 0.
+        # All updates are replayed at a time, from version 0.
         shutil.rmtree(copy / "checkpoints" / f"{version:08d}")
     MANIPULATIONS[name].plant(copy, random.Random(f"{SEED}/{name}"))
     code, told = verified(copy, "--updates", "6")

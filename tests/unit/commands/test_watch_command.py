@@ -57,7 +57,7 @@ def without_end(run: Path, updates: int) -> list[str]:
     return lines[cut:]
 
 
-# --- a run as it goes on -------------------------------------------------------------------------------------
+# --- a run as it continues -----------------------------------------------------------------------------------
 
 
 def test_new_lines_change_the_sections_and_nothing_else_does(run: Path) -> None:
@@ -270,5 +270,5 @@ def test_the_default_port_is_another_one_where_it_is_taken(monkeypatch: pytest.M
 def test_a_run_is_wanted(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["watch"]) == 2
     assert cli.main(["watch", str(tmp_path)]) == 1
-    assert "no run is there" in capsys.readouterr().err
+    assert "no run found" in capsys.readouterr().err
     assert cli.main(["watch", str(run / "config.toml")]) == 2

@@ -240,7 +240,7 @@ def test_the_page_goes_on_with_new_lines_and_what_was_unfolded_stays_so(
     batch = Trajectories.batch
 
     def then_the_rest(found: Trajectories, update: int | None) -> BatchContent:
-        """The run goes on once the page has its first batch."""
+        """The run continues once the page has its first batch."""
         with path.open("a") as file:
             file.writelines(lines[place:])
         lines[place:] = []

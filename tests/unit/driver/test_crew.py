@@ -21,7 +21,7 @@ def test_no_name_comes_twice_and_the_newest_go_first(driver_case: Make) -> None:
     assert run.ray.killed == ["rollout-1", "rollout-3", "rollout-4"]
     run.scale(3)
     assert run.names() == ["rollout-0", "rollout-2", "rollout-5"]
-    assert run.record.restarts == [("rollout", "rollout-1: it was killed")], "to be added or let go is no restart"
+    assert run.record.restarts == [("rollout", "rollout-1: it was killed")], "to be added or let go is not a restart"
 
 
 def test_the_first_free_place_is_taken_again(driver_case: Make) -> None:

@@ -306,7 +306,7 @@ def test_the_way_to_go_on_can_be_pasted_into_a_shell(name: str, capfd: pytest.Ca
     interrupts.run = Path("runs") / name
     os.kill(os.getpid(), signal.SIGINT)
     said = capfd.readouterr().out
-    assert shlex.split(said.partition("go on with: ")[2]) == ["streamppo", "resume", f"runs/{name}"]
+    assert shlex.split(said.partition("continue with: ")[2]) == ["streamppo", "resume", f"runs/{name}"]
 
 
 @pytest.mark.usefixtures("handlers")

@@ -168,7 +168,7 @@ def test_the_command_says_why_it_does_nothing(
 ) -> None:
     command = ["scale", str(tmp_path), "--rollouts"]
     assert main([*command, "3"]) == 1
-    assert f"{tmp_path}: no run is there" in capsys.readouterr().err
+    assert f"{tmp_path}: no run found" in capsys.readouterr().err
     configfile.save(math_config(), tmp_path)
     assert main([*command, "3"]) == 1
     assert f"is not running: `streamppo resume {tmp_path} rollout.actors=3`" in capsys.readouterr().err

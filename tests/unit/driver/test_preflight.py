@@ -1,4 +1,4 @@
-"""A run that cannot go on is refused before anything in its folder is changed, and the reason is said."""
+"""A run that cannot continue is refused before anything in its folder is changed, and the reason is said."""
 
 import hashlib
 import json
@@ -224,7 +224,7 @@ def test_changed_data_or_a_changed_model_is_refused_until_it_is_accepted(
     assert isinstance(error, CheckpointError)
     assert words in str(error) and f"streamppo resume {run} --accept-changes" in str(error)
     preflight.verify(own, run, accept_changes=True)
-    assert f"{words}; the run goes on with it" in logged.text
+    assert f"{words}; the run continues with it" in logged.text
     preflight.verify(own, run)
 
 
@@ -240,7 +240,7 @@ def test_a_changed_reward_is_a_note_and_other_data_named_on_purpose_are_none(
     preflight.verify(own, Path("run"))
     Path("mine.py").write_text("def score(trajectory): return 0.0\n")
     preflight.verify(own, Path("run"))
-    assert "mine.py is not what the run had: changed: mine.py; the run goes on with it" in logged.text
+    assert "mine.py is not what the run had: changed: mine.py; the run continues with it" in logged.text
     Path("more.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     other = "task={kind='data', sources={data={data='more.jsonl'}}}"
     preflight.verify(math_config(other, "model.path=model", "reward={function='mine.py:score'}"), Path("run"))
@@ -276,7 +276,7 @@ def test_a_changed_function_of_the_user_is_a_note(
     preflight.verify(chosen, Path("run"))
     Path("maths.py").write_text("def mine(inputs): return None\n")
     preflight.verify(chosen, Path("run"))
-    assert "maths.py is not what the run had: changed: maths.py; the run goes on with it" in logged.text
+    assert "maths.py is not what the run had: changed: maths.py; the run continues with it" in logged.text
 
 
 def test_a_run_keeps_the_time_of_its_start_for_chat_templates(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_replay_has_the_recorded_number(machine: Machine, large: str) -> None:
     for changes in ((), ("learner.threads=auto",), ("learner.lr=0.1",)):
         assert replay.with_changes(recorded, recorded, changes).learner.threads == 2
     assert replay.with_changes(recorded, recorded, ("learner.threads=5",)).learner.threads == 5
-    # Results depend on it: versions are made again with their own.
+    # Results depend on it: versions are replayed with their own.
     assert diff.learning(recorded) != diff.learning(threads.resolved(configured(f"model.path={large}"), 3))
 
 
@@ -182,7 +182,7 @@ def test_check_says_the_number_and_counts_its_cores(machine: Machine, large: str
     assert "threads: learner.threads = 4: 26,214,400 parameters, 4 cores, 1 threads of engines" in texts
     assert any("GPU 0, CPU 5" in text for text in texts)
     begun = threads.resolved(config, 4)
-    # A choice of the run's own is no mistake of the user's.
+    # A choice of the run's own is not a mistake of the user's.
     assert not any("threads, and this machine" in one.text for one in light_checks.findings(begun))
     eight = structs.replace(config, learner=structs.replace(config.learner, threads=8))
     assert any("have 9 threads, and this machine 4 cores" in one.text for one in light_checks.findings(eight))

@@ -135,7 +135,7 @@ def test_what_the_learner_found_lies_beside_the_tokens(tmp_path: Path) -> None:
     values = np.float32([0.5, -0.25, 1e-30, 3.0, 4.0, 5.0])
     learned = TokenRecord(values=values.tobytes(), advantages=(-values).tobytes())
     found = recorded(tmp_path, batch(3), batch(4), learned={4: learned})
-    assert found.batch(4).trajectories == batch(3).trajectories, "these numbers are no part of what was trained on"
+    assert found.batch(4).trajectories == batch(3).trajectories, "these numbers are not part of what was trained on"
     assert found.columns(4)["values"].tobytes() == values.tobytes()
     rows = found.table(4).to_pylist()
     assert [row["values"] for row in rows] == [values[:3].tolist(), [3.0], [4.0, 5.0]]

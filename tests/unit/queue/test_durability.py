@@ -83,7 +83,7 @@ def complete(folder: Path, version: int) -> Path:
 
 
 def whole_one(folder: Path) -> Path | None:
-    """The checkpoint that a single rank goes on from: the driver reads manifests, the rank verifies files."""
+    """The checkpoint that a single rank continues from: the driver reads manifests, the rank verifies files."""
     while path := manifest.newest(folder):
         try:
             manifest.verify(path, 0)

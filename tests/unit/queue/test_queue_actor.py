@@ -221,7 +221,7 @@ def test_what_was_trained_on_before_comes_from_the_archive_and_is_compared(
         assert actor._newest() is None, "engines start from the newest version"
         await actor.publish(push(1), ["again"], b"", 0)
         assert actor._newest() == 1
-        with pytest.raises(Diverged, match="version 1 was made again and has other weights"):
+        with pytest.raises(Diverged, match="version 1 was redone and has other weights"):
             await actor.publish(push(1, "another"), [], b"", 0)
 
     asyncio.run(main())

@@ -178,9 +178,9 @@ def test_the_restored_run_goes_on_and_the_first_one_makes_no_version_any_more(
         late = [*waits, *await sample(lost, 1902, 2, 2)]
         await deliver(lost, [msgspec.structs.replace(one, tokens=OTHERS) for one in late])
         await lost.take(2)
-        with pytest.raises(JournalError, match=r"restored from .* and there it goes on: this one ends here"):
+        with pytest.raises(JournalError, match=r"restored from .* and there it continues: this one ends here"):
             await lost.publish(push(3), [], b"", 0)
-        with pytest.raises(JournalError, match="there it goes on"):
+        with pytest.raises(JournalError, match="there it continues"):
             queue_in(first)
         restore(address, third)
         assert rows(third) == rows(second)
@@ -226,7 +226,7 @@ def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
             known.append(rows(run))
             await deliver(actor, waits)
             known.append(rows(run))
-            # Its processes start again, and then it goes on elsewhere.
+            # Its processes start again, and then it continues elsewhere.
             queue_in(run)
             restore(address, second)
             actor = queue_in(second)
@@ -362,7 +362,7 @@ def test_of_two_folders_that_go_on_with_one_address_the_later_one_has_it(
         await train(await begun(one), range(1))
         shutil.copytree(first, second)
         owner.claim(Store(address), second)
-        with pytest.raises(JournalError, match="its folder was copied, and there it goes on"):
+        with pytest.raises(JournalError, match="its folder was copied, and there it continues"):
             await train(one, range(1, 2))
         with pytest.raises(JournalError, match="this one ends here"):
             standby.journal_of(first, one.config).fence()
@@ -387,7 +387,7 @@ def test_of_two_folders_restored_of_one_copy_the_first_driver_goes_on(
     owner.claim(Store(address), again)
     assert owner.other_owner(Store(address), again) == ""
     for folder in (run, other):
-        assert f"another copy of this run goes on in {again}" in owner.other_owner(Store(address), folder)
+        assert f"another copy of this run continues in {again}" in owner.other_owner(Store(address), folder)
 
 
 def test_a_copy_that_is_damaged_or_has_a_gap_is_named_and_a_torn_base_is_left_for_the_one_before(

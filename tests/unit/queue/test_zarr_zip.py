@@ -94,7 +94,7 @@ OTHER = {
     "a negative shape": ("tokens/zarr.json", lambda text: text.replace(b"[899]", b"[-899]")),
     "a shape that is not the chunk's": ("tokens/zarr.json", lambda text: text.replace(b"[899]", b"[898]")),
     "a chunk of another frame": ("tokens/c/0", lambda _: zarr_zip.ZSTD.encode(np.zeros(900, np.int32))),
-    "a chunk that is no frame": ("tokens/c/0", lambda _: b"x" * 100),
+    "a chunk that is not a frame": ("tokens/c/0", lambda _: b"x" * 100),
     "format 2": ("zarr.json", lambda text: text.replace(b'"zarr_format":3', b'"zarr_format":2')),
     "an entry of nobody": (".zarray", lambda _: b"{}"),
     "a path out of the file": ("../../marker", lambda _: b"{}"),

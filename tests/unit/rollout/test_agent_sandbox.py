@@ -236,9 +236,9 @@ def test_a_sandbox_of_the_users_that_fails_has_its_sentence(
     [
         (f'["python", "{FILE}"]', f'{{ kind = "bubblewrap", files = ["{SUPPORT}"] }}', ""),
         (f'["python", "{FILE}"]', '"bubblewrap"', "walled_program.py', which its sandbox does not see: add it"),
-        ('["no-such-program"]', '"bubblewrap"', "begins with 'no-such-program', which is no program in its sandbox"),
-        (f'["{FILE}"]', '"bubblewrap"', "walled_program.py', which is no program in its sandbox: add it"),
-        ('["python"]', '{ kind = "bubblewrap", files = ["nowhere"] }', "nowhere', which is no file or folder here"),
+        ('["no-such-program"]', '"bubblewrap"', "begins with 'no-such-program', not a program in its sandbox"),
+        (f'["{FILE}"]', '"bubblewrap"', "walled_program.py', not a program in its sandbox: add it"),
+        ('["python"]', '{ kind = "bubblewrap", files = ["nowhere"] }', "nowhere', which is not a file or folder here"),
         ('["python"]', '{ kind = "class", name = "nowhere:Box" }', "environment.sandbox 'nowhere:Box'"),
         ('["python"]', f'{{ kind = "class", name = "{SANDBOX}:Elsewhere", arguments = {{ a = 1 }} }}', "argument 'a'"),
     ],

@@ -103,7 +103,7 @@ def test_answers_beside_each_other_are_branches_of_one_trajectory(played: Callab
 def test_rewards_are_posted_for_the_run_and_for_a_response(played: Callable[..., Any]) -> None:
     episode, counts = played("posts", once)
     assert episode.turn_rewards == (1.25,)
-    assert (counts["reward that is no number"], counts["reward for an unknown response"]) == (1, 1)
+    assert (counts["reward that is not a number"], counts["reward for an unknown response"]) == (1, 1)
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 3}, {"max_tokens": 100}])

@@ -1,4 +1,4 @@
-"""A recorded episode goes on from any of its tokens: its turns as they were, what stands between them asked again."""
+"""A recorded episode continues from any of its tokens: its turns as they were, what stands between them asked again."""
 
 import asyncio
 from pathlib import Path

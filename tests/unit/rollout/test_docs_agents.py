@@ -59,7 +59,10 @@ FAILS = "with the row's answer to each request it fails: "
 CHECKED = {
     "one_turn": ("ok", "it got 1 answer, and ended with reward 1"),
     "parallel": ("ok", "it got 3 answers in 3 branches, and ended with reward 7.5"),
-    "until_refused": ("ok", "it got 3 answers in 3 branches, went on with 'user: 12+341', was cut off by max_turns or"),
+    "until_refused": (
+        "ok",
+        "it got 3 answers in 3 branches, continued with 'user: 12+341', was cut off by max_turns or",
+    ),
     "raises": ("note", FAILS + "the agent: agents_of_every_kind.py"),
     "gives_nothing": ("note", FAILS + "the agent gave no reward"),
     "never_calls": ("error", FAILS + "the agent made no request"),

@@ -49,10 +49,10 @@ def sentence(answer: httpx.Response, path: str = CHAT) -> str:
 
 
 BROKEN: dict[str, tuple[Any, str, str]] = {
-    "no JSON": ("{", "the body is no JSON: ", "broken JSON"),
-    "no UTF-8": (b"\xff\xfe{", "the body is no JSON: ", "broken JSON"),
-    "a deep JSON": ("[" * 100_000, "the body is no JSON", "broken JSON"),
-    "a list": ("[]", "the body is no JSON object", "broken JSON"),
+    "no JSON": ("{", "the body is not JSON: ", "broken JSON"),
+    "no UTF-8": (b"\xff\xfe{", "the body is not JSON: ", "broken JSON"),
+    "a deep JSON": ("[" * 100_000, "the body is not JSON", "broken JSON"),
+    "a list": ("[]", "the body is not a JSON object", "broken JSON"),
     "no messages": ({}, "messages is a list of objects", "unusable request"),
     "no message": ({"messages": []}, "messages is empty", "unusable request"),
     "messages that are texts": ({"messages": ["a"]}, "messages is a list of objects", "unusable request"),
@@ -67,7 +67,7 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "a tool of nobody": ({**ASKED, "tools": [{}]}, "a tool ", "unusable request"),
     "half of a character": (
         '{"max_tokens": 9, "messages": [{"role": "user", "content": "\\ud83d"}]}',
-        "the body is no JSON: ",
+        "the body is not JSON: ",
         "broken JSON",
     ),
 }
@@ -196,7 +196,7 @@ def test_an_endpoint_elsewhere_answers_under_every_name_and_still_asks_for_the_k
 
 
 def test_an_address_of_another_machine_stops_the_run() -> None:
-    with pytest.raises(RunError, match=r"environment\.host = '192\.0\.2\.1' is no address of this machine"):
+    with pytest.raises(RunError, match=r"environment\.host = '192\.0\.2\.1' is not an address of this machine"):
         asyncio.run(Endpoint("192.0.2.1").start())
 
 

@@ -151,7 +151,7 @@ def rendered(messages: list[tuple[str, str]]) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_context_is_the_one_that_a_naive_twin_finds(data: st.DataObject) -> None:
-    """Requests begin anew, repeat, go on, or edit; the twin keeps every turn whole and looks at all of them."""
+    """Requests begin anew, repeat, continue, or edit; the twin keeps every turn whole and looks at all of them."""
     tree, row, known, letters = Tree(), Row(), list[Known](), st.sampled_from("xy")
     for number in range(1, data.draw(st.integers(2, 9)) + 1):
         old = data.draw(st.sampled_from(known)) if known else None

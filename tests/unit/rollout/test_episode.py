@@ -212,7 +212,7 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
         ("nothing", "says messages or a text that is not empty, not None"),
         ("no number", r"step gave Reward\(score=None.*, with a value that is not a finite number"),
         ("no component", "with a value that is not a finite number"),
-        ("no components", "whose components are no numbers by name"),
+        ("no components", "whose components are not numbers by name"),
         ("nan", r"step gave Reward\(score=nan.*, with a value that is not a finite number"),
         ("number", r"says messages or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
     ],

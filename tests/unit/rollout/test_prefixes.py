@@ -71,7 +71,7 @@ def test_the_longest_beginning_is_taken_from_rows_that_have_ended_or_run() -> No
     running = [(0, prefix(ints(1, 2, 8, 8, 8), cached=5, root=2))]
     prompts = [ints(1, 2, 3, 4, 5, 6, 7), ints(1, 2, 8, 8, 8, 8), ints(1, 3)]
     assert starts(prefixes, prompts, running) == [(4, 5, 1), (0, 5, 2), (NOWHERE, 0, 2)]
-    assert len(prefixes) == 1, "the row that goes on has all of it"
+    assert len(prefixes) == 1, "the row that continues has all of it"
 
 
 def test_two_prompts_begin_from_one_row_at_once() -> None:

@@ -201,7 +201,7 @@ def test_nothing_is_handed_over_while_it_is_in_doubt_which_weights_sampled_it() 
         fake.look.set()
         with pytest.raises(WeightsError):
             await swap
-        with pytest.raises(ModelError, match="SGLang died behind a segment that was handed over: it refused version 6"):
+        with pytest.raises(ModelError, match="SGLang died after a segment that was handed over: it refused version 6"):
             await task
         assert len(handed) == 3
         await engine.stop()
@@ -236,7 +236,7 @@ def test_a_death_before_the_first_cut_samples_again_and_one_behind_it_is_the_end
         (first, nothing), (second, handed) = begun(engine, Sampling(300)), begun(engine, Sampling(300), max_tokens=20)
         await fake.step(30)
         fake.dead = "killed by a test"
-        with pytest.raises(ModelError, match="behind a segment that was handed over: killed by a test"):
+        with pytest.raises(ModelError, match="after a segment that was handed over: killed by a test"):
             await second
         while fake.dead:
             await asyncio.sleep(0.001)

@@ -85,7 +85,7 @@ def test_log_probs_are_those_of_the_model_for_every_token_that_the_policy_sample
 def test_of_a_tree_every_sampled_token_has_its_log_prob_on_its_path_and_no_token_is_asked_for_twice(
     folder: Path, server: Server
 ) -> None:
-    # Two answers to the prompt 3 4, one that goes on behind the first, and a root; 5, 6, 7, 1 and 2 are sampled.
+    # Two answers to the prompt 3 4, one that continues behind the first, and a root; 5, 6, 7, 1 and 2 are sampled.
     mask = [True, True, False, True, False, True, False, True]
     one = episode([5, 6, 4, 7, 6, 1, 3, 2], mask)._replace(branches=branches.column([(4, 0), (6, 2), (8, -1)]))
     ((column,), report) = asked(server.url, one)

@@ -103,7 +103,7 @@ FAKES = {
     "separates lines by U+2028": (r"print('1\u20282')", {"input": "", "output": "1\n2"}),
     "separates lines by a form feed": (r"print('1\x0c2')", {"input": "", "output": "1\n2"}),
     "separates lines by a file separator": (r"print('1\x1c2')", {"input": "", "output": "1\n2"}),
-    "prints bytes that are no text": (r"import os" + "\n" + r"os.write(1, b'\xff\xfe')", {"input": "", "output": "1"}),
+    "prints bytes that are not text": (r"import os" + "\n" + r"os.write(1, b'\xff\xfe')", {"input": "", "output": "1"}),
     # whole programs that are none
     "is empty": ("", "assert f(1) == 2"),
     "is a null byte": ("\0", "assert f(1) == 2"),

@@ -1,4 +1,4 @@
-"""A gold answer that a scorer cannot read is its row's fault: the trajectory fails with the reason, and is no 0."""
+"""A gold answer that a scorer cannot read is its row's fault: the trajectory fails with the reason, and is not a 0."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""Rewards are other people's code: the run goes on beside any fault of theirs, and failed is failed, never 0."""
+"""Rewards are other people's code: the run continues beside any fault of theirs, and failed is failed, never 0."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ FAULTS = [
     ("none", "returned None, not a finite number"),
     ("text", r"returned '1\.0', not a finite number"),
     ("wrong length", "returned 99 rewards for 12 tokens"),
-    ("numbered", r"returned Reward\(.*, whose components are no numbers by name"),
+    ("numbered", r"returned Reward\(.*, whose components are not numbers by name"),
     ("exits", "its process died: exit code 3"),
     ("crashes", "its process died: killed by SIGSEGV"),
     ("allocates", "MemoryError"),
@@ -292,7 +292,7 @@ def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> Non
         ("scaled", {"fctor": 3.0}, r"scaled' has no argument 'fctor' \(it has answer, factor\); is 'factor' meant\?"),
         ("scaled", {"trajectory": "x"}, r"has no argument 'trajectory'"),
         ("sync", {"factor": 1.0}, r"sync' has no argument 'factor' \(it has none\)"),
-        ("batched", {"completions": "x"}, r"'completions' is no argument: it is what is scored"),
+        ("batched", {"completions": "x"}, r"'completions' is not an argument: it is what is scored"),
     ],
 )
 def test_arguments_that_a_reward_does_not_take_are_refused_by_name(

@@ -324,7 +324,7 @@ FAKES = {
     "says that it is done": "import os\nos.write(1, b'\"done\"\\n')\nos._exit(0)",
     "says it on every descriptor": "import os\nfor one in range(20):\n    try:\n"
     '        os.write(one, b\'{"passed": true}\\n"done"\\n\')\n    except OSError:\n        pass\nos._exit(0)',
-    "answers with what is no data": "import os\nfor one in range(3, 20):\n    try:\n"
+    "answers with what is not data": "import os\nfor one in range(3, 20):\n    try:\n"
     '        os.write(one, b\'{"object": 1}\\n{"value": {"builtin": "all"}}\\n"done"\\n\')\n'
     "    except OSError:\n        pass\nos._exit(0)",
     "changes what equality means": "import builtins, operator\noperator.eq = lambda a, b: True\n"
@@ -441,14 +441,14 @@ def test_check_says_which_sandbox_a_run_would_get(
 
     assert found() == [("ok", "programs run in streamppo.tasks.scorers.bubblewrap:Bubblewrap")]
     local = "streamppo.tasks.scorers.sandbox:Local"
-    assert found(sandbox=local) == [("ok", f"programs run in {local}, which is no wall")]
+    assert found(sandbox=local) == [("ok", f"programs run in {local}, which is not a wall")]
     monkeypatch.setattr(bubblewrap, "problem", lambda *_: "bubblewrap does not work here")
     assert found() == [("error", "bubblewrap does not work here")]
 
 
 def test_local_is_taken_only_by_name_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     CodeTests(sandbox="streamppo.tasks.scorers.sandbox:Local")
-    assert "the sandbox Local is no wall" in caplog.text
+    assert "the sandbox Local is not a wall" in caplog.text
 
 
 @walled

@@ -277,7 +277,7 @@ def test_a_damaged_line_is_named_and_holds_nothing_back(
     (tmp_path / lines.METRICS).write_bytes(text)
     again = part(tmp_path)
     assert "metrics.jsonl: line 2 is damaged: it is left out" in logged.text
-    assert (again.version, again.complete_to) == (2, float("inf")), "no update is made again for a lost line"
+    assert (again.version, again.complete_to) == (2, float("inf")), "no update is replayed for a lost line"
     again.begin(last)
     updates(again, 4, 30)
     again.close(FINISHED, None, [])

@@ -190,7 +190,7 @@ def test_a_fault_in_the_view_ends_no_run(monkeypatch: pytest.MonkeyPatch, caplog
         view.tick("update 1", 9.0)
         view.update("update 2", is_last=True)
     assert [message for message in caplog.messages if "view" in message] == [
-        "the live view has failed; the run goes on with plain lines"
+        "the live view has failed; the run continues with plain lines"
     ]
     assert "update 2" in caplog.messages
 

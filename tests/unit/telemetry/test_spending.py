@@ -53,4 +53,4 @@ def test_the_table_has_every_phase_with_its_meaning(tmp_path: Path, capsys: pyte
 def test_a_run_that_has_told_nothing_yet_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").touch()
     assert main(["inspect", str(tmp_path), "--time"]) == 1
-    assert "no process has told of its phases yet" in capsys.readouterr().err
+    assert "no process has reported its phases yet" in capsys.readouterr().err

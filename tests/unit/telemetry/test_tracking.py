@@ -1,4 +1,4 @@
-"""Trackers: they get every number once, another part goes on, and none of them can stop or slow a run."""
+"""Trackers: they get every number once, another part continues, and none of them can stop or slow a run."""
 
 import json
 import logging
@@ -219,7 +219,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(
         tracked.check()
         tracked.close()
     (warning,) = caplog.messages
-    assert warning.startswith("tensorboard is given up, the run goes on without it: ") and reason in warning
+    assert warning.startswith("tensorboard is given up, the run continues without it: ") and reason in warning
     assert str(run / "logs" / "tensorboard.log") in warning
 
 

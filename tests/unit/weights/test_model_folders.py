@@ -35,13 +35,13 @@ QUICK = {
     "awq": r"is quantised \(quantization_config of config.json says awq\)",
     "no_config": "has weights and no config.json: copy or download that too",
     "broken_config": "config.json: not the configuration of a model",
-    "in_a_subfolder": "no config.json: it is no model's folder; .*snapshots/0a1b2c may be meant",
+    "in_a_subfolder": "no config.json: it is not a model's folder; .*snapshots/0a1b2c may be meant",
 }
 """Sentences about faults that are found without torch."""
 SLOW = {
     "missing_tensor": r"'.*\.1\..*' is missing \(the nearest name in them is '.*'\)",
     "missing_head": "'lm_head.weight' is missing. Set tie_word_embeddings = true in config.json if",
-    "unexpected_tensor": "'model.layers.1.extra.weight' is no tensor of the model",
+    "unexpected_tensor": "'model.layers.1.extra.weight' is not a tensor of the model",
     "wrong_shape": r"'.*\.1\..*' is \[\d+, 32\] and would be \[\d+, 32\]",
     "fewer_layers": "num_hidden_layers is 1 in config.json, and they have 2 layers",
     "more_layers": "num_hidden_layers is 3 in config.json, and they have 2 layers",
@@ -133,7 +133,7 @@ EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
         ),
         (
             lambda held: held.update({EXPERT.replace(".2.", ".4."): torch.ones(16, 32)}),
-            "experts.4.up_proj.weight' is no tensor",
+            "experts.4.up_proj.weight' is not a tensor",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_the_head_of_the_language_model_that_a_reward_model_was_is_no_fault(tmp_
     path = classifier(tmp_path / "model")
     save_file({**load_file(path / "model.safetensors"), **old}, path / "model.safetensors", {"format": "pt"})
     loading.load(path, "AutoModelForSequenceClassification")
-    with pytest.raises(ModelError, match=r"'score.weight' is no tensor of the model"):
+    with pytest.raises(ModelError, match=r"'score.weight' is not a tensor of the model"):
         loading.load(path)
     loading.load(path, body=True)
 

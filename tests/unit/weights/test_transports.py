@@ -60,7 +60,7 @@ def ends(
         math_config(f"learner.transport={{kind='{request.param}'{path}}}"), tmp_path / "run"
     )
     factory.create_folder(config)
-    return lambda rank: (factory.outlet(config, rank), factory.inlet(config))
+    return lambda rank: (factory.sender(config, rank), factory.receiver(config))
 
 
 class Queue:
@@ -127,18 +127,18 @@ def test_two_ranks_push_whole_versions_and_deltas_and_an_actor_has_each_of_them(
 def test_memory_that_was_put_may_be_written_again_and_a_version_that_was_dropped_ends_for_those_that_begin_late(
     ends: Callable[[int], tuple[transport.Sender, transport.Receiver]],
 ) -> None:
-    outlet, inlet = ends(0)
+    sender, receiver = ends(0)
 
     async def story() -> list[str]:
         array, refs, found = SOMETHING.copy(), list[Any](), list[str]()
         for version in range(6):
             array[:] = version
-            refs += outlet.put(version, [array, array[:0]])
-            outlet.drop(version)
+            refs += sender.put(version, [array, array[:0]])
+            sender.drop(version)
         array[:] = 99
         for version in range(6):
             try:
-                fetched = [await inlet.fetch(ref) for ref in refs[2 * version : 2 * version + 2]]
+                fetched = [await receiver.fetch(ref) for ref in refs[2 * version : 2 * version + 2]]
             except transport.BucketGone:
                 found.append("lost")
                 continue
@@ -148,7 +148,7 @@ def test_memory_that_was_put_may_be_written_again_and_a_version_that_was_dropped
 
     found = asyncio.run(story())
     assert found[-2:] == ["there", "there"], "the newest, and the one that actors may be reading"
-    if not isinstance(outlet, object_store.ObjectStoreSender):
+    if not isinstance(sender, object_store.ObjectStoreSender):
         assert found[:3] == ["lost"] * 3, "room is bounded"
 
 
@@ -156,7 +156,7 @@ def test_memory_that_is_written_while_it_is_read_is_lost_and_not_mixed(monkeypat
     pytest.importorskip("nixl")
     from streamppo.weights import nixl
 
-    outlet, inlet = nixl.NixlSender(local=True), nixl.NixlReceiver(local=True)
+    sender, receiver = nixl.NixlSender(local=True), nixl.NixlReceiver(local=True)
     real, reads = nixl.NixlReceiver._read, list[int]()
 
     def between(self: nixl.NixlReceiver, name: str, address: int, into: np.ndarray) -> None:
@@ -164,15 +164,15 @@ def test_memory_that_is_written_while_it_is_read_is_lost_and_not_mixed(monkeypat
         real(self, name, address, into)
         if len(reads) == 1:
             for version in range(1, 4):
-                outlet.put(version, [SOMETHING])
-                outlet.drop(version)
+                sender.put(version, [SOMETHING])
+                sender.drop(version)
 
     monkeypatch.setattr(nixl.NixlReceiver, "_read", between)
-    (ref,) = outlet.put(0, [SOMETHING])
+    (ref,) = sender.put(0, [SOMETHING])
     with pytest.raises(transport.BucketGone, match="newer weights"):
-        asyncio.run(inlet.fetch(ref))
+        asyncio.run(receiver.fetch(ref))
     assert reads == [len(SOMETHING), 8]
-    assert outlet._blocks <= 3, "blocks are used again"
+    assert sender._blocks <= 3, "blocks are used again"
 
 
 # --- deaths --------------------------------------------------------------------------------------------------
@@ -181,12 +181,12 @@ def test_memory_that_is_written_while_it_is_read_is_lost_and_not_mixed(monkeypat
 def _put(kind: str, path: str, pipe: Connection) -> None:
     """A rank in a process of its own: puts a version, and lives on."""
     if kind == "folder":
-        outlet: transport.Sender = folder.FolderSender(Path(path), 0)
+        sender: transport.Sender = folder.FolderSender(Path(path), 0)
     else:
         from streamppo.weights import nixl
 
-        outlet = nixl.NixlSender(local=True)
-    pipe.send(outlet.put(0, [SOMETHING]))
+        sender = nixl.NixlSender(local=True)
+    pipe.send(sender.put(0, [SOMETHING]))
     time.sleep(600)
 
 
@@ -201,13 +201,13 @@ def test_a_rank_that_is_killed_leaves_nobody_waiting(kind: str, tmp_path: Path) 
     (ref,) = ours.recv()
 
     async def fetched() -> bool:
-        inlet = made(kind)
-        assert np.array_equal(await inlet.fetch(ref), SOMETHING)
+        receiver = made(kind)
+        assert np.array_equal(await receiver.fetch(ref), SOMETHING)
         assert rank.pid is not None
         os.kill(rank.pid, signal.SIGKILL)
         rank.join()
         try:
-            return np.array_equal(await asyncio.wait_for(inlet.fetch(ref), 60), SOMETHING)
+            return np.array_equal(await asyncio.wait_for(receiver.fetch(ref), 60), SOMETHING)
         except transport.BucketGone:
             return False
 
@@ -237,10 +237,10 @@ def test_a_rank_that_stands_still_is_given_up_and_the_read_that_it_owes_keeps_it
     assert rank.pid is not None
     (ref,) = ours.recv()
     os.kill(rank.pid, signal.SIGSTOP)
-    inlet = nixl.NixlReceiver(local=True)
+    receiver = nixl.NixlReceiver(local=True)
     try:
         with pytest.raises(transport.BucketGone, match="not there in time"):
-            asyncio.run(inlet.fetch(ref))
+            asyncio.run(receiver.fetch(ref))
     finally:
         rank.kill()
         rank.join()
@@ -293,12 +293,12 @@ def test_buckets_of_a_rank_that_never_answers_are_lost_and_a_slow_network_gets_l
         return SOMETHING
 
     async def story() -> None:
-        inlet: Any = object_store.ObjectStoreReceiver()
-        together = await asyncio.gather(*(inlet.fetch(comes_after(60)) for _ in range(9)), return_exceptions=True)
+        receiver: Any = object_store.ObjectStoreReceiver()
+        together = await asyncio.gather(*(receiver.fetch(comes_after(60)) for _ in range(9)), return_exceptions=True)
         assert all(isinstance(one, transport.BucketGone) for one in together)
-        assert await inlet.fetch(comes_after(0.15)) is SOMETHING
+        assert await receiver.fetch(comes_after(0.15)) is SOMETHING
         with pytest.raises(transport.BucketGone, match=r"not come within 0\.1 s"):
-            await inlet.fetch(comes_after(0.15))
+            await receiver.fetch(comes_after(0.15))
 
     asyncio.run(story())
 
@@ -340,13 +340,13 @@ def test_a_folder_holds_two_whole_versions_and_forgets_the_rank_that_died(tmp_pa
     dead.put(7, [SOMETHING])
     other = folder.FolderSender(tmp_path, 1)
     other.put(0, [SOMETHING])
-    outlet = folder.FolderSender(tmp_path, 0)
+    sender = folder.FolderSender(tmp_path, 0)
     for version in range(20):
-        outlet.put(version, [SOMETHING, SOMETHING])
+        sender.put(version, [SOMETHING, SOMETHING])
         if not version:
             assert len(list(tmp_path.rglob("*-*-*/*"))) == 4
-        outlet.drop(version)
-        assert len(list(outlet._own.iterdir())) <= 4
+        sender.drop(version)
+        assert len(list(sender._own.iterdir())) <= 4
     assert sorted(path.name[:7] for path in tmp_path.iterdir()) == ["rank-0-", "rank-1-"]
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -354,18 +354,18 @@ def test_a_folder_holds_two_whole_versions_and_forgets_the_rank_that_died(tmp_pa
 def test_a_file_that_is_cut_off_is_refused_and_one_that_stays_away_ends_the_actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outlet, inlet = folder.FolderSender(tmp_path, 0), folder.FolderReceiver()
-    (ref,) = outlet.put(0, [SOMETHING])
-    (path,) = outlet._own.iterdir()
+    sender, receiver = folder.FolderSender(tmp_path, 0), folder.FolderReceiver()
+    (ref,) = sender.put(0, [SOMETHING])
+    (path,) = sender._own.iterdir()
     os.truncate(path, 10)
-    assert len(asyncio.run(inlet.fetch(ref))) == 10, "the replica compares"
+    assert len(asyncio.run(receiver.fetch(ref))) == 10, "the replica compares"
     path.unlink()
     for _ in range(3):
         with pytest.raises(transport.BucketGone):
-            asyncio.run(inlet.fetch(ref))
+            asyncio.run(receiver.fetch(ref))
     monkeypatch.setattr(folder, "MISSING_S", 0.0)
     with pytest.raises(WeightsError, match=rf"{path.name} cannot be read.*learner.transport.path must be a folder"):
-        asyncio.run(inlet.fetch(ref))
+        asyncio.run(receiver.fetch(ref))
 
 
 def test_a_folder_that_takes_no_files_is_named(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_runs_of_one_name_have_folders_of_their_own_and_leave_nothing(
     assert first != second
     for one in (first, second):
         factory.create_folder(one)
-        factory.outlet(one, 0).put(0, [SOMETHING])
+        factory.sender(one, 0).put(0, [SOMETHING])
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 2
     factory.create_folder(first)
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 1, "an earlier driver's ranks are dead"
@@ -406,7 +406,7 @@ def test_without_nixl_its_transport_says_how_it_is_installed(
 
     monkeypatch.setattr(nixl, "import_module", missing)
     config = math_config("learner.transport={kind='nixl'}")
-    for end in (lambda: factory.outlet(config, 0), lambda: factory.inlet(config)):
+    for end in (lambda: factory.sender(config, 0), lambda: factory.receiver(config)):
         with pytest.raises(WeightsError, match=r"needs NIXL .*pip install 'streamppo\[nixl\]'"):
             end()
 

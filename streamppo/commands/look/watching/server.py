@@ -1,8 +1,8 @@
 """The page's server: starlette, answering one run and those that it is compared with.
 
-On loopback it answers requests that name it by a loopback name, so that no page of elsewhere reaches it through a name
-of its own (DNS rebinding). Bound elsewhere it wants the token: in the address first, then as a cookie. What starts a
-process wants the key too (tries.py).
+On loopback it answers requests that name it by a loopback name, so that no foreign page reaches it through its own
+domain name (DNS rebinding). Bound elsewhere it requires the token: in the address first, then as a cookie. A request
+that starts a process also requires the key (tries.py).
 """
 
 import secrets
@@ -110,7 +110,7 @@ class Page:
     def _comparison(self, name: str) -> CurveSource:
         """A run or a replay by the name that the page has for it."""
         if name not in self._paths:
-            raise StreamppoError(f"{name}: no such run is beside this one")
+            raise StreamppoError(f"{name}: no such run in this folder")
         if name not in self._watched:
             path = self._paths[name]
             self._watched[name] = WatchedRun(path, name) if path.is_dir() else WatchedReplay(path)
@@ -120,7 +120,7 @@ class Page:
 def application(folder: Path, others: list[Path], token: str | None, key: str = "") -> Starlette:
     """The application. With a `token` nothing is answered without it; without one, only under a loopback name.
 
-    Only who has the `key` starts a process; nobody without one.
+    Only requests with the `key` start a process; without a key none do.
     """
     page = Page(folder, others, key)
     routes = [
@@ -143,7 +143,7 @@ def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[
     """Let a request pass that has the token as a cookie; one with the token in its address is given the cookie."""
 
     async def dispatch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        # Cookies know no ports: pages about two runs have two names.
+        # Cookies are shared between the ports of a host, so the name contains the port.
         name = f"streamppo-{request.url.port}"
         if _is(token, request.cookies.get(name)):
             return await answer(request)
@@ -165,7 +165,7 @@ def _refusal(_: Request, error: Exception) -> Response:
 
 
 def _fault(_: Request, error: Exception) -> Response:
-    """A fault of ours: the page has its sentence, and the terminal its traceback."""
+    """A bug of streamppo: the page shows a sentence, the terminal the traceback."""
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 

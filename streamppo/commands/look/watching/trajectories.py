@@ -107,7 +107,7 @@ class OpenedTrajectory(TypedDict):
 
     `row_columns` are (name, value) of the columns for rewards; `row_missing` is the reason for their absence.
     `tree` are the nodes of several turns, and `tree_words` counts them; `lost` are the spans of undelivered turns, from
-    the first token to the one behind the last.
+    the first token to the one after the last.
     """
 
     update: int
@@ -280,14 +280,12 @@ def _columns(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats]
         )
     if trajectory.token_rewards:
         columns.append(
-            _column(
-                "reward", "the part of the reward that stands on it", "both", floats(trajectory.token_rewards), mask
-            )
+            _column("reward", "the part of the reward given at it", "both", floats(trajectory.token_rewards), mask)
         )
     if trajectory.branches:
         prompt, width = len(trajectory.prompt_tokens) // 4, len(trajectory.prompt_tokens) // 4 + trajectory.num_tokens
         piece, _ = branches.seen(trajectory.branches, width)
-        text = "the branch that it is of, in the order of time; 0: the prompt's own"
+        text = "its branch, numbered in the order of time; 0: the prompt's own"
         columns.append(_column("branch", text, "more", piece[prompt:], mask))
     if trajectory.candidate_counts:
         counts = ints(trajectory.candidate_counts)

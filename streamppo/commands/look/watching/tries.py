@@ -24,9 +24,9 @@ from streamppo.commands.trial import Trial
 from streamppo.terminal import bounded
 
 KEY = "x-streamppo-key"
-"""The header with the key: a browser sends none of that name for a page of elsewhere."""
+"""The header with the key: a browser does not send it for a foreign page."""
 LONGEST_S, ENDING_S = 600.0, 10.0
-"""Seconds that a process may take, and those between the order to end and its death."""
+"""Seconds that a process may take, and seconds between SIGINT and SIGKILL."""
 MOST_BYTES, MOST_SAID = 1024, 1000
 """Bytes of a request, and characters of a refusal."""
 PROGRAM = (
@@ -93,15 +93,15 @@ class Tries:
         finally:
             await _end(process)
         if not out:
-            said = err.decode(errors="replace").rpartition("streamppo: ")[2].strip()
-            return _refusal(422, bounded(said or f"`streamppo try` has died ({process.returncode})", MOST_SAID))
-        found = msgspec.json.decode(out, type=Trial)
-        names = [f"version {one.version}" for one in found.versions]
-        return JSONResponse({"lines": trial.sentences(found), "names": names, "rows": trial.cells(found)})
+            message = err.decode(errors="replace").rpartition("streamppo: ")[2].strip()
+            return _refusal(422, bounded(message or f"`streamppo try` has died ({process.returncode})", MOST_SAID))
+        result = msgspec.json.decode(out, type=Trial)
+        names = [f"version {one.version}" for one in result.versions]
+        return JSONResponse({"lines": trial.sentences(result), "names": names, "rows": trial.cells(result)})
 
 
 async def _body(request: Request) -> bytes:
-    """The body, or as much of one that is too long that it is no request."""
+    """The body; of a longer one, enough to be refused."""
     body = b""
     async for part in request.stream():
         body += part
@@ -111,7 +111,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _end(process: Process) -> None:
-    """End a process that has not ended, whatever it does."""
+    """Interrupt the process if it still runs, and kill it after `ENDING_S`."""
     if process.returncode is not None:
         return
     with suppress(ProcessLookupError):

@@ -69,7 +69,7 @@ class Chat:
 
 
 class ChatStream:
-    """Chunks, and [DONE] behind them."""
+    """Chunks, then [DONE]."""
 
     def __init__(self, turn: Turn, model: str, *, usage: bool) -> None:
         self._head, self._usage = _head(turn, model, "chat.completion.chunk"), usage

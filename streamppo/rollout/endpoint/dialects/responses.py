@@ -1,4 +1,4 @@
-"""OpenAI's responses: POST /v1/responses. `previous_response_id` goes on from an answer without its messages."""
+"""OpenAI's responses: POST /v1/responses. `previous_response_id` continues from an answer without its messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from streamppo.rollout.endpoint.session import Request, Turn
 from streamppo.types import Message
 
 OF_ASSISTANT = ("reasoning", "function_call")
-"""Types of items that are parts of one assistant's message, beside its text."""
+"""Types of items that are parts of one assistant's message, in addition to its text."""
 
 
 class Responses:

@@ -29,7 +29,7 @@ ABSENT = {
     **dict.fromkeys(("logit_bias", "allowed_token_ids"), "the policy's own probabilities are trained"),
     **dict.fromkeys(("audio", "image"), "the policy reads and writes text"),
     **dict.fromkeys(("web_search_options", "mcp_servers", "container"), "tools are the program's: describe them"),
-    "prompt": "nothing is stored beside this run: send the messages",
+    "prompt": "nothing is stored outside this run: send the messages",
 }
 """Parameters of any dialect or server that would change the answer, and the reason for which they are refused."""
 Body = Mapping[str, Any]
@@ -144,7 +144,7 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
 
 
 def most_tokens(body: Body, *names: str) -> int | None:
-    """Return the first of the named bounds that is set. Raises `RequestRefused` for one that is no number above 0."""
+    """Return the first of the named bounds that is set. Raises `RequestRefused` unless it is a number above 0."""
     for name in names:
         given = body.get(name)
         if given is None:
@@ -170,7 +170,7 @@ def event(value: object, name: str = "") -> bytes:
 
 
 def behind(seen: str, whole: str) -> str:
-    """Return the rest of `whole` behind `seen`."""
+    """Return the rest of `whole` after `seen`."""
     return whole[len(seen) :] if whole.startswith(seen) else ""
 
 

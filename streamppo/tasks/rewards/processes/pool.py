@@ -72,7 +72,7 @@ class Pool(ABC):
         """Run a call in a process. Raises `CallLost` and `Orphaned`."""
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """Return one outcome for each text. Raises `TaskError` if no process can be forked any more."""
+        """Return one outcome for each text. Raises `TaskError` if a process can no longer be forked."""
         for _ in range(LIVES):
             try:
                 return await self.run(texts, columns, self._config.timeout_s)
@@ -202,7 +202,7 @@ class _SharedProcess(Pool):
         if not self._warned:
             self._warned = True
             log.warning(
-                "%s: a call runs for more than %g s without awaiting: the %d beside it begin again in another process",
+                "%s: a call runs for more than %g s without awaiting: %d others of its process restart in another",
                 self._config.function,
                 self._held_s,
                 len(process.calls) - 1,
