@@ -2,7 +2,7 @@
 
     python benchmarks/cost/history.py --json history.json [--rounds 3]
 
-The run has the checkpoints of its first and its last version alone, so that version 100 is made again by 100 updates.
+The run has the checkpoints of its first and its last version alone, so that version 100 is replayed by 100 updates.
 Space is what a command has added to the disk, without the files that a fork shares with the run.
 """
 

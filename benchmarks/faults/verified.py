@@ -3,7 +3,7 @@
     python benchmarks/faults/verified.py --trials 50 --json verified.json
 
 Each run has `--kills` kills at random times, of rollout actors, queue, learner ranks and driver; a killed driver is
-resumed. Then `streamppo verify` compares its records and makes `--updates` of its updates again.
+resumed. Then `streamppo verify` compares its records and replays `--updates` of its updates.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def summary(rows: list[Row]) -> Row:
         "kills": sum(sum(row.get("kills", {}).values()) for row in rows),
         "alarms": sum(bool(row["faults"]) for row in rows),
         "failures": sum(bool(row["failure"]) for row in rows),
-        "updates made again": sum(row["remade"] for row in rows),
+        "updates replayed": sum(row["remade"] for row in rows),
         "verify_s": {"median": statistics.median(seconds), "worst": max(seconds)} if seconds else None,
     }
 
@@ -88,7 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--kills", type=int, default=4, help="kills of one run")
-    parser.add_argument("--updates", type=int, default=2, help="updates that are made again")
+    parser.add_argument("--updates", type=int, default=2, help="updates that are replayed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="*", default=["updates=40"], metavar="section.field=value")
     parser.add_argument("--json", type=Path)

@@ -3,7 +3,7 @@
 #
 # Every node starts Ray, and the first one runs streamppo. The folder in which sbatch is called, and HOME, must be on a
 # disk that all nodes see under the same path; GPUs are asked for by --gpus-per-node. The job's name is that of the run: the
-# same command goes on with it. A job that is preempted, or runs out of time, has two minutes to save a checkpoint.
+# same command continues it. A job that is preempted, or runs out of time, has two minutes to save a checkpoint.
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --requeue

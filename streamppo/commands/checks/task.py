@@ -56,7 +56,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
 
 
 def _absent(place: str) -> Finding:
-    text = f"{place!r} is no file or folder here (looked at {Path(place).absolute()})"
+    text = f"{place!r} is not a file or folder here (looked at {Path(place).absolute()})"
     if looks_like_path(place) or Path(place).suffix in dataset_files.SUFFIXES:
         return Finding("task", "not here", text)
     if find_spec("datasets") is None:

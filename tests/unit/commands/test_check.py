@@ -134,7 +134,7 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     ("sampling", "said"),
     [
         ([], None),
-        (["rollout.top_k=8"], "candidates ok at most 36 bytes a token beside its 13 others, 36.0 MiB a batch"),
+        (["rollout.top_k=8"], "candidates ok at most 36 bytes a token in addition to 13 others, 36.0 MiB a batch"),
         (["rollout.top_p=0.9"], "candidates ok at most 644 bytes a token .*; top_k would bound it"),
     ],
 )
@@ -277,7 +277,7 @@ ELSEWHERE = "rollout.engine={kind='sglang', urls=['http://h:1'], transport='grou
 ABSENT = {
     "object store not here cluster.object_store_mib (1000000000) is more than": ["cluster.object_store_mib=1000000000"],
     "critic later 'polcy' is not a folder here": ["algorithm.critic.model=polcy"],
-    "'runs/nope', whose batches are to teach it, is no folder": ["algorithm.critic.pretrain=runs/nope"],
+    "'runs/nope', whose batches are to teach it, is not a folder": ["algorithm.critic.pretrain=runs/nope"],
     "not known for a Gemma3Config": ["model.path=gemma3", ELSEWHERE],
     "not known for a MixtralConfig": ["model.path=mixtral", ELSEWHERE],
 }
@@ -297,7 +297,7 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
         hollow_weights.write(folder, settings[folder.name])
     code, output = checked(MATH, *ABSENT[sentence])
     assert code == 0 and sentence in output, output
-    assert f"0 errors, {len(ABSENT[sentence])} things that cannot be looked at here" in output
+    assert f"0 errors, {len(ABSENT[sentence])} subjects that cannot be checked here" in output
 
 
 def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(

@@ -345,7 +345,7 @@ REASONS = {
     **{"a billion epochs": "optimizer steps in one update", "rows too wide to be padded": "too many to be padded"},
     **{"a model elsewhere as critic": "names models elsewhere", "a teacher elsewhere": "names models elsewhere"},
     **{"a loss of foreign code": "--trust", "a file of code": "a tensor 'files.modeling_x.py'"},
-    **{"a file that says where weights are": "none of a model or tokenizer", "a pickle of weights": "a tensor 'files."},
+    **{"a file that says where weights are": "belongs to no model or tokenizer", "a pickle of weights": "a tensor 'files."},
     **{"positions without end": "larger buffers", "a width of another model": "in the model of its config.json"},
     **{"tokens beyond the vocabulary": "a token 1000000", "other weights": "not those of version 3"},
 }

@@ -195,7 +195,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             "by the correction of your own",
         ),
         ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
-        ([*LOGLINEAR, RLOO, "algorithm.target_kl=0.01"], r"target_kl \(0.01\).* bound the lag, and not the movement"),
+        ([*LOGLINEAR, RLOO, "algorithm.target_kl=0.01"], r"target_kl \(0.01\).* bound the lag, not the update's step"),
         (
             ["algorithm.advantage.kind=maxrl", "algorithm.kl.reward_beta=0.1"],
             "'maxrl' needs scores that are not negative",
@@ -258,7 +258,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([SEGMENTS, "queue.max_lag=0"], "segments need max_lag of at least 1"),
         (["queue.admission=mean"], "takes both, admission = 'mean' and too_old = 'keep'"),
         (["queue.too_old=keep"], "takes both, admission = 'mean' and too_old = 'keep'"),
-        ([ADAPTIVE, "queue.admission=mean", "queue.too_old=keep"], "no bound on age that could be steered"),
+        ([ADAPTIVE, "queue.admission=mean", "queue.too_old=keep"], "no bound on age to adapt"),
         ([ADAPTIVE, *BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(8\) that counts the age of the data"),
         (["queue.max_lag={kind='adaptive'}"], "missing required field `at_most`"),
         (["queue.max_lag={kind='adaptive', at_most=8, ess=1}"], "must be a number above 0 and below 1, not 1"),
@@ -273,7 +273,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([SEGMENTS, RLOO], "algorithm.advantage = 'rloo' has none: choose gae or vtrace"),
         ([SEGMENTS, "algorithm.advantage.kind=sequence"], "algorithm.advantage = 'sequence' has none"),
         ([SEGMENTS, "algorithm.advantage={kind='gae', adaptive_alpha=0.05}"], "asks for a completion's length"),
-        ([SEGMENTS, "algorithm.positive_nll=0.1"], "queue.segments do not know theirs"),
+        ([SEGMENTS, "algorithm.positive_nll=0.1"], "a segment's answer is not known yet"),
         ([SEGMENTS, "algorithm.teacher.url=http://localhost:1"], "queue.segments are parts"),
     ],
 )

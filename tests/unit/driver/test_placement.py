@@ -121,7 +121,7 @@ IMPOSSIBLE = {
     "have GPUs of their own": ["rollout.engine={kind='sglang', urls=['http://127.0.0.1:1']}", "rollout.gpus=1"],
     "are more than one GPU": ["learner.gpus=0.6", "rollout.gpus=0.5"],
     "the 3 rollout actors": ["learner.gpus=0.4", "rollout.gpus=0.3", "rollout.actors=3"],
-    "NCCL wants a GPU for each": ["learner.gpus=0.5", "learner.ranks=2"],
+    "NCCL needs a GPU for each": ["learner.gpus=0.5", "learner.ranks=2"],
     "needs a GPU, and learner.gpus is 0": ["model.attention=flash_attention_2", "model.dtype=bfloat16"],
 }
 

@@ -156,5 +156,5 @@ def test_a_stop_string_that_begins_before_the_token_ends_the_turn(
 
 def test_a_turn_that_has_all_its_tokens_before_is_refused(tokenizer: Tokenizer) -> None:
     whole = play(tokenizer, Scripted(tokenizer, "abcdef"), turns=False)
-    with pytest.raises(RunError, match="at most 4 tokens: none is left behind token 5"):
+    with pytest.raises(RunError, match="at most 4 tokens: none is left after token 5"):
         play(tokenizer, Continuation(Scripted(tokenizer, "x"), recorded(whole), 5), turns=False, limit=4)

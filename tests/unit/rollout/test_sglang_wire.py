@@ -286,7 +286,7 @@ def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "mem_fraction_static"),
         ("[2026-01-01 00:00:00] RuntimeError: Not enough memory. Please", "mem_fraction_static"),
-        ("OSError: [Errno 98] Address already in use", "a port that it wants is taken"),
+        ("OSError: [Errno 98] Address already in use", "a port that it needs is taken"),
         ("RuntimeError: No CUDA GPUs are available", "there is no GPU"),
         ("noise\nTraceback\n  File x\nAssertionError: head_dim 7\nmore noise", "AssertionError: head_dim 7"),
         ("nothing went wrong", ""),
