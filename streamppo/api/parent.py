@@ -46,7 +46,7 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
 
 
 def answer(*words: str) -> object:
-    """Have a command of streamppo, with `--json` among its `words`, answer; return what it prints, whatever its code.
+    """Run a command of streamppo with `--json` among its `words`; return its output, whatever its exit code.
 
     Raises the error of streamppo that the command names.
     """

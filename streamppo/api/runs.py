@@ -209,7 +209,7 @@ def try_versions(
 def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
     """Compare the records of the run in `folder`, and replay `updates` of its updates, drawn at random.
 
-    `expect` is a digest that the run must have. Its `faults` are empty if all is as recorded. Raises as `fork` does.
+    `expect` is a digest that the run must match. Its `faults` are empty if all is as recorded. Raises as `fork` does.
     """
     from streamppo.commands.verification import Fault, Verification
 

@@ -90,7 +90,7 @@ def give(run: Path, config: Config) -> None:
         lines = _lines(run) | {_hmac_of(secret, name, run) for name in named}
         durable.write(_file(run), "".join(f"{line}\n" for line in sorted(lines)).encode())
     except (OSError, RuntimeError, StreamppoError) as error:
-        log.warning(f"{run}: that you trust this run's code cannot be recorded ({error}): `resume` asks for --trust")
+        log.warning(f"{run}: your trust in this run's code cannot be recorded ({error}): `resume` will ask for --trust")
 
 
 def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
@@ -113,7 +113,7 @@ def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise ConfigError(
             f"{run}: this run was not made here, and its configuration would run, or send a key to, "
-            f"{', '.join(names[:SHOWN])}{more}: look at what that does, then agree once with --trust (a script with "
+            f"{', '.join(names[:SHOWN])}{more}: read that code, then agree once with --trust (in a script "
             f"{VARIABLE}=1)"
         )
 
@@ -162,7 +162,7 @@ def _hmac_of(secret: bytes, name: str, run: Path) -> str:
     with suppress(ValueError):
         path, folder = Path(file).resolve(), run.resolve()
         if not path.exists():
-            # The path of a deleted file stays as the run has it: relative to the run.
+            # The path of a deleted file stays relative to the run.
             path = (folder / file).resolve()
         if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
             digest = _digest(path) if path.is_relative_to(folder) and path.is_file() else ""

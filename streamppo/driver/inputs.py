@@ -183,4 +183,4 @@ def _change(before: Input | None, present: Input) -> str:
         "gone": before.files.keys() - present.files.keys(),
     }
     text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
-    return f"{present.path} is not what the run had: {text}" if text else ""
+    return f"{present.path} has changed since the run began: {text}" if text else ""

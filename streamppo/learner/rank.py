@@ -212,7 +212,7 @@ class Rank:
             time.sleep(BEAT_S)
 
     def _follow_queue(self, life: str, learner: "Learner") -> None:
-        """Push the weights again after each restart of the queue, which then has none."""
+        """Push the weights again after each restart of the queue, which loses them."""
         while True:
             life = ray.get(self._queue.another_life.remote(life))
             learner.pusher.republish()

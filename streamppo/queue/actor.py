@@ -166,7 +166,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def waiting_for(self) -> str:
-        """One sentence for the watchdog: what the next batch waits for."""
+        """A sentence for the watchdog on what the next batch waits for."""
         return report.waiting_for(self._queue.settings, self._queue.state)
 
     # --- rollout's side --------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class QueueActor(ArchivedRuns):
         """
         share = RankShare(decode(push, Push), refs, learned)
         if learner < self._learner:
-            raise QueueError(f"version {share.push.version} comes from learner {learner}, which was given up for dead")
+            raise QueueError(f"version {share.push.version} comes from learner {learner}, which was marked dead")
         if learner > self._learner:
             # The buckets of a dead learner are lost with its process.
             self._learner, self._ledger = learner, Ledger[PushedRefs]()

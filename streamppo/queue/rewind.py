@@ -7,11 +7,11 @@ Slots below the newest one that batches before the version have:
     held at present       the same
     none of these         given up, as they were or came to be
 
-Slots above it are opened when there is room for them, as in the run. Nothing waits: what the run had sampled ahead by
-then is sampled again, by the weights of the version. With `max_lag = 0` there was nothing.
+Slots above it open when there is room, as in the run. No trajectory waits: the run's trajectories for later updates are
+sampled again, by the weights of the version. With `max_lag = 0` there are none.
 
-Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5; batch 2 has 3, 6; the journal gives
-up 4. Slot 3 is open, 4 given up, 6 is to be opened.
+Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5; batch 2 has 3, 6; the journal abandons
+4. Then slot 3 is open, slot 4 is abandoned, and slot 6 is not opened yet.
 """
 
 import os
@@ -42,7 +42,7 @@ from streamppo.types import Identity
 
 
 class Rewound(NamedTuple):
-    """What `rewind` is told of a version: the tokens of all batches before it, and the lag that is admitted with it."""
+    """The properties of a version for `rewind`: the tokens of all batches before it, and the lag admitted with it."""
 
     version: int
     tokens: int = 0
@@ -58,10 +58,10 @@ class Slots(NamedTuple):
 
 
 def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
-    """Write to the folder `fork` what journal and archive of `run` say of a version; `config` is that version's.
+    """Write the journal and archive of `run`, as of a version, to the folder `fork`; `config` is that version's.
 
-    Files of the archive are links where the disk has them, and every one is verified. Raises `JournalError` for
-    batches that were not kept, are missing, or damaged.
+    Files of the archive are hard links if the disk has them, and all are verified. Raises `JournalError` for batches
+    that were not kept, are missing, or damaged.
     """
     with closing(Journal.open_run(run)) as journal:
         versions, configs = journal.versions(), journal.configs()
@@ -83,7 +83,7 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
 def bring(source: Path, target: Path, sha256: str = "") -> None:
     """Make `target` the file `source`: the same one where the disk has links, else a copy, which is flushed.
 
-    Raises `OSError` for what is not a file, and `JournalError` for another `sha256`.
+    Raises `OSError` if it is not a file, and `JournalError` for another `sha256`.
     """
     digest = durable.sha256(source)
     if sha256 and digest != sha256:
@@ -141,15 +141,15 @@ def _slots(
 def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -> int:
     """The number after the newest slot of the batches before `version`.
 
-    It is in one of the last `max_lag` + 1: while so many are taken, more slots are opened than were held before.
+    That slot is in one of the last `max_lag` + 1 batches: while these are taken, more slots open than were held before.
     """
     needed = range(max(0, version - 1 - settings_of(config).max_lag), version)
     if missing := [one for one in needed if one not in archive.checksums]:
         first = min(archive.checksums, default=version)
         earliest = first + 1 + settings_of(config).max_lag if first else 0
         raise JournalError(
-            f"{archive.folder}: the batch of version {missing[0]} was not kept, and tells which prompts come next: a "
-            f"fork can begin at version {earliest} and later"
+            f"{archive.folder}: the batch of version {missing[0]} was not kept, and the next prompts depend on it: a "
+            f"fork can begin at version {earliest} or later"
         )
     numbers = [_number(one, shape) for before in needed for one in _identities(archive, before)]
     newest = max(numbers, default=-1)
@@ -157,7 +157,7 @@ def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -
 
 
 def _reaches(made: PublishedVersion, opened: int, shape: GroupShape) -> bool:
-    """True if the batch that made a version may have slots below `opened`."""
+    """True if a version's batch may have slots below `opened`."""
     return made.archived is not None and made.archived.first_prompt * shape.samples_per_prompt < opened
 
 

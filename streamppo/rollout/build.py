@@ -178,8 +178,8 @@ def _start(
     if chosen.urls:
         if untied:
             raise ModelError(
-                f"{model_path}: its head is a weight of its own, and config.json says that it is the embedding, which "
-                "an SGLang server believes: set tie_word_embeddings = false there, and start the server with it"
+                f"{model_path}: its head is a separate weight, but its config.json ties it to the embedding, and an "
+                "SGLang server follows config.json: set tie_word_embeddings = false there, and start the server with it"
             )
         (url,) = chosen.urls
         key = os.environ.get(chosen.api_key_env, "")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RETRY_S = 0.5
 """Seconds between two attempts to pull lost weights."""
 AHEAD = 2
-"""Buckets that are fetched while one is unpacked."""
+"""The number of buckets fetched while one is unpacked."""
 
 
 class Puller:

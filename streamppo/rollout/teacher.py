@@ -1,4 +1,4 @@
-"""A teacher on a server: it scores every finished completion, and the trajectory carries its log-probs.
+"""A teacher on a server: it scores every finished completion; its log-probs are part of the trajectory.
 
     POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
     POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
@@ -43,7 +43,7 @@ class TeacherScores(NamedTuple):
 
 
 class MetaInfo(msgspec.Struct):
-    """The fields of SGLang's answer in use: (log-prob, id, text) of every token; the first log-prob is null."""
+    """The fields of SGLang's answer that are used: (log-prob, id, text) of every token; the first log-prob is null."""
 
     input_token_logprobs: list[tuple[float | None, TokenId, str | None]]
 
@@ -113,7 +113,7 @@ class TeacherClient:
         probed = np.asarray(tokenizer.spread(2), np.int32)
         scored = await self._guard.score(probed[:1], probed[1:])
         if scored.logprobs is None:
-            raise ModelError(f"the teacher cannot be asked: {scored.reason}")
+            raise ModelError(f"the teacher cannot be reached: {scored.reason}")
         tokens = tokenizer.spread(COMPARED)
         theirs = await self._texts(tokens)
         # Servers may clean up spaces: a difference in them does not mean another vocabulary.

@@ -1,6 +1,6 @@
-"""The work of one rollout actor: it keeps `rollout.in_flight` trajectories under way, if it gets tickets for them.
+"""The work of one rollout actor: it keeps up to `rollout.in_flight` trajectories under way, one for each ticket.
 
-consumes     tickets of the queue, requested with each delivery, or in a call of their own if a delivery brings too few
+consumes     tickets of the queue, requested with each delivery, or in a separate call if a delivery brings too few
 produces     scored trajectories and failures, in the order in which they finish
 waits for    tickets, which the queue's admission rule limits; never for the learner, another actor or a batch
 unblocks     the queue's next take
@@ -194,7 +194,7 @@ class Worker:
                 continue
             self._lacks.clear()
             if self._num_wanted:
-                # Places have become free in the meantime: a delivery requests their tickets.
+                # Trajectories have ended in the meantime: a delivery requests tickets in their place.
                 self._delivery_due.set()
 
     async def _request_tickets(self, wanted: int) -> bytes:

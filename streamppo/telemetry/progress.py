@@ -11,7 +11,7 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EvaluationLine
 
 SIGMAS = 3.0
-"""Two accuracies differ if their difference is more than so many of its standard errors."""
+"""Two accuracies differ if their difference is more than this many of its standard errors."""
 
 WORSE = "worse than at the start"
 

@@ -79,7 +79,7 @@ class RunRecord:
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
         self.evaluated = {line["evaluation"] for line in before if "evaluation" in line}
-        """The versions after which an evaluation was started and has been answered."""
+        """The versions of all answered evaluations."""
         self.diagnosis = diagnosis
         self._sinks = sinks
         for line in before:
@@ -92,7 +92,7 @@ class RunRecord:
         for sentence in damage[:DAMAGE_SHOWN]:
             log.info(sentence)
         if len(damage) > DAMAGE_SHOWN:
-            log.info(f"{len(damage)} lines of {metrics_file.METRICS} are damaged: summary.json is about the others")
+            log.info(f"{len(damage)} lines of {metrics_file.METRICS} are damaged: summary.json covers the others")
         metrics_file.mend(folder)
         for line in before:
             self.display.line(line)
@@ -146,7 +146,7 @@ class RunRecord:
         self.evaluated.add(asked)
         begin = f"[{self.wall_s:6.1f}s] version {asked:4d}:"
         if accuracy is None:
-            why = f"all {failed} held-out prompts failed" if failed else "the task holds no prompt out"
+            why = f"all {failed} held-out prompts failed" if failed else "the task has no held-out prompts"
             log.info(f"{begin} no accuracy: {why}")
             return
         without = f", {failed} without a score" if failed else ""

@@ -40,7 +40,8 @@ class SharingPlan(NamedTuple):
 
 
 def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
-    """True if all `transformers` compute samples in one row as they compute them alone. A collective.
+    """True if packing the samples of a prompt into one row leaves the outputs of all `transformers` unchanged. A
+    collective.
 
     `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
     """

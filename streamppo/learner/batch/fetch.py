@@ -58,7 +58,7 @@ class Fetcher:
         """
         versions = ray.get(self._source.archived_versions.remote(run))
         if not versions:
-            raise JournalError(f"{run}: no archived batch to teach the critic")
+            raise JournalError(f"{run}: no archived batch to train the critic on")
         for version in versions:
             yield pad(decode(ray.get(self._source.archived_batch.remote(run, version)), Batch))
 

@@ -24,7 +24,7 @@ from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 MUCH = 1 / 16
-"""Padding of a micro-batch, as a share of its budget, above which it takes no row of at most half of its width."""
+"""If padding would exceed this share of a micro-batch's budget, a row of at most half its width begins another one."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def pad(batch: Batch) -> PaddedBatch:
 
 
 def _some(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
-    """The columns, or None if none of them has anything."""
+    """The columns, or None if all of them are empty."""
     return tuple(columns) if any(columns) else None
 
 
@@ -216,7 +216,7 @@ def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
 
 
 def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
-    """The order of rows in an epoch: a function of these numbers alone, equal in every process and Python version.
+    """The order of rows in an epoch: a function of only these numbers, equal in every process and Python version.
 
     The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
     """
@@ -241,8 +241,8 @@ def micro_batches(
 
     Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
     Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
-    one row. A row longer than the budget gets a micro-batch of its own. Under a heavy tail of lengths, padding would be
-    most of the work, so short rows get micro-batches apart from long ones.
+    one row. A row longer than the budget is alone in its micro-batch. With a heavy tail of lengths, padding would be
+    most of the work, so short and long rows get separate micro-batches.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B

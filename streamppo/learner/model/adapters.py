@@ -1,7 +1,7 @@
 """Low-rank adapters of the policy, by peft: small trained matrices on frozen weights.
 
-In a version a weight keeps its name without adapters; its adapter is `NAME.lora_A.weight` and `NAME.lora_B.weight`, as
-in peft's own files.
+In a version a weight has the same name as without adapters; its adapter is `NAME.lora_A.weight` and
+`NAME.lora_B.weight`, as in peft's own files.
 """
 
 import shutil
@@ -57,7 +57,7 @@ def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:
     """Write `adapters` of the model `start` to `folder`, in peft's format.
 
-    Raises `ModelError` if the disk refuses.
+    Raises `ModelError` if it cannot be written.
     """
     aside, names = durable.aside(folder), {name.rpartition(".lora_")[0] for name in adapters}
     settings = _settings(lora, sorted({name.rpartition(".")[2] for name in names}))

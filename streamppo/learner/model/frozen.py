@@ -37,7 +37,7 @@ class NoReferenceWeights:
             self._count(1.0)
 
     def _count(self, share: float) -> None:
-        """Set the scale of every adapter to `share` of its own."""
+        """Multiply the scale of every adapter by `share`."""
         from peft.tuners.lora import LoraLayer
 
         for module in self._policy.lm.modules():
@@ -50,8 +50,9 @@ def load_reference(
 ) -> Policy | NoReferenceWeights | None:
     """The reference of `config`; `leader` is the policy that trains. A collective. None without a KL.
 
-    Without adapters the reference has weights of its own, which are read only if it is not `known`. They are float32
-    if it follows the policy or `has_moved` (a checkpoint then has its weights), else in the type of computation.
+    Without adapters the reference has separate weights, which are read unless a `known` reference is given. They are
+    float32 if it follows the policy or `has_moved` (a checkpoint then has its weights), else in the type of
+    computation.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
@@ -69,7 +70,7 @@ def load_reference(
 
 
 def separate_reference(reference: Policy | NoReferenceWeights | None) -> Policy | None:
-    """The reference if it has weights of its own, else None."""
+    """The reference if it has separate weights, else None."""
     return reference if isinstance(reference, Policy) else None
 
 
@@ -94,7 +95,7 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
 def load_teacher(
     config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None, slices: Slices
 ) -> Policy | None:
-    """Load the teacher of `config`; it is read only if it is not `known`. A collective.
+    """Load the teacher of `config`, or return the `known` one. A collective.
 
     None without a teacher, and for a teacher at a url: its log-probs come with the trajectories. Rows are split into
     `slices`.

@@ -140,7 +140,7 @@ def shard_without_weights(
 
 
 def is_whole(ranks: int, *, offload: bool) -> bool:
-    """True if a policy on so many ranks needs no FSDP: on a single rank without offload."""
+    """True if a policy on this many ranks needs no FSDP: on a single rank without offload."""
     return ranks == 1 and not offload
 
 

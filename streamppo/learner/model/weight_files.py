@@ -1,4 +1,4 @@
-"""A model's weights from its safetensors files: every rank reads only its own rows, and no rank the whole model.
+"""A model's weights from its safetensors files: each rank reads only its own rows.
 
 first layers    rank 0 loads them with transformers and compares them with its own reading; if they differ (a family
                 with another file format), rank 0 reads everything and sends it
@@ -112,7 +112,8 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
 
 
 def _digest(files: TensorFiles) -> str:
-    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors: equal for equal models."""
+    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors, to compare the models of all
+    ranks."""
     digest = hashlib.blake2b("\n".join(sorted(files.names)).encode())
     names = [name for name in sorted(files.names) if files.tensor(name).get_shape()]
     for name in names[:: -(-len(names) // SAMPLED)]:
@@ -139,7 +140,7 @@ def _files(path: str) -> TensorFiles | None:
 
 
 def _source(whole: Any, name: str, parameter: Tensor) -> ParameterSource | None:
-    """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are not known.
+    """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are unknown.
 
     For experts the conversion lists all tensors of one kind, then all of the next.
     """

@@ -33,7 +33,7 @@ COMPARES = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
 
 
 class IdleRows(NamedTuple):
-    """The rows [B] of a batch that its steps pass over, and the rows scored before the first step; on the CPU.
+    """The rows [B] of the steps' forward passes, and the rows scored before the first step; on the CPU.
 
     `idle_B` are rows with tokens in the loss, all without a gradient: a minibatch of idle rows still makes a step.
     """
@@ -43,7 +43,7 @@ class IdleRows(NamedTuple):
     idle_B: Tensor
 
     def select(self, rows: Tensor) -> Tensor:
-        """Return the `rows` that the steps pass over."""
+        """Return the `rows` of the steps' forward passes."""
         return rows[self.taught_B[rows]]
 
 

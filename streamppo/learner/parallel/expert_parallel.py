@@ -28,7 +28,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 UNEVEN = 1.5
 """The largest share of the pairs that a rank gets in one round, in shares of an even division."""
 FEW = 4096
-"""Pairs that a rank gets in one round whatever their share."""
+"""A rank always gets up to this many pairs in one round."""
 
 
 class Round(NamedTuple):
@@ -58,7 +58,7 @@ def dispatch_to_experts(
         found_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])
     else:
         run = partial(checkpoint, _exchange, compute, group, use_reentrant=False, preserve_rng_state=False)
-        # Without early stop: all ranks make the exchange back again, or none does.
+        # Without early stop: either all ranks recompute the exchange back, or none does.
         with set_checkpoint_early_stop(False):
             found_MD = torch.cat([run(hidden_ND, weights_Nk, one) for one in rounds])
     order_M = torch.cat([one.order_M for one in rounds])
@@ -88,7 +88,7 @@ def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Ro
 
 
 def _parts(pairs: int, number: int) -> list[int]:
-    """The sizes of so many `pairs` in a `number` of parts, which differ by one at most."""
+    """The sizes of `number` parts of `pairs` pairs, which differ by one at most."""
     return [pairs * (n + 1) // number - pairs * n // number for n in range(number)]
 
 

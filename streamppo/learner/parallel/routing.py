@@ -94,7 +94,7 @@ class Routers:
 
 
 class KnownRoutes(NamedTuple):
-    """[N, entries] the experts of a pass's tokens, of all layers or of one, and the tokens that have some."""
+    """[N, entries] the experts of a pass's tokens, of all layers or of one, and True for tokens with experts."""
 
     numbers: Tensor
     known_N: Tensor
@@ -128,7 +128,7 @@ class Router:
             )
             if own.numbers.shape[1] != self.top_k or most >= self.experts:
                 raise ModelError(
-                    f"the engine's routes, {routes.numbers.shape[1]} for each token and to expert {most}, are not of "
+                    f"the engine's routes, {routes.numbers.shape[1]} for each token and to expert {most}, do not fit "
                     f"this model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
                 )
         self._pass = Pass(own, real_N)
@@ -139,7 +139,7 @@ class Router:
         return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 
     def answer(self, scores: Tensor, own: Any) -> Any:
-        """The result of the router's topk of [N, X] `scores`: the engine's choice where it is known, else `own`."""
+        """The result of the router's topk of [N, X] `scores`: the engine's choice if known, else the router's."""
         if self._pass is None or own.indices.shape != (len(self._pass.real_N), self.top_k):
             return own
         if scores.shape[-1] != self.experts:

@@ -94,7 +94,7 @@ def _shape(trajectory: Trajectory) -> str | None:
     if trajectory.token_rewards and len(trajectory.token_rewards) != len(trajectory.tokens):
         return f"token rewards of {len(trajectory.token_rewards)} bytes for tokens of {len(trajectory.tokens)} bytes"
     if max(trajectory.mask) > 1:
-        return f"the mask says {max(trajectory.mask)}, which is neither yes nor no"
+        return f"the mask has {max(trajectory.mask)}, which is neither 0 nor 1"
     if not any(trajectory.mask):
         return "no token was sampled by the policy"
     return None
@@ -161,13 +161,13 @@ def _branches(trajectory: Trajectory) -> str | None:
 
 def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     if limits.candidates and not trajectory.candidate_counts:
-        return "sampled with top-p or top-k, and it does not say from which candidates"
+        return "sampled with top-p or top-k, without its candidates"
     if limits.teacher and not trajectory.teacher_logprobs:
         return "it has no log-probs of the teacher at algorithm.teacher.url"
     if limits.routes and not trajectory.routes:
-        return "it has no routes of a mixture of experts, and rollout.engine.routes asks for them"
+        return "it has no routes of a mixture of experts, and rollout.engine.routes requires them"
     if limits.linear and trajectory.branches:
-        return f"its tokens have branches, which {limits.linear[0]} does not take"
+        return f"its tokens have branches, which {limits.linear[0]} does not support"
     if lacking := sorted(limits.components - trajectory.components.keys()):
         components = ", ".join(trajectory.components) or "none"
         return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {components})"

@@ -150,7 +150,7 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
 
 
 def _verify_trees(columns: Mapping[str, Column]) -> None:
-    """Raise `ValueError` for branches that make no tree of their row, and for turns that are not those of its mask."""
+    """Raise `ValueError` for branches that are not a tree, and for turns that do not fit the mask."""
     prompts = np.diff(columns["prompt_offsets"]).tolist()
     for name, flaw in (("branches", branches.flaw), ("turns", turns.flaw)):
         if name not in columns:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ADMIT_SHARE = 8
 """Stepping stops for a prefill when 1 / `ADMIT_SHARE` of the rows are free."""
 BURST_S = 0.01
-"""Stepping stops with the first step that ends after so long, so that completions do not wait to be handed over."""
+"""Stepping stops with the first step that ends after this time, so that ended completions are returned soon."""
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
@@ -44,8 +44,8 @@ Arguments = TypeVarTuple("Arguments")
 class EmbeddedEngine:
     """Implements `Engine`: `slots` rows of up to `max_total_tokens` tokens, prompt included.
 
-    The cache grows beyond the size of `reserve` when longer rows come. Make it in a running event loop, in which it
-    decodes until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not
+    The cache grows beyond the size of `reserve` when longer rows come. Construct it in a running event loop; it decodes
+    there until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not
     fit the model.
     """
 
@@ -157,7 +157,7 @@ class EmbeddedEngine:
     # --- the driver ------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Wake up `_run_loop`. Raises its error if it has ended; `CancelledError` after `stop`."""
+        """Wake up `_run_loop`. Raises the error that ended `_run_loop`, or `CancelledError` after `stop`."""
         if self._driver.done():
             self._driver.result()
         self._work.set()

@@ -26,7 +26,7 @@ from streamppo.types import Ints
 REORDER = 1.2
 """Long rows move to the front if attention would otherwise read more than `REORDER` times as many positions."""
 GROWTH = 4
-"""The cache grows to 1 + 1 / `GROWTH` times the room that it needs."""
+"""The cache grows to 1 + 1 / `GROWTH` times the required size."""
 LOOKS = 2**24
 """The most (new token, position) pairs, padding included, in one forward pass of prompts that continue rows."""
 PLAIN = np.array([1, 1, 0], np.float32)
@@ -34,10 +34,10 @@ PLAIN = np.array([1, 1, 0], np.float32)
 
 
 class DecodingRows:
-    """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each.
+    """Admits, steps and ends completions: at most one for each row of the decoder, of at most `most` tokens each.
 
     `prompted` is the number of prompt tokens; `reused` of them were in the cache or shared with another sample.
-    `kv_ages` counts these by the versions between the weights that computed them and the present ones.
+    `kv_ages` counts these by age: the engine's version minus the version that computed them.
     """
 
     def __init__(self, decoder: Decoder, ends: EndTokens, most: int) -> None:
@@ -88,7 +88,7 @@ class DecodingRows:
         """Prefill new rows and sample their first tokens. Returns the requests that end with these tokens."""
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
-            # Some more, so that the cache is rarely enlarged.
+            # More than required, so that the cache is rarely enlarged.
             self.reserve(min(longest + longest // GROWTH, self._most))
         first = self.count
         rows = np.arange(first, first + len(requests))
@@ -199,14 +199,14 @@ class DecodingRows:
         return [requests[n] for n in order], np.array([start.common for start in starts])
 
     def _note_reuse(self, request: RunningRequest, start: Start, version: int) -> None:
-        """Note which weights computed a prompt, and count what it has in the cache by age."""
+        """Record the weights that computed a prompt, and count its cached tokens by age."""
         new = np.full(len(request.prompt) - start.common, version, np.int32)
         request.computed, request.cached = np.concatenate([start.computed, new]), start.common
         ages, counts = np.unique(version - np.maximum(start.computed, self._recomputed), return_counts=True)
         self.kv_ages.update(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
 
     def _extend(self, prompts: Sequence[Ints], starts: np.ndarray, first: int) -> list[torch.Tensor]:
-        """Fill the cache from row `first` on with `prompts`, whose first `starts` tokens are there. Returns logits."""
+        """Fill the cache from row `first` on with `prompts`, whose first `starts` tokens are cached. Returns logits."""
         device, logits = self._decoder.device, list[torch.Tensor]()
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         new, begin = lengths - starts, 0
@@ -226,7 +226,7 @@ class DecodingRows:
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
         """Fill the cache from row `first` on with `texts`. Returns the logits after each.
 
-        Texts of one width are computed together: what attention adds up of a text depends on its width.
+        Texts of one width are computed together: the rounding of attention's sums depends on the width.
         """
         widths = np.array([spans.width(len(text)) for text in texts])
         if (widths == widths[0]).all():
@@ -311,7 +311,7 @@ class DecodingRows:
         return request
 
     def _cut_row(self, row: int) -> None:
-        """Cut a segment from a running row; it replaces a segment that was not handed over, whose tokens it has too."""
+        """Cut a segment from a running row; it replaces and includes a segment that was not handed over."""
         request = self.requests[row]
         if request.segment is None:
             self._cut.append(request)

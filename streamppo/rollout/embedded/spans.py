@@ -54,9 +54,9 @@ def cost(spans: list[Span]) -> int:
 
 
 def width(length: int) -> int:
-    """The places with which a text of this length is computed: its length, or a multiple of `ROUND` above it.
+    """The padded width of a text of this length: its length, or the next multiple of `ROUND`.
 
-    Vector instructions add up 16 places at once, and the rest one by one: sums of a text depend on its width.
+    Vector instructions add 16 entries at once and the others one by one: the rounding depends on the width.
     """
     return length if length <= ROUND else -(-length // ROUND) * ROUND
 

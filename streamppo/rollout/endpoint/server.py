@@ -7,7 +7,7 @@
     GET  /v1/models, /v1/models/NAME             the policy, by any name
 
 A key comes as `Authorization: Bearer`, as `x-api-key`, or in the address: /key/KEY/v1/... On loopback a request has to
-name a loopback host, so that no page of a browser reaches it through a name of its own (DNS rebinding).
+name a loopback host, so that a web page cannot reach it through its own host name (DNS rebinding).
 """
 
 import asyncio
@@ -44,9 +44,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_BYTES = 16 * 2**20
 """The longest body of a request."""
 KEEP_ALIVE_S = 5.0
-"""Time between two signs of life of a waiting stream."""
+"""Time between two keep-alive events of a waiting stream."""
 REMEMBERED = 10_000
-"""Ended runs whose keys are still known."""
+"""The number of ended runs whose keys are still recognised."""
 CLOSING_S = 1
 KEY_IN_PATH = re.compile("^/key/[^/]*")
 IDLE_S = 300
@@ -78,7 +78,7 @@ class Endpoint:
             listening.bind((self._host, 0))
         except OSError as error:
             listening.close()
-            raise RunError(f"environment.host = {self._host!r} is no address of this machine: {error}") from error
+            raise RunError(f"environment.host = {self._host!r} is not an address of this machine: {error}") from error
         host, port = (reachable(self._host), listening.getsockname()[1])
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
@@ -148,7 +148,7 @@ class Endpoint:
         return self._refuse(request, RequestRefused(status, "not_found", message, "another address"))
 
     async def _fault(self, request: HttpRequest, error: Exception) -> Response:
-        """Answer a request that has met a fault of the endpoint, which is logged."""
+        """Answer a request after an error in the endpoint, which is logged."""
         fault = f"the endpoint failed: {type(error).__name__}: {error}"
         return self._refuse(request, RequestRefused(500, "server_error", fault, "endpoint failed"))
 
@@ -175,7 +175,7 @@ class Endpoint:
 
     def _check_host(self, request: HttpRequest) -> None:
         if self._local and request.url.hostname not in LOOPBACK:
-            message = f"the endpoint answers under the names {', '.join(LOOPBACK)} alone"
+            message = f"the endpoint answers only under the names {', '.join(LOOPBACK)}"
             raise RequestRefused(403, "host_not_allowed", message, "another host's name")
 
     def _session(self, request: HttpRequest) -> Session:
@@ -205,7 +205,7 @@ class Endpoint:
         self.counts["sampling parameters left out"] += 1
         if name not in self._noted:
             self._noted.add(name)
-            log.info("agents set %s: the run's own rules of sampling hold, and it is left out", name)
+            log.info("agents set %s: it is ignored, because the run sets the sampling parameters", name)
 
 
 class _Answer(Response):
@@ -304,7 +304,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _pending() -> dict[str, object]:
-    """Receive nothing more of a request."""
+    """Read no more of a request's body."""
     return await asyncio.get_running_loop().create_future()
 
 

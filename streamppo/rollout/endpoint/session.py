@@ -2,13 +2,13 @@
 
 consumes     requests, from a server or a test
 produces     turns, each sampled after the stored tokens of its context; an episode at the end
-waits for    the engine, and for room in the row where requests under way may fill it
+waits for    the engine, and for room in the row, which requests under way may fill
 unblocks     the listeners of a turn
 
     request -> known and undelivered, nobody listens? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn continues without its client, because the program asks again. Turns that nobody received are masked at the end.
+A turn continues without its client, because the program asks again. Turns that were not received are masked at the end.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ MOST_UNDER_WAY = 256
 """Requests of one run under way at once."""
 NO_REPLY = Reply("")
 TAIL = 16
-"""Tokens of a context's end in which its template may have begun the reasoning."""
+"""The last tokens of a context, in which its template may have begun the reasoning."""
 
 
 class Request(NamedTuple):
-    """A request without its dialect. `arguments` are those of the chat template, except the tools."""
+    """A request, independent of its dialect. `arguments` are those of the chat template, except the tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -144,7 +144,7 @@ class Session:
 
     @property
     def undelivered(self) -> int:
-        """The number of these tokens that nobody received."""
+        """The number of these tokens that were not received."""
         return sum(turn.tokens for turn in self.turns if not turn.delivered)
 
     # --- requests --------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Session:
     def begin(self, request: Request) -> Turn:
         """Begin the turn of a request, or join an equal one without listeners. Raises `RequestRefused`.
 
-        The caller listens to it, until it calls `leave`.
+        The caller is a listener until it calls `leave`.
         """
         if self.ended:
             raise refusal.ended()
@@ -177,7 +177,7 @@ class Session:
         return turn
 
     def leave(self, turn: Turn, *, delivered: bool) -> None:
-        """Stop listening to a turn; `delivered` says that all of it was received."""
+        """Stop listening to a turn; `delivered`: all of it was received."""
         turn.listeners -= 1
         turn.delivered |= delivered
         if not delivered and turn.error is None:
@@ -314,7 +314,7 @@ class Session:
         turn.number = len(self.turns)
 
     def _progress(self, turn: Turn, part: Completion) -> None:
-        """Note the text so far; a schema's text is parsed at its end alone."""
+        """Record the text so far; with a schema, text is parsed only at its end."""
         tokenizer, present = self._policy.tokenizer, time.monotonic()
         if present - turn.shown_s < STREAM_S:
             return
@@ -388,7 +388,7 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def received(self) -> list[Turn]:
-        """The received turns, in the order of their ends. Raises `EnvironmentFailed` if none was."""
+        """The received turns, in the order in which they ended. Raises `EnvironmentFailed` if none was."""
         delivered = [turn for turn in self.turns if turn.delivered]
         if self.failure:
             raise EnvironmentFailed(self.failure, self.sampled)

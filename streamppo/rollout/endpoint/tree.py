@@ -11,8 +11,8 @@ A node is one message after another. Two of its places are known:
           assistant "b"   ended 36
 
 A message of a request matches an equal node. An answer also matches by an id of ours, its own or that of a tool call,
-whatever was done to its text. The deepest matched answer counts, and the messages after it are new. A request without
-a matched answer, or with other tools, begins a new root.
+even if its text was changed. The deepest matched answer counts, and the messages after it are new. A request without a
+matched answer, or with other tools, begins a new root.
 """
 
 import hashlib

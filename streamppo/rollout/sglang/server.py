@@ -17,7 +17,7 @@ from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.client import HEALTH_S, Answer
 
 SILENT_S = 5.0
-"""A server without an answer for so long counts as dead."""
+"""A server without an answer for this long counts as dead."""
 
 
 class Server:

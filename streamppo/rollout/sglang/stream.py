@@ -27,7 +27,8 @@ from streamppo.rollout.sglang.wire import SampledPart
 from streamppo.types import Ints
 
 INTERVAL = 8
-"""Tokens per message of a stream: each message costs CPU, and a swap with a due cut waits for so many decode steps."""
+"""Tokens per message of a stream: each message costs CPU, and a swap with a due cut waits for this many decode
+steps."""
 
 
 class CompletionStream:

@@ -154,7 +154,7 @@ def ranks(config: Config) -> int:
 def environment(config: Config, *, local: bool) -> dict[str, str]:
     """The environment of SGLang's processes. With `local` the model is a folder, and the hub is not contacted."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
-    # SGLang's own are in a folder that lasts already.
+    # SGLang's own caches are already in a persistent folder.
     kept = process.compile_caches() if config.rollout.gpus else {}
     # With 0, log-probs are of the sampling distribution, after temperature.
     return {
@@ -206,7 +206,7 @@ def request(
             "stop_token_ids": list(eos_ids),
             "stop": list(strings),
             **({"logit_bias": biases} if biases else {}),
-            # Read with enable_deterministic_inference alone; int64.
+            # Read only with enable_deterministic_inference; int64.
             **({"sampling_seed": sampling.seed >> 1} if sampling.seed is not None else {}),
             "skip_special_tokens": False,
             **({"stream_interval": interval} if interval else {}),
@@ -218,8 +218,8 @@ def biases(unknown: Sequence[int]) -> dict[str, float] | None:
     """The biases that prevent sampling of `unknown` tokens. Raises `ModelError` if there are too many."""
     if len(unknown) > MOST_BIASES:
         raise ModelError(
-            f"the tokenizer lacks {len(unknown):,} tokens of the model's vocabulary, and SGLang is told of "
-            f"{MOST_BIASES:,} at most: cut the model's embeddings to its tokenizer (resize_token_embeddings)"
+            f"the tokenizer lacks {len(unknown):,} tokens of the model's vocabulary, and a request excludes "
+            f"at most {MOST_BIASES:,}: cut the model's embeddings to its tokenizer (resize_token_embeddings)"
         )
     return {str(token): UNSAMPLED for token in unknown} or None
 
@@ -236,7 +236,7 @@ def completion(
 
     `kv` is the engine's setting for its cache at swaps. With `cuts`, top-p or top-k is on, and log-probs are
     renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no lag is
-    understated. With routes, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is no
+    understated. With routes, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is not a
     completion.
     """
     meta = answer["meta_info"]
@@ -313,7 +313,7 @@ def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, T
 
 
 def streaming(config: Config) -> str:
-    """Name what asks for streams of tokens; "" for nothing."""
+    """Name the setting that needs streams of tokens; "" if none does."""
     if isinstance(config.environment, AgentEnvironment):
         return "agents (environment.kind = 'agent')"
     return "queue.segments" if config.queue.segments is not None else ""
@@ -330,7 +330,7 @@ def check_candidates(version: tuple[int, ...]) -> None:
         wanted = ".".join(map(str, NAMES_CANDIDATES))
         raise ModelError(
             f"with rollout.top_p or top_k, SGLang must be {wanted} or newer, and is {'.'.join(map(str, version))}: "
-            "before, it does not say which tokens they left, and the learner would compare another distribution"
+            "older ones do not return the remaining tokens, and the learner would compare another distribution"
         )
 
 
@@ -344,7 +344,7 @@ def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
         try:
             made[span["start"] : span["end"]] = int(span["version"])
         except ValueError:
-            raise ModelError(f"SGLang sampled with weights {span['version']!r}, which nobody pushed") from None
+            raise ModelError(f"SGLang sampled with weights {span['version']!r}, which were never pushed") from None
     if (made < 0).any():
         raise ModelError(f"SGLang does not say which weights sampled token {int(np.argmin(made))} of {count}")
     return made
@@ -376,7 +376,7 @@ def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
     if strings and info.get("skip_tokenizer_init"):
         raise ModelError(
             f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "
-            "--skip-tokenizer-init, or stop at the names of tokens alone"
+            "--skip-tokenizer-init, or stop only at names of tokens"
         )
 
 

@@ -74,7 +74,7 @@ class View:
     """One run, or a replay under another configuration, which has only `lines`.
 
     `queue`: the counters in its journal, None without one. `failures`: reasons with counts, the most frequent first.
-    `notes`: what the report lacks.
+    `notes`: missing parts of the report.
     """
 
     name: str
@@ -143,7 +143,7 @@ def headline(view: View) -> list[NamedNumber]:
         rows.append(NamedNumber("sampled", f"{abbreviate(engines['tokens_per_s'])}/s", "tokens, all engines together"))
     shares = context_reuse.of_lines(context_reuse.newest(view.lines))
     if shares.contexts is not None:
-        rows.append(NamedNumber("contexts reused", f"{shares.contexts:.0%}", "of what earlier turns had"))
+        rows.append(NamedNumber("contexts reused", f"{shares.contexts:.0%}", "of earlier turns' contexts"))
     restarts = sum(totals["restarts"].values())
     return [
         *rows,
@@ -203,7 +203,7 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
         ("dropped: resampled", tokens["resampled"], "the group taught nothing"),
         ("failed", tokens["failed"], "sampled, and without a score"),
         ("dead letters", tokens["dead_letters"], "could not be trained on"),
-        ("duplicates", tokens["duplicates"], "nobody waited for them: delivered twice, or by one given up for dead"),
+        ("duplicates", tokens["duplicates"], "not expected: delivered twice, or by an actor marked dead"),
         ("waiting", tokens["waiting"], "ready, in the queue"),
         ("leased", tokens["leased"], "in the batch of an update that has not published its version"),
     ]
@@ -253,7 +253,7 @@ ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "r
 
 
 def attempts(view: View) -> tuple[str, RunsTable] | None:
-    """The ends of the attempts, in a sentence and a table; None if they are not known."""
+    """The ends of the attempts, in a sentence and a table; None if unknown."""
     if (table := view.attempts) is None:
         return None
     rows = [
@@ -274,7 +274,7 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
     if not (whole["failed"] or whole["dropped"] or whole["lost"]):
         return "Every attempt was trained on.", RunsTable(ATTEMPTS, rows)
     text = (
-        f"With 0 for each attempt that was not trained on the mean reward would be {whole['as_zero']:.4f}, and not "
+        f"With 0 for each attempt that was not trained on, the mean reward would be {whole['as_zero']:.4f}, and not "
         f"{whole['reward']:.4f}; advantages would be {shift:+.4f} on average"
     )
     if table["advantage_deviation"]:
@@ -288,14 +288,14 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
 
 
 def reuse(view: View) -> list[NamedNumber]:
-    """What engines did not compute again: shares, and the tokens from caches by the age of the weights."""
+    """The reuse of caches: shares, and the tokens from caches by the age of the weights."""
     reused = context_reuse.of_lines(context_reuse.newest(view.lines))
     rows = list[NamedNumber]()
     if reused.prefixes is not None:
         rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
     if reused.contexts is not None:
         rows.append(NamedNumber("contexts of turns", f"{reused.contexts:.0%}", "context_reused; turns allow 100%"))
-    # A default run has samples of one prompt alone, which one version computes.
+    # A default run reuses only a prompt among its samples, at age 0.
     ages = reused.ages if any(reused.ages) else {}
     rows += [
         NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")
@@ -310,17 +310,17 @@ AGENTS = {
     "runs": "played to their end",
     "failed": "without a reward: sampled again",
     "requests": "of all runs",
-    "joined": "asked again for an answer under way",
+    "joined": "repeated while the answer was under way",
     "disconnected": "hung up before their answer",
     "cut off at the end": "under way when their run ended",
     "over budget": "beyond max_turns or max_tokens",
-    "undelivered tokens": "sampled, received by nobody, and not trained on",
+    "undelivered tokens": "sampled but not received, and not trained on",
 }
-"""What agents' counters mean, in the order in which they are shown; refusals of other kinds follow."""
+"""The meaning of agents' counters, in the order of the table; refusals of other kinds follow."""
 
 
 def agents(view: View) -> list[NamedNumber]:
-    """Count the requests of agents and what became of them, of the rollout actors at work."""
+    """Count the requests of agents by outcome, over the rollout actors at work."""
     found: Counter[str] = Counter()
     for line in context_reuse.newest(view.lines):
         found.update(line.get("agents", {}))
@@ -357,7 +357,7 @@ def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
     newest = {
         stretch.line["engine"]: stretch.line["wall_s"] for stretch in stretches if stretch.line["wall_s"] >= begun_s
     }
-    text = "{}: has reported nothing since second {:.0f}"
+    text = "{}: no report since second {:.0f}"
     return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
 
 

@@ -90,9 +90,7 @@ def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Coll
     sentences = list(_sentences(config, reported, found))
     more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
     hint = _hint(config, reported, found)
-    raise ModelError(
-        f"{here}: its files are not of the model in its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}"
-    )
+    raise ModelError(f"{here}: its files do not fit its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}")
 
 
 @contextmanager
@@ -204,7 +202,7 @@ def _sentences(config: "PretrainedConfig", reported: Report, found: Collection[s
         yield f"{name!r} is {list(theirs)} and would be {list(ours)}"
     for name in sorted(reported.unexpected):
         near = difflib.get_close_matches(name, reported.missing, 1)
-        yield f"{name!r} is no tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")
+        yield f"{name!r} is not a tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")
 
 
 def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> str:

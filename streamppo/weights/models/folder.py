@@ -119,7 +119,7 @@ def _base_of(adapter: Path) -> str:
 
 def _other_format(folder: Path) -> str:
     for pattern, text in (
-        ("*.gguf", "is of GGUF, which llama.cpp reads: name the folder or hub name of the model that it was made from"),
+        ("*.gguf", "is in GGUF, llama.cpp's format: name the folder or hub name of the model that it was made from"),
         ("consolidated*", "is in its author's own format: convert it with transformers, or name its converted folder"),
         ("model_index.json", "is a pipeline of diffusers, not a language model"),
         (".metadata", "is a checkpoint of torch.distributed: `streamppo export` makes a model's folder of a run's own"),

@@ -86,7 +86,7 @@ def _sentence(path: str | Path, error: BaseException) -> str:
         named = UNKNOWN_TYPE.search(text)
         kind = f"model_type {named[1]!r}" if named else "a model_type"
         return (
-            f"the model {str(path)!r} is of {kind} that the installed transformers ({__version__}) does not know: "
+            f"the model {str(path)!r} is of {kind} that the installed transformers ({__version__}) lacks: "
             "name a model of a family that it has, or install a release that has this one"
         )
     if isinstance(error, OSError | ValueError | ImportError | SafetensorError):

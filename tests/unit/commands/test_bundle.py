@@ -183,7 +183,7 @@ def test_what_its_bits_depend_on_is_named_if_they_are_others(
     path = changed(bundled, tmp_path / "a", other)
     assert cli.main(["replay", str(path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    for reason in ("2 ranks added the gradient there", "a GPU", "learner.exact = false", "torch 1.0 there, "):
+    for reason in ("summed over 2 ranks there", "a GPU", "learner.exact = false", "torch 1.0 there, "):
         assert reason in last and "first 000000000000" in last
     unknown = changed(
         bundled, tmp_path / "b", lambda found: found._replace(facts=structs.replace(found.facts, digest="0" * 64))
@@ -287,7 +287,7 @@ def test_sizes_are_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["bundle", str(run), "--update", "5", "--to", str(to), "--json"]) == 0
     told = capsys.readouterr()
     sizes = json.loads(told.out)["bytes"]
-    assert "MiB beside the batch: policy 0." in told.err
+    assert "MiB besides the batch: policy 0." in told.err
     assert sizes["optimizer"] > 2 * sizes["policy"] - 100 and sum(sizes.values()) < to.stat().st_size
 
 
@@ -323,7 +323,7 @@ def test_a_file_that_is_there_is_not_replaced(
 ) -> None:
     assert "already exists" in failed(capsys, "bundle", str(run), "--update", "5", "--to", str(bundled))
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
-    assert "something is there" in failed(capsys, "bundle", str(run), "--update", "5", "--to", str(tmp_path / "link"))
+    assert "already exists" in failed(capsys, "bundle", str(run), "--update", "5", "--to", str(tmp_path / "link"))
 
 
 def test_a_batch_that_is_lost_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_answers_that_no_completion_can_match_are_counted_with_their_places(chec
         rows[number]["answer"] = answer
     code, output = check(rows, OURS, "queue.max_failure_rate=0.5")
     assert code == 0, output
-    assert "reward note 4 of 20 rows fail with each completion, as the scorer cannot read the answer: " in output
+    assert "reward note 4 of 20 rows fail for every completion: the scorer cannot read the answer: " in output
     assert "rows.jsonl, row 4: the row's answer is '46 apples', which is not a number" in output
     assert "row 12:" in output
     assert "row 13:" not in output

@@ -105,7 +105,7 @@ def test_a_number_is_finite(name: str, value: str) -> None:
         (["task.kind=data", "task.data=x", "task.wait=2"], "override task.wait: unknown field 'wait'"),
         (
             ["reward.scorers.x.kind=function", "reward.scorers.x.function=a:b"],
-            "reward.function: belongs into the [reward.scorers.NAME] tables, beside which it stands",
+            "reward.function: belongs into the [reward.scorers.NAME] tables, next to it",
         ),
         (["cluster.cpus=0"], "override cluster.cpus: must be a whole number of at least 1, not 0"),
         (

@@ -31,7 +31,7 @@ def test_spans_become_one_version_for_each_token() -> None:
 def test_spans_that_leave_a_token_out_or_name_no_version_of_ours_are_refused() -> None:
     with pytest.raises(ModelError, match="token 1 of 3"):
         wire.versions([span("4", 0, 1), span("6", 2, 3)], 3)
-    with pytest.raises(ModelError, match="'default', which nobody pushed"):
+    with pytest.raises(ModelError, match="'default', which were never pushed"):
         wire.versions([span("default", 0, 3)], 3)
 
 
@@ -286,7 +286,7 @@ def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "mem_fraction_static"),
         ("[2026-01-01 00:00:00] RuntimeError: Not enough memory. Please", "mem_fraction_static"),
-        ("OSError: [Errno 98] Address already in use", "a port that it wants is taken"),
+        ("OSError: [Errno 98] Address already in use", "a port that it needs is taken"),
         ("RuntimeError: No CUDA GPUs are available", "there is no GPU"),
         ("noise\nTraceback\n  File x\nAssertionError: head_dim 7\nmore noise", "AssertionError: head_dim 7"),
         ("nothing went wrong", ""),
