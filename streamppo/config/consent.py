@@ -96,8 +96,8 @@ def give(run: Path, config: Config) -> None:
 def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
     """Raise `ConfigError` if one of `configs` of the run in `run` has names without this user's consent."""
     configs = list(configs)
-    named = set[str]().union(*map(code, configs))
-    if not named:
+    names_of_code = set[str]().union(*map(code, configs))
+    if not names_of_code:
         return
     if trust or os.environ.get(VARIABLE) == "1":
         for config in configs if trust else ():
@@ -105,15 +105,15 @@ def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
         return
     try:
         secret, lines = _secret(make=False), _lines(run)
-        unknown = {name for name in named if _hmac_of(secret, name, run) not in lines}
+        unknown = {name for name in names_of_code if _hmac_of(secret, name, run) not in lines}
     except (OSError, RuntimeError):
-        unknown = named
+        unknown = names_of_code
     if unknown:
         names = [ascii(name if len(name) <= LENGTH else f"{name[:LENGTH]}...") for name in sorted(unknown)]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        further = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise ConfigError(
             f"{run}: this run was not made here, and its configuration would run, or send a key to, "
-            f"{', '.join(names[:SHOWN])}{more}: read that code, then agree once with --trust (in a script "
+            f"{', '.join(names[:SHOWN])}{further}: read that code, then agree once with --trust (in a script "
             f"{VARIABLE}=1)"
         )
 

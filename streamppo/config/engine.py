@@ -61,9 +61,9 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
-    def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
-        """Capacity of its cache in tokens: `asked`, the longest rows of all slots."""
-        return asked
+    def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
+        """Capacity of its cache in tokens: `row_tokens`, the longest rows of all slots."""
+        return row_tokens
 
 
 DECIDED = {
@@ -167,15 +167,15 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             )
         return ""
 
-    def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
+    def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
         """Capacity of its cache in tokens; `fit` is None on a CPU. Returns None for a server at `urls`.
 
-        On a GPU the cache fills its share of the memory; on a CPU it holds `asked`, the longest rows of all slots.
-        `max_total_tokens` replaces `asked` and bounds the share.
+        On a GPU the cache fills its share of the memory; on a CPU it holds `row_tokens`, the longest rows of all slots.
+        `max_total_tokens` replaces `row_tokens` and bounds the share.
         """
         if self.urls:
             return None
         if fit is None:
-            return self.max_total_tokens or asked
+            return self.max_total_tokens or row_tokens
         filled = fit(self.mem_fraction_static)
         return min(filled, self.max_total_tokens or filled)

@@ -270,8 +270,8 @@ class Config(Section, frozen=True):
             yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
         yield from _proximal(self)
         yield from queue.segments.refuses(algorithm) if queue.segments else ()
-        for what in (*queue.own_attention, *self.learner.mesh.own_attention):
-            yield from self.model.refuses(what)
+        for choice in (*queue.own_attention, *self.learner.mesh.own_attention):
+            yield from self.model.refuses(choice)
         if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
             yield refused
         if self.environment is None and not self.reward.scorers:

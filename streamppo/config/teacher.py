@@ -67,11 +67,11 @@ class Teacher(Calls, frozen=True):
         yield from address_fault(self.url)
         try:
             parts = urlsplit(self.url)
-            whole = parts.port != 0 and bool(parts.hostname)
+            has_host = parts.port != 0 and bool(parts.hostname)
         except ValueError:
             yield f"url ({self.url!r}) is not an address: its host or port cannot be read"
             return
-        if not whole or parts.query or parts.fragment or any(map(str.isspace, self.url)):
+        if not has_host or parts.query or parts.fragment or any(map(str.isspace, self.url)):
             yield f"url ({self.url!r}) must be only a server's address: http://10.0.0.9:30000"
         if parts.path.rstrip("/").endswith(("/generate", "/v1")):
             yield f"url ({self.url!r}) must end before {parts.path}: SGLang's own /generate is called there"

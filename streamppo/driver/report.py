@@ -106,8 +106,8 @@ def differences(found: Sequence[Path]) -> list[RunDifference]:
     return rows
 
 
-def _difference_table(found: RunDifference) -> tuple[str, RunsTable]:
-    names = ("prompts", found.one, found.other, "difference", "± 2 errors", "± unpaired")
+def _difference_table(difference: RunDifference) -> tuple[str, RunsTable]:
+    names = ("prompts", difference.one, difference.other, "difference", "± 2 errors", "± unpaired")
     rows = [
         (
             f"updates {row.first} to {row.last}",
@@ -117,9 +117,9 @@ def _difference_table(found: RunDifference) -> tuple[str, RunsTable]:
                 *(_number(None if value is None else 2 * value) for value in (row.error, row.unpaired)),
             ),
         )
-        for row in found.rows
+        for row in difference.rows
     ]
-    return found.sentence(), RunsTable(names, rows)
+    return difference.sentence(), RunsTable(names, rows)
 
 
 def _number(value: float | None) -> str:

@@ -124,8 +124,8 @@ class Learner:
         `learned` is the encoded `TokenRecord` of its batch. Returns the push before.
         """
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
-        written, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
-        return self.pusher.push(self.version, buckets, learned, admitted, written)
+        wait_for_copy, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
+        return self.pusher.push(self.version, buckets, learned, admitted, wait_for_copy)
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written during training."""

@@ -234,11 +234,11 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
-    whole = model.rest + (model.layers if small else 2) * kept_of_layer
+    gathered_parameters = model.rest + (model.layers if small else 2) * kept_of_layer
     # Only trained parameters have gradients: their share of the whole.
     gradients = model.trained / model.parameters
-    reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
-    gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
+    reduced = gradients * (gathered_parameters if small else max(model.rest, kept_of_layer))
+    gathered = int((1 + gradients) * gathered_parameters * model.element + MASTER * reduced)
     if alone := is_whole(learner.ranks, offload=learner.offload):
         gathered = (model.element < MASTER) * model.element * (model.trained + own_body)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)

@@ -248,7 +248,7 @@ class Updater:
     def _step(
         self,
         epoch: Epoch,
-        whole: Tensor,
+        minibatch: Tensor,
         shares: Sequence[MicroBatchLoss],
         chosen: idle_rows.IdleRows,
         *,
@@ -258,11 +258,11 @@ class Updater:
 
         A `frozen` policy is unchanged; only its critic learns.
         """
-        sums, rows, idle = Sums.zero(self.device), chosen.select(whole), whole[~chosen.taught_B[whole]]
+        sums, rows, idle = Sums.zero(self.device), chosen.select(minibatch), minibatch[~chosen.taught_B[minibatch]]
         for share in shares:
             sums = sums.plus(share.sums)
         passes = [share.policy_pass for share in shares if share.policy_pass is not None]
-        if not chosen.idle_B[whole].any() and not self._has_tokens(sums, passes):
+        if not chosen.idle_B[minibatch].any() and not self._has_tokens(sums, passes):
             return Minibatch(epoch.part, rows, sums, passes, None, stopped_early=False, is_empty=True, idle=idle)
         target_kl = self.config.algorithm.target_kl
         moved = self._kl_from_proximal(sums) if target_kl and epoch.part != "critic" else 0.0

@@ -34,7 +34,7 @@ def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
         len(versions),
         len(chosen),
         compared=config.algorithm.compares_samples is not None,
-        whole=config.queue.segments is None,
+        whole_completions=config.queue.segments is None,
     )
 
 

@@ -66,15 +66,15 @@ def differences(first_run: Path, second_run: Path, version: int) -> list[PairedD
     archives = archive.open(first_run), archive.open(second_run)
     last = min(max(run.versions(), default=-1) + 1 for run in archives)
     first, second = (_rewards(run, version, last) for run in archives)
-    both = sorted(first.keys() & second.keys())
-    rows = [_difference(both, first, second, version + 1, last)] if last > version else []
+    common = sorted(first.keys() & second.keys())
+    rows = [_difference(common, first, second, version + 1, last)] if last > version else []
     size = (last - version) / WINDOWS
     if size < 1:
         return rows
     ends = [version + round(size * number) for number in range(WINDOWS + 1)]
     for begin, end in pairwise(ends):
-        there = [prompt for prompt in both if begin < max(first[prompt][0], second[prompt][0]) <= end]
-        rows.append(_difference(there, first, second, begin + 1, end))
+        in_part = [prompt for prompt in common if begin < max(first[prompt][0], second[prompt][0]) <= end]
+        rows.append(_difference(in_part, first, second, begin + 1, end))
     return rows
 
 

@@ -174,14 +174,14 @@ def _repeat(journal: Journal, entry: Entry) -> None:
 def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
     """Restore the journals of a run's shards. Raises `JournalError` if one lacks a trajectory of the queue."""
     config = resume_checks.newest_config(journal)
-    held = [slot.identity for slot in journal.slots() if slot.record]
+    identities = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
         # Written as by the shard itself, so that each trajectory is copied under the new life.
         bodies = CopiedBodies(run, number, remote.address)
         for trajectories in _shard_trajectories(remote, f"{folder}/{number}", token):
             bodies.write(trajectories)
-        bodies.read([identity for identity in held if identity.prompt % len(numbers) == number])
+        bodies.read([identity for identity in identities if identity.prompt % len(numbers) == number])
         bodies.close()
 
 

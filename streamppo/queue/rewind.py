@@ -70,12 +70,12 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
     for version in (one for one in archive.versions() if one < rewound.version):
         _bring_batch(archive, version, fork / "archive")
     counters = _counters(config, slots, rewound)
-    with closing(Journal(fork / "journal.sqlite")) as written:
+    with closing(Journal(fork / "journal.sqlite")) as fork_journal:
         for version, encoded in configs.items():
             if version <= rewound.version:
-                written.configure(version, encoded)
+                fork_journal.configure(version, encoded)
         past = [one for one in versions.values() if one.version <= rewound.version]
-        written.write(Changes(counters, slots=slots.open, ended=slots.ended), past)
+        fork_journal.write(Changes(counters, slots=slots.open, ended=slots.ended), past)
     for number in shards.numbers(config):
         Bodies(fork, number).close()
 
@@ -117,12 +117,14 @@ def _slots(
     identities = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
     identities += [slot.identity for slot in journal.slots()]
     to_come = {_number(one, shape): one for one in identities if _number(one, shape) < opened}
-    ended = journal.ended_attempts(range(opened))
+    endings = journal.ended_attempts(range(opened))
     attempts = {number: 0 for number in to_come}
     if config.queue.segments is not None:
         # Segments of the attempts so far may be trained on: their names are taken.
-        known = [(one.number, one.identity.attempt) for one in ended] + [(n, one.attempt) for n, one in to_come.items()]
-        for number, attempt in known:
+        numbered_attempts = [(one.number, one.identity.attempt) for one in endings] + [
+            (n, one.attempt) for n, one in to_come.items()
+        ]
+        for number, attempt in numbered_attempts:
             attempts[number] = max(attempts.get(number, 0), attempt + 1)
     saved = tuple(
         SavedSlot(
@@ -135,7 +137,7 @@ def _slots(
         )
         for number, one in sorted(to_come.items())
     )
-    return Slots(opened, saved, tuple(one for one in ended if one.number not in to_come))
+    return Slots(opened, saved, tuple(one for one in endings if one.number not in to_come))
 
 
 def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -> int:
@@ -143,15 +145,15 @@ def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -
 
     That slot is in one of the last `max_lag` + 1 batches: while these are taken, more slots open than were held before.
     """
-    needed = range(max(0, version - 1 - settings_of(config).max_lag), version)
-    if missing := [one for one in needed if one not in archive.checksums]:
+    needed_versions = range(max(0, version - 1 - settings_of(config).max_lag), version)
+    if missing := [one for one in needed_versions if one not in archive.checksums]:
         first = min(archive.checksums, default=version)
         earliest = first + 1 + settings_of(config).max_lag if first else 0
         raise JournalError(
             f"{archive.folder}: the batch of version {missing[0]} was not kept, and the next prompts depend on it: a "
             f"fork can begin at version {earliest} or later"
         )
-    numbers = [_number(one, shape) for before in needed for one in _identities(archive, before)]
+    numbers = [_number(one, shape) for before in needed_versions for one in _identities(archive, before)]
     newest = max(numbers, default=-1)
     return newest - newest % shape.unit_size + shape.unit_size
 
@@ -170,9 +172,9 @@ def _number(identity: Identity, shape: GroupShape) -> int:
 
 
 def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
-    held = {slot.number for slot in slots.open}
-    given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in held})
-    consumed = slots.opened - len(held) - given_up
+    open_numbers = {slot.number for slot in slots.open}
+    given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in open_numbers})
+    consumed = slots.opened - len(open_numbers) - given_up
     return Counters(
         shape=settings_of(config).shape,
         version=rewound.version,

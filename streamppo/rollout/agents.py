@@ -137,25 +137,25 @@ class Agents:
             source=prompt.source,
         )
         columns = {**prompt.columns, agent.CALL: msgspec.json.encode(call).decode()}
-        (found,) = await self._pool.call((text,), (columns,))
-        if found.reward is None:
-            too_late = found.reason.startswith("no score after")
+        (answer,) = await self._pool.call((text,), (columns,))
+        if answer.reward is None:
+            too_late = answer.reason.startswith("no score after")
             outcome = agent.AgentOutcome(
-                reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {found.reason}"
+                reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {answer.reason}"
             )
         else:
-            outcome = _read(found)
+            outcome = _read(answer)
         # An agent's output may quote its endpoint's address and key, and goes into journal, log and page.
-        told = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
-        return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in told.items()})
+        texts = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
+        return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
     def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
         """The result of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received()
-        given = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
-        if not given and not self._scored:
+        has_reward = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
+        if not has_reward and not self._scored:
             reason = "the agent gave no reward: return a number, POST one to /v1/reward, or name a scorer in [reward]"
             raise EnvironmentFailed(reason, session.sampled)
         if outcome.turns and len(outcome.turns) != len(turns):

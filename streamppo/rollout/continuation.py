@@ -68,8 +68,8 @@ class Continuation:
         if len(before) >= sampling.max_tokens:
             raise RunError(f"a turn has at most {sampling.max_tokens} tokens: none is left after token {self._at}")
         seed = random_numbers.seed_behind(sampling.seed, len(before))
-        rest = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
-        return self._joined(before, await self._engine.generate(np.concatenate([prompt, before]), rest, cuts))
+        rest_sampling = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
+        return self._joined(before, await self._engine.generate(np.concatenate([prompt, before]), rest_sampling, cuts))
 
     def _joined(self, before: Ints, rest: Completion) -> Completion:
         """The whole turn. The engine does not see a stop string that begins in `before`."""
@@ -80,11 +80,11 @@ class Continuation:
                 tokens, finish = tokens[:end], "stop"
             elif self._completes(tokens):
                 finish = "stop"
-        given, kept = _as_recorded(before), len(tokens) - len(before)
+        recorded, num_sampled = _as_recorded(before), len(tokens) - len(before)
         return Completion(
             tokens,
-            np.concatenate([given.logprobs, rest.logprobs[:kept]]),
-            np.concatenate([given.versions, rest.versions[:kept]]),
+            np.concatenate([recorded.logprobs, rest.logprobs[:num_sampled]]),
+            np.concatenate([recorded.versions, rest.versions[:num_sampled]]),
             finish,
         )
 

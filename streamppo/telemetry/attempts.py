@@ -103,11 +103,13 @@ class AttemptTable(TypedDict):
     length_test: LengthTest | None
 
 
-def table(attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole: bool) -> AttemptTable:
+def table(
+    attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole_completions: bool
+) -> AttemptTable:
     """Count attempts; the trained ones are of `read` batches of `batches`.
 
-    `compared` if samples of a prompt are compared; `whole` if trained completions are whole: lengths are not compared
-    where they are segments.
+    `compared`: samples of a prompt are compared. `whole_completions`: trained completions are whole; lengths of
+    segments are not compared.
     """
     scale = batches / max(read, 1)
     rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
@@ -126,7 +128,7 @@ def table(attempts: Sequence[Attempt], batches: int, read: int, *, compared: boo
         "rows": rows,
         "advantage_shift": shift,
         "advantage_deviation": deviation,
-        "length_test": length_test(attempts) if whole else None,
+        "length_test": length_test(attempts) if whole_completions else None,
     }
 
 
@@ -138,11 +140,11 @@ def length_test(attempts: Iterable[Attempt]) -> LengthTest | None:
             windows[attempt.version // WINDOW][attempt.end == "trained"].setdefault(attempt.prompt, attempt.tokens)
     total = variance = wins = 0.0
     pairs = failed = trained = 0
-    for lost, trained_lengths in windows.values():
-        n, m = len(lost), len(trained_lengths)
+    for failed_lengths, trained_lengths in windows.values():
+        n, m = len(failed_lengths), len(trained_lengths)
         if not n or not m:
             continue
-        u, ties = _mann_whitney([*lost.values()], [*trained_lengths.values()])
+        u, ties = _mann_whitney([*failed_lengths.values()], [*trained_lengths.values()])
         weight = 1 / (n + m + 1)
         total += weight * (u - n * m / 2)
         variance += weight**2 * n * m * (n + m + 1 - ties) / 12
@@ -204,15 +206,15 @@ def _rows(
     by: str, attempts: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
 ) -> Iterable[AttemptRow]:
     """A row for each name, in the order of the numbers; none if all attempts have one name. `key` returns both."""
-    named: dict[str, list[Attempt]] = defaultdict(list)
+    by_name: dict[str, list[Attempt]] = defaultdict(list)
     places: dict[str, int] = {}
     for attempt in attempts:
-        if (known := key(attempt)) is not None:
-            named[known[1]].append(attempt)
-            places[known[1]] = known[0]
-    if len(named) < 2:
+        if (place_and_name := key(attempt)) is not None:
+            by_name[place_and_name[1]].append(attempt)
+            places[place_and_name[1]] = place_and_name[0]
+    if len(by_name) < 2:
         return []
-    return [_row(by, name, named[name], scale) for name in sorted(named, key=lambda name: (places[name], name))]
+    return [_row(by, name, by_name[name], scale) for name in sorted(by_name, key=lambda name: (places[name], name))]
 
 
 def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:

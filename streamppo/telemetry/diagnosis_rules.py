@@ -140,15 +140,15 @@ def _worse_than_at_first(seen: Evidence) -> str | None:
     )
 
 
-def _held_out_falls(seen: Evidence) -> str | None:
-    known = progress.evaluations_with_score(seen.evaluations)
-    if not known or not seen.windows:
+def _held_out_falls(evidence: Evidence) -> str | None:
+    known = progress.evaluations_with_score(evidence.evaluations)
+    if not known or not evidence.windows:
         return None
     best = max(known, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
     # A single evaluation may be of an unlucky version; two in a row are a fall.
     later = [evaluation for evaluation in known if evaluation.version > best.version][-2:]
-    then = seen.windows[min(max(best.version - 1, 0) // WINDOW, len(seen.windows) - 1)].get("reward")
-    reward = seen.mean("reward")
+    then = evidence.windows[min(max(best.version - 1, 0) // WINDOW, len(evidence.windows) - 1)].get("reward")
+    reward = evidence.mean("reward")
     falls = len(later) == 2 and all(progress.is_below(evaluation, best) for evaluation in later)
     if not falls or then is None or reward is None or reward <= then:
         return None

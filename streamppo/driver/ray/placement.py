@@ -72,8 +72,8 @@ def ranks_together(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
     copy = mesh.shards(learner.ranks) if mesh.replicate > 1 else 1
     for size in sorted({copy, exchanging(config)}, reverse=True):
         bundle = _bundle(size * learner.thread_count, size * learner.gpus)
-        held = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
-        if held * size >= learner.ranks:
+        num_bundles = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
+        if num_bundles * size >= learner.ranks:
             return size
     return 1
 

@@ -89,8 +89,8 @@ class Fetcher:
             return None
         outline = batch_parts.merge_outlines([decode(piece.data, Outline) for piece in ray.get(refs)])
         rows = own_rows(pad(batch_parts.join(outline, [])))
-        asked = np.array(rows, dtype="<i4").tobytes()
-        if (refs := ray.get(self._source.tokens.remote(version, asked))) is None:
+        row_bytes = np.array(rows, dtype="<i4").tobytes()
+        if (refs := ray.get(self._source.tokens.remote(version, row_bytes))) is None:
             return None
         return batch_parts.join(
             outline, [piece for part in ray.get(refs) for piece in decode(part.data, tuple[Tokens, ...])]

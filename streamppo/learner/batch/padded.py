@@ -178,10 +178,10 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
     # Rows of other ranks have candidate counts but no candidate ids.
     has_ids = np.repeat([bool(trajectory.candidates) for trajectory in trajectories], length_B.numpy())
     counts = ints(joined).astype(np.int64)
-    held = counts * has_ids
+    num_ids = counts * has_ids
     return Candidates(
         tokens_M=torch.from_numpy(np.concatenate([ints(trajectory.candidates) for trajectory in trajectories])),
-        starts=_pad_column(np.cumsum(held) - held, length_B, 0),
+        starts=_pad_column(np.cumsum(num_ids) - num_ids, length_B, 0),
         counts=_pad_column(counts, length_B, 0),
     )
 
@@ -253,8 +253,8 @@ def micro_batches(
         else _split_joined(mine, tokens_B[mine].tolist(), budget)
         for mine in dealt
     ]
-    most = max(map(len, shares))
-    return [share + [by_length[:0]] * (most - len(share)) for share in shares]
+    num_batches = max(map(len, shares))
+    return [share + [by_length[:0]] * (num_batches - len(share)) for share in shares]
 
 
 def _dealt(
@@ -279,12 +279,12 @@ def _split_padded(rows: Tensor, tokens: list[int], lines: list[int], budget: int
     pieces: list[Tensor] = []
     start = 0
     while start < len(tokens):
-        width, end, padding, used = tokens[start], start, 0, 0
+        width, end, padding, num_lines = tokens[start], start, 0, 0
         while end < len(tokens):
-            used += lines[end]
+            num_lines += lines[end]
             padding += (width - tokens[end]) * lines[end]
             is_much = padding > MUCH * budget and 2 * tokens[end] <= width
-            if end > start and (is_much or used * width > budget):
+            if end > start and (is_much or num_lines * width > budget):
                 break
             end += 1
         pieces.append(rows[start:end])

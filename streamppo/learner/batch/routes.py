@@ -45,15 +45,15 @@ class RowRoutes:
 def of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
     """The routes of all rows with routes; None if no row has any."""
     counts = [(len(one.prompt_tokens) // 4 + one.num_tokens - 1) * bool(one.routes) for one in trajectories]
-    found = [
+    parts = [
         routes.read(one.routes, one.route_bytes, count)
         for one, count in zip(trajectories, counts, strict=True)
         if one.routes
     ]
-    if not found:
+    if not parts:
         return None
-    known_M = np.concatenate([known for _, known in found])
-    numbers_ME = _joined([numbers for numbers, _ in found])
+    known_M = np.concatenate([known for _, known in parts])
+    numbers_ME = _joined([numbers for numbers, _ in parts])
     count_B = torch.tensor(counts)
     return RowRoutes(
         torch.from_numpy(numbers_ME),

@@ -242,20 +242,20 @@ def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
     Without any moment the optimizer stays new. Raises `CheckpointError` for a tensor that is missing or does not fit.
     """
     policy, optimizer, reference = trained
-    named = dict(policy.named_parameters())
-    places = {f"policy.{name}": one for name, one in named.items() if one.requires_grad}
+    parameters = dict(policy.named_parameters())
+    places = {f"policy.{name}": one for name, one in parameters.items() if one.requires_grad}
     if any(name.startswith("optimizer.") for name in tensors):
-        moments = {name: optimizer.state.get(one, {}) for name, one in named.items()}
+        moments = {name: optimizer.state.get(one, {}) for name, one in parameters.items()}
         places |= {f"optimizer.{name}.{kind}": one for name, kept in moments.items() for kind, one in kept.items()}
     if reference is not None and any(name.startswith("reference.") for name in tensors):
         places |= {f"reference.{name}": one for name, one in reference.named_parameters()}
     for name, into in places.items():
-        found = tensors.get(name)
-        if found is None or (found.shape, found.dtype) != (into.shape, into.dtype):
-            lacks = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+        saved = tensors.get(name)
+        if saved is None or (saved.shape, saved.dtype) != (into.shape, into.dtype):
+            lacks = "is missing" if saved is None else f"is {saved.dtype} {list(saved.shape)}"
             raise CheckpointError(f"{name!r} {lacks}, and the model has {into.dtype} {list(into.shape)}")
         with torch.no_grad():
-            into.copy_(found)
+            into.copy_(saved)
     if (rng := tensors.get("rng")) is not None:
         torch.set_rng_state(rng)
 

@@ -147,18 +147,18 @@ def _refuse_repeats(content: bytes) -> None:
 
 def _reduce(stack: list[list[int]], opcode: pickletools.OpcodeInfo, *, grows: bool) -> None:
     """Replace an opcode's operands by its result; for an opcode that extends an object, add to that object's count."""
-    taken = opcode.stack_before
+    operands = opcode.stack_before
     parts = 0
-    if pickletools.markobject in taken:
+    if pickletools.markobject in operands:
         while (part := stack.pop()) is not MARK:
             parts += part[0]
-        taken = taken[: taken.index(pickletools.markobject)]
+        operands = operands[: operands.index(pickletools.markobject)]
     if grows:
-        for _ in taken[1:]:
+        for _ in operands[1:]:
             parts += stack.pop()[0]
         stack[-1][0] += parts
         return
-    parts += sum(stack.pop()[0] for _ in taken)
+    parts += sum(stack.pop()[0] for _ in operands)
     stack.extend([1 + parts] for _ in opcode.stack_after)
 
 

@@ -66,9 +66,9 @@ def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) 
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         settings.save_pretrained(aside)
-        held = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapters.items()}
+        by_file_name = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapters.items()}
         try:
-            save_file(held, aside / "adapter_model.safetensors", {"format": "pt"})
+            save_file(by_file_name, aside / "adapter_model.safetensors", {"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
         for path in aside.iterdir():

@@ -146,9 +146,9 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
             return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
             start = _at(path, attention, weights)
-    known, needed = start.transformer.config.vocab_size, settings(policy).vocab_size
-    if known < needed:
-        raise ModelError(f"the critic {path!r} has {known} tokens, and the policy {needed}")
+    critic_tokens, policy_tokens = start.transformer.config.vocab_size, settings(policy).vocab_size
+    if critic_tokens < policy_tokens:
+        raise ModelError(f"the critic {path!r} has {critic_tokens} tokens, and the policy {policy_tokens}")
     return start
 
 

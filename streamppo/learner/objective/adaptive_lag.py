@@ -32,8 +32,8 @@ def lag_after_update(
     chosen = config.queue.max_lag
     if not isinstance(chosen, AdaptiveLag) or version < config.algorithm.critic.warmup_updates:
         return lag
-    named = {name: metrics[f"ess_lag_{name}"] for name in LAG_BUCKETS if f"ess_lag_{name}" in metrics}
-    return next_lag(lag, named, tokens_by_lag, at_most=config.queue.flow_lag, ess=chosen.ess)
+    ess_by_bucket = {name: metrics[f"ess_lag_{name}"] for name in LAG_BUCKETS if f"ess_lag_{name}" in metrics}
+    return next_lag(lag, ess_by_bucket, tokens_by_lag, at_most=config.queue.flow_lag, ess=chosen.ess)
 
 
 def is_lowered_by_ess(config: Config) -> bool:

@@ -50,8 +50,8 @@ class IdleRows(NamedTuple):
 def find(config: Config, batch: PaddedBatch) -> IdleRows:
     """Find the trained and the scored rows of `batch`. If no row has a gradient, all rows pass, for the metrics."""
     # Other rules need a pass of the truncated completions too: their shares are over all.
-    known = _has_no_other_rule(config.algorithm)
-    algorithm = config.algorithm if known else structs.replace(config.algorithm, filters=())
+    has_no_other_rule = _has_no_other_rule(config.algorithm)
+    algorithm = config.algorithm if has_no_other_rule else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
     every_B = torch.ones_like(trained_B)
     if _needs_whole_batch(config):

@@ -144,12 +144,12 @@ def slice_reading(reading: Reading, slices: Slices) -> Reading:
     assert isinstance(tokens_BW, Tensor) and reading.context is None, "rows of tokens"
     width, missing = tokens_BW.shape[1], -tokens_BW.shape[1] % slices.ranks
     size = (width + missing) // slices.ranks
-    mine = slice(slices.number * size, (slices.number + 1) * size)
+    own_slice = slice(slices.number * size, (slices.number + 1) * size)
     arguments: dict[str, Any] = {**reading.arguments, NAME: slices}
-    arguments["input_ids"] = pad(tokens_BW, (0, missing))[:, mine]
+    arguments["input_ids"] = pad(tokens_BW, (0, missing))[:, own_slice]
     positions = arguments.get("position_ids", torch.arange(width, device=tokens_BW.device)[None].expand_as(tokens_BW))
     begins_again = torch.arange(missing, device=positions.device).expand(len(positions), missing)
-    arguments["position_ids"] = torch.cat([positions, begins_again], 1)[:, mine]
+    arguments["position_ids"] = torch.cat([positions, begins_again], 1)[:, own_slice]
     if missing and "cu_seq_lens_q" in arguments:
         # The padding after the last row is a separate row.
         bounds = pad(arguments["cu_seq_lens_q"], (0, 1), value=width + missing)
@@ -157,9 +157,9 @@ def slice_reading(reading: Reading, slices: Slices) -> Reading:
         arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         arguments |= {"max_length_q": longest, "max_length_k": longest}
     if missing and "attention_mask" in arguments:
-        seen = pad(arguments["attention_mask"], (0, missing, 0, missing))
+        mask = pad(arguments["attention_mask"], (0, missing, 0, missing))
         # Padding sees itself: attention over no token gives NaN.
-        arguments["attention_mask"] = seen | torch.eye(width + missing, dtype=torch.bool, device=seen.device)
+        arguments["attention_mask"] = mask | torch.eye(width + missing, dtype=torch.bool, device=mask.device)
     row, place = reading.place_BL // width, reading.place_BL % width
     here_BL = place // size == slices.number
     return Reading(arguments, torch.where(here_BL, row * size + place % size, -1))

@@ -232,7 +232,7 @@ def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -
 
 
 def _gather_arguments(
-    group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], by_keyword: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace this rank's slice of tokens in a block's arguments by all tokens of `group`."""
 
@@ -241,7 +241,7 @@ def _gather_arguments(
             return tuple(gathered(item) for item in value)
         return _Collective.apply(value, group, _gather_slices, _reduce_slices)
 
-    by_name = {name: gathered(item) if name in BY_TOKEN else item for name, item in named.items()}
+    by_name = {name: gathered(item) if name in BY_TOKEN else item for name, item in by_keyword.items()}
     return tuple(gathered(item) for item in arguments), by_name
 
 

@@ -137,8 +137,8 @@ def _candidates(trajectory: Trajectory) -> str | None:
     if ((np.diff(candidates) <= 0) & (np.diff(token) == 0)).any():
         return "the candidates of a token are not in rising order"
     is_found = np.bincount(token[candidates == ints(trajectory.tokens)[token]], minlength=len(counts)) > 0
-    if (lost := flags(trajectory.mask) & (counts > 0) & ~is_found).any():
-        return f"token {int(np.argmax(lost))} is none of its {counts[np.argmax(lost)]} candidates"
+    if (is_missing := flags(trajectory.mask) & (counts > 0) & ~is_found).any():
+        return f"token {int(np.argmax(is_missing))} is none of its {counts[np.argmax(is_missing)]} candidates"
     return None
 
 
@@ -178,7 +178,7 @@ def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     if so_far > limits.completion:
         return f"too long: a completion of {so_far} tokens, and {limits.completion} are allowed"
     candidates = ints(trajectory.candidates)
-    for what, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
+    for column_name, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
         if (strange := column[(column < 0) | (column >= limits.vocabulary)]).size:
-            return f"token {strange[0]} of the {what} is none of the model's {limits.vocabulary}"
+            return f"token {strange[0]} of the {column_name} is none of the model's {limits.vocabulary}"
     return None

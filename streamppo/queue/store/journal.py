@@ -268,9 +268,9 @@ class Journal(Database):
             return number
         if not _is_whole(tip):
             raise JournalError(f"{self._tip}: damaged")
-        if (known := TIP.unpack(tip)[0]) > number:
+        if (acknowledged := TIP.unpack(tip)[0]) > number:
             raise JournalError(
-                f"{self.path}: damaged: it ends with transaction {number}, and {known} were acknowledged "
+                f"{self.path}: damaged: it ends with transaction {number}, and {acknowledged} were acknowledged "
                 f"(its log {self.path.name}-wal is missing or damaged)"
             )
         return number

@@ -290,9 +290,9 @@ def _refuse_unknown(config: "PreTrainedConfig") -> None:
         "a bias in the MLP": bool(getattr(config, "mlp_bias", False)),
         f"rope type {rope!r}": rope not in ROPE_TYPES,
     }
-    found = [name for name, present in problems.items() if present]
-    if found:
-        raise ModelError(f"the embedded engine does not run {' or '.join(found)}: use another rollout.engine")
+    reasons = [name for name, present in problems.items() if present]
+    if reasons:
+        raise ModelError(f"the embedded engine does not run {' or '.join(reasons)}: use another rollout.engine")
 
 
 def _rotation(config: "PreTrainedConfig", room: int, device: torch.device) -> Tensor:

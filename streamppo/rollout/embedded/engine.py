@@ -132,14 +132,14 @@ class EmbeddedEngine:
         """See `Engine.update_weights`. Swaps are serialized; weights are copied while decoding continues."""
         async with self._one_swap:
             parameters = await asyncio.to_thread(self._decoder.fuse, tensors, contents)
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._wake()
-            self._swap = (version, parameters, done)
-            self._promised.add(done)
+            self._swap = (version, parameters, swapped)
+            self._promised.add(swapped)
             try:
-                await done
+                await swapped
             finally:
-                self._promised.discard(done)
+                self._promised.discard(swapped)
                 self._swap = None
 
     def usage(self) -> Usage:
@@ -171,9 +171,9 @@ class EmbeddedEngine:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
             # Several steps for each call into the thread, which costs about a tenth of a small model's step.
-            ended = await self._run(self._step_until_boundary, self._next_requests(), self._version)
+            ended_requests = await self._run(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
-            for request in ended:
+            for request in ended_requests:
                 request.resolve()
             self._busy_s += time.perf_counter() - begin
 
@@ -205,7 +205,7 @@ class EmbeddedEngine:
                 admitted.append(request)
         return admitted
 
-    async def _apply_swap(self, version: int, parameters: Parameters, done: asyncio.Future[None]) -> None:
+    async def _apply_swap(self, version: int, parameters: Parameters, swapped: asyncio.Future[None]) -> None:
         begin = time.perf_counter()
         self._rows.cut_before(version)
         self._rows.hand_over()
@@ -215,8 +215,8 @@ class EmbeddedEngine:
             await self._run(self._rows.recompute, version)
         self._swaps += 1
         self._swap_s += time.perf_counter() - begin
-        if not done.done():
-            done.set_result(None)
+        if not swapped.done():
+            swapped.set_result(None)
 
     async def _run(self, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
         """Call `function` in the engine's thread."""

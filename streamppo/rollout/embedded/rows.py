@@ -160,19 +160,19 @@ class DecodingRows:
     def _plan_spans(self) -> list[Span]:
         """Divide the running rows into spans for a step; move long rows to the front if that is cheaper."""
         lengths, most = self._at[: self.count] + 1, self._decoder.room
-        found = spans.divide(lengths, most)
-        if max(span.longest for span in found) <= spans.SHORT:
-            return found
+        in_place = spans.divide(lengths, most)
+        if max(span.longest for span in in_place) <= spans.SHORT:
+            return in_place
         first, best = spans.leaders(lengths, most)
-        if spans.cost(found) <= REORDER * spans.cost(best):
-            return found
+        if spans.cost(in_place) <= REORDER * spans.cost(best):
+            return in_place
         leads = np.isin(np.arange(self.count), first)
         front, back = np.flatnonzero(~leads[: len(first)]), np.flatnonzero(leads[len(first) :]) + len(first)
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
     def _begin(
-        self, requests: Sequence[RunningRequest], kept: Prefixes, version: int
+        self, requests: Sequence[RunningRequest], prefixes: Prefixes, version: int
     ) -> tuple[list[RunningRequest], np.ndarray]:
         """Copy the cached prefixes of prompts to their rows: prompts without one first, then by new tokens, rising.
 
@@ -184,15 +184,17 @@ class DecodingRows:
             for row, request in enumerate(self.requests)
             if self._root[row] < len(request.prompt)
         ]
-        found = kept.starts([request.prompt for request in requests], running)
-        for request, start in zip(requests, found, strict=True):
+        prefix_starts = prefixes.starts([request.prompt for request in requests], running)
+        for request, start in zip(requests, prefix_starts, strict=True):
             self._note_reuse(request, start, version)
-        new = [start.common and len(one.prompt) - start.common for one, start in zip(requests, found, strict=True)]
+        new = [
+            start.common and len(one.prompt) - start.common for one, start in zip(requests, prefix_starts, strict=True)
+        ]
         order = np.argsort(new, kind="stable")
-        starts = [found[n] for n in order]
+        starts = [prefix_starts[n] for n in order]
         self._root[first:end] = [start.root for start in starts]
         copies = [(start.row, row, start.common) for row, start in enumerate(starts, first) if start.common]
-        copies += kept.make_room(first, end, self._capacity)
+        copies += prefixes.make_room(first, end, self._capacity)
         if copies:
             sources, targets, lengths = (np.array(column) for column in zip(*copies, strict=True))
             self._copy_cache(sources, targets, int(lengths.max()))
@@ -277,13 +279,14 @@ class DecodingRows:
         stopped = self._ends[tokens]
         if self._completes is not None:
             stopped |= [self._completes(self._out[row, : self._length[row]]) for row in rows]
-        ended = stopped | (self._length[rows] >= self._limit[rows])
-        for row in rows[~ended & (self._length[rows] >= self._next_cut[rows])]:
+        is_complete = stopped | (self._length[rows] >= self._limit[rows])
+        for row in rows[~is_complete & (self._length[rows] >= self._next_cut[rows])]:
             self._cut_row(int(row))
         completed = [
-            self._complete(int(row), bool(stop)) for row, stop in zip(rows[ended], stopped[ended], strict=True)
+            self._complete(int(row), bool(stop))
+            for row, stop in zip(rows[is_complete], stopped[is_complete], strict=True)
         ]
-        self._free(rows[ended])
+        self._free(rows[is_complete])
         return completed
 
     def _note_candidates(self, rows: np.ndarray, inside_BV: torch.Tensor) -> None:
@@ -334,23 +337,23 @@ class DecodingRows:
 
         With turns, rows are exchanged instead, so that the content of the freed rows stays in the cache.
         """
-        left = self.count - len(rows)
+        num_left = self.count - len(rows)
         goes_on = np.ones(self.count, np.bool_)
         goes_on[rows] = False
-        holes, last = rows[rows < left], np.flatnonzero(goes_on[left:]) + left
+        holes, last = rows[rows < num_left], np.flatnonzero(goes_on[num_left:]) + num_left
         keeps = self._prefixes is not None and bool((self._at[rows] >= prefixes.LEAST).any())
         if len(holes) and keeps:
             self._copy(np.concatenate([last, holes]), np.concatenate([holes, last]))
         elif len(holes):
             self._copy(last, holes)
         if self._prefixes is not None and keeps:
-            for row, request in enumerate(self.requests[left:], left):
+            for row, request in enumerate(self.requests[num_left:], num_left):
                 length = self._length[row]
                 text = np.concatenate([request.prompt, self._out[row, :length]])
                 # A token is fed by the step that samples the next one.
                 computed = np.concatenate([request.computed, self._versions[row, 1:length]])
                 self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row]), computed))
-        del self.requests[left:]
+        del self.requests[num_left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy running rows `sources` to `targets`; rows that are in both are exchanged."""

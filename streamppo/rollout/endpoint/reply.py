@@ -70,7 +70,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
         except UNREADABLE as error:
             log.debug("the tokenizer's response_schema does not fit a turn: %s", error)
             return Reply(text)
-    reasoning, rest = _thoughts(text, opened=opened)
+    reasoning, answer = _thoughts(text, opened=opened)
     calls = list[ToolCall]()
 
     def take(match: re.Match[str]) -> str:
@@ -78,7 +78,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
         calls.extend(parsed)
         return "" if parsed else match[0]
 
-    content = CALLS.sub(take, rest)
+    content = CALLS.sub(take, answer)
     return Reply(content.rstrip() if calls else content, reasoning, tuple(calls))
 
 

@@ -183,9 +183,9 @@ class Endpoint:
         key = request.path_params.get("key") or request.headers.get("x-api-key") or header.removeprefix("Bearer ")
         name = _name(key.strip())
         session = self._sessions.get(name)
-        known = session.key if session else self._over.get(name, "")
+        session_key = session.key if session else self._over.get(name, "")
         # The name is public; the key behind it is compared in constant time.
-        if not secrets.compare_digest(known.encode(), key.strip().encode()) or not known:
+        if not secrets.compare_digest(session_key.encode(), key.strip().encode()) or not session_key:
             raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
         if session is None:
             raise refusal.ended()
@@ -246,13 +246,13 @@ class _Answer(Response):
         await response(scope, _pending, send)
         return self._turn.error is None
 
-    async def _stream(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
+    async def _stream(self, scope: Scope, send: Send, hung_up: "asyncio.Task[None]") -> bool:
         turn = self._turn
-        await asyncio.wait([turn.admitted, gone], return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
+        await asyncio.wait([turn.admitted, hung_up], return_when=asyncio.FIRST_COMPLETED)
+        if hung_up.done():
             return False
         if turn.error is not None:
-            return await self._send_at_once(scope, send, gone)
+            return await self._send_at_once(scope, send, hung_up)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         stream = self._dialect.stream(turn, self._model, self._body)
@@ -260,18 +260,18 @@ class _Answer(Response):
         while turn.reply is None and turn.error is None:
             turn.changed.clear()
             await _send(send, stream.more(turn.partial))
-            if not await _first(turn, gone):
+            if not await _first(turn, hung_up):
                 await _send(send, self._dialect.keep_alive)
-            if gone.done():
+            if hung_up.done():
                 return False
         if turn.error is not None:
             await _send(send, wire.event(self._dialect.error(_refused(turn.error)), "error"), last=True)
             return False
-        rest = stream.end(turn)
+        last_events = stream.end(turn)
         await asyncio.sleep(0)
-        if gone.done():
+        if hung_up.done():
             return False
-        await _send(send, rest, last=True)
+        await _send(send, last_events, last=True)
         return True
 
 

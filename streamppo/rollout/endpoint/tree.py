@@ -134,8 +134,8 @@ def digest(message: Message) -> bytes:
     if message.role == "assistant":
         fields |= {"content": message.text.strip(), "calls": [_call(call) for call in message.tool_calls]}
     else:
-        known = {"content": message.text, "name": message.name, "call": message.tool_call_id}
-        fields |= {**message.fields, **known, "calls": [dict(call) for call in message.tool_calls]}
+        common_fields = {"content": message.text, "name": message.name, "call": message.tool_call_id}
+        fields |= {**message.fields, **common_fields, "calls": [dict(call) for call in message.tool_calls]}
     present = {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}
     return _hash(present)
 

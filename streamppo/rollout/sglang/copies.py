@@ -47,18 +47,18 @@ class VersionCopies:
             # Freed first, so that both are never in memory.
             self._spare = []
             self._spare = self._allocate(totals)
-        own: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
         hashes: dict[str, int] = {}
         for (name, tensor), (bucket, start) in zip(tensors.items(), places, strict=True):
             flat = self._spare[bucket][start : start + tensor.nbytes]
-            own[name] = flat.view(tensor.dtype).view(tensor.shape)
+            copied[name] = flat.view(tensor.dtype).view(tensor.shape)
             if contents is None:
-                own[name].copy_(tensor)
+                copied[name].copy_(tensor)
             else:
-                hashes[name] = content.write(own[name], tensor)
+                hashes[name] = content.write(copied[name], tensor)
         if contents is not None:
             content.compare(contents, hashes.items())
-        return Copied(own, self._spare)
+        return Copied(copied, self._spare)
 
     def serve(self) -> None:
         """Keep the last copy; the next version reuses the memory of the one before it."""

@@ -191,12 +191,12 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
     tokens, version = view.queue.tokens, view.queue.version
     known = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
     missing, in_batches = version - len(known), _in_batches(known)
-    trained, masked, rest = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
-    unknown = tokens["consumed"] - rest if missing else 0
+    trained, masked, all_tokens = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
+    unknown = tokens["consumed"] - all_tokens if missing else 0
     parts = [
         ("trained on", trained, ""),
         ("masked", masked, "beyond queue.max_lag, in a batch and out of its loss"),
-        ("left out", rest - trained - masked, "in a batch and out of its loss: filters, equal groups"),
+        ("left out", all_tokens - trained - masked, "in a batch and out of its loss: filters, equal groups"),
         ("trained on or not", unknown, "in batches of updates that have no line in metrics.jsonl"),
         ("dropped: too old", tokens["too_old"], "sampled again"),
         ("dropped: abandoned", tokens["abandoned"], "another sample of the group failed too often"),
@@ -268,14 +268,14 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
         )
         for row in table["rows"]
     ]
-    whole, shift = table["rows"][0], table["advantage_shift"]
-    if whole["reward"] is None or whole["as_zero"] is None or shift is None:
+    total, shift = table["rows"][0], table["advantage_shift"]
+    if total["reward"] is None or total["as_zero"] is None or shift is None:
         return "Nothing was trained on.", RunsTable(ATTEMPTS, rows)
-    if not (whole["failed"] or whole["dropped"] or whole["lost"]):
+    if not (total["failed"] or total["dropped"] or total["lost"]):
         return "Every attempt was trained on.", RunsTable(ATTEMPTS, rows)
     text = (
-        f"With 0 for each attempt that was not trained on, the mean reward would be {whole['as_zero']:.4f}, and not "
-        f"{whole['reward']:.4f}; advantages would be {shift:+.4f} on average"
+        f"With 0 for each attempt that was not trained on, the mean reward would be {total['as_zero']:.4f}, and not "
+        f"{total['reward']:.4f}; advantages would be {shift:+.4f} on average"
     )
     if table["advantage_deviation"]:
         text += f", {shift / table['advantage_deviation']:.2f} of their standard deviation"

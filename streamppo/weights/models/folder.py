@@ -96,9 +96,9 @@ def refuse_names(folder: Path, names: Iterable[str]) -> None:
     for part, count in inside.most_common(1):
         if 2 * count > len(parts):
             example = next(".".join(path) for path in parts if part in path)
-            shown = "base_model.model." if part == "base_model" else f"{part}."
+            prefix = "base_model.model." if part == "base_model" else f"{part}."
             raise ModelError(
-                f"{folder}: its tensors have {shown!r} in their names ({example!r}), which {(WRAPPERS | FIRST)[part]} "
+                f"{folder}: its tensors have {prefix!r} in their names ({example!r}), which {(WRAPPERS | FIRST)[part]} "
                 "adds: save the model inside of the wrapper (its own `save_pretrained`), or take that out of the names"
             )
     adapted = [".".join(path) for path in parts if "lora_A" in path or "base_layer" in path]
