@@ -1,6 +1,6 @@
 """Durable files: written under a temporary name, flushed, renamed, and their folder flushed.
 
-A file is settled when it has its final name. A writer that dies earlier leaves a file whose name ends in `.tmp`; it is
+A file is settled once it has its final name. A writer that dies earlier leaves a file whose name ends in `.tmp`; it is
 never read, and the next writer replaces it.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from streamppo.errors import StreamppoError
 
 ASIDE = ".tmp"
-"""The suffix of a temporary name: of a file that does not count yet, or no longer."""
+"""The suffix of a temporary name, of a file that does not count."""
 HOLLOW_BYTES, HOLLOW_RATIO = 2**28, 100
-"""A larger file of which less than one part in so many is data is hollow: it takes a reader's memory, and no disk."""
-HOLLOW = "a file of holes, which streamppo does not write"
+"""A larger file with less than one part in this many of data is hollow: it takes a reader's memory, but no disk."""
+HOLLOW = "a sparse file, which streamppo does not write"
 
 
 def aside(path: Path) -> Path:
@@ -72,7 +72,7 @@ def _not_by_link(path: str, flags: int) -> int:
 def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
     """Open a regular file for reading. Raises `OSError` for anything else, such as a pipe, without blocking on it.
 
-    For a reader of the `whole` file a hollow one is refused too.
+    For a reader of the `whole` file, hollow files are refused too.
     """
     with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -83,7 +83,7 @@ def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
 
 
 def is_hollow(path: Path) -> bool:
-    """True for a file that `read` refuses as hollow; False for one that is gone. Raises `OSError`."""
+    """True for a file that `read` refuses as hollow; False for a missing one. Raises `OSError`."""
     try:
         if path.stat().st_size <= HOLLOW_BYTES:
             return False
@@ -94,7 +94,7 @@ def is_hollow(path: Path) -> bool:
 
 
 def _is_hollow(file: int) -> bool:
-    """True for an open file of nearly nothing but holes. A file system that tells of none has files without them."""
+    """True for an open file that consists almost only of holes. A file system that reports no holes has none."""
     size = os.fstat(file).st_size
     if size <= HOLLOW_BYTES or not hasattr(os, "SEEK_DATA"):
         return False
@@ -117,7 +117,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file. Raises `OSError` for what is not a file, as `reading` does."""
+    """The content of a file. Raises `OSError` as `reading` does."""
     with reading(path, whole=True) as file:
         return file.read()
 

@@ -24,7 +24,7 @@ StreamppoError
 import signal
 
 UNREADABLE = (ValueError, RecursionError)
-"""What msgspec raises for JSON or msgpack of strangers: its own errors, and that of text which is not UTF-8."""
+"""Errors of msgspec for untrusted JSON or msgpack: its own, and UnicodeDecodeError for text that is not UTF-8."""
 
 
 class StreamppoError(Exception):
@@ -87,7 +87,7 @@ class UpdateError(StreamppoError):
 
 
 class WeightsError(StreamppoError):
-    """A version that is incomplete, differs from what was pushed, or does not fit the engine's parameters."""
+    """A version that is incomplete, differs from the push, or does not fit the engine's parameters."""
 
 
 class CheckpointError(StreamppoError):
@@ -99,7 +99,7 @@ class JournalError(StreamppoError):
 
 
 class BundleError(StreamppoError):
-    """A bundle that is damaged, not of streamppo, or lacks a part that was asked for; the message names the file."""
+    """A bundle that is damaged, not of streamppo, or lacks a requested part; the message names the file."""
 
 
 class Diverged(StreamppoError):

@@ -70,7 +70,7 @@ class PendingUpdate(NamedTuple):
 
 
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
-    """Make all updates; only then the exit code is 0. `started` is when the command began (perf_counter).
+    """Make all updates; the exit code is 0 only after the last one. `started` is when the command began (perf_counter).
 
     If `folder` has a part of the run, the run is continued. Recovery from a learner's death, resume and replay work in
     the same way: load a checkpoint, redo the archived batches, arrive at the same weights. A run that cannot continue
@@ -161,7 +161,8 @@ def _checkpoint(stages: Stages, version: int) -> None:
 
 
 def _drop_batches(stages: Stages, version: int) -> None:
-    """Drop batches older than the oldest checkpoint a resume may load, but keep the newest `archive.keep` batches."""
+    """Drop batches older than the oldest checkpoint that a resume may load, except the newest `archive.keep`
+    batches."""
     config, whole = stages.config, manifest.complete(stages.folder / "checkpoints")
     if config.archive.keep and len(whole) >= config.checkpoint.keep:
         before = min(version - config.archive.keep, int(whole[-config.checkpoint.keep].name))

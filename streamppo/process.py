@@ -8,8 +8,8 @@ Log lines: every module logs to `logging.getLogger(__name__)`; each process call
 with that word, and on a terminal lines are wrapped between words. Ray forwards an actor's standard output to the
 driver's, which may lose its reader (`| head`, a closed terminal): later output then goes to a file, and the run
 continues. An actor's log lines begin with the secret in `MARK`; the driver removes it, and puts `PRINTS` before all
-other lines of an actor, which rewards and environments print. Where such code runs in the process of a command,
-`naming_prints` puts it there.
+other lines of an actor, which rewards and environments print. If such code runs in a command's process, `naming_prints`
+adds the prefix.
 
 Compiled kernels: a process on a GPU keeps them in ~/.cache/streamppo, for the next process and the next run.
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MARK = "STREAMPPO_LOG_MARK"
 """The actors' environment variable with the driver's secret: text that a policy wrote cannot begin with it."""
 PRINTS = "prints: "
-"""Prefix of an output line that is not from streamppo's log, of an actor or of a command that imports code."""
+"""Prefix of an output line that is not from streamppo's log but printed by a user's code."""
 LINE_BYTES = 8 * 2**10
 """A longer line is split into several."""
 PR_SET_PDEATHSIG = 1
@@ -55,7 +55,7 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
-"""The variables by which libraries are told where compiled kernels stay, and our folder for each."""
+"""The variables with a library's folder of compiled kernels, and our folder for each."""
 FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """The variable that lets flash-attn 4 keep compiled kernels: by default every process compiles them again."""
 
@@ -76,10 +76,10 @@ def freeze_gc() -> None:
 
 
 def compile_caches() -> dict[str, str]:
-    """Name the variables by which a process on a GPU keeps compiled kernels, but for those that the user has set.
+    """Return the variables by which a process on a GPU keeps compiled kernels, without those set by the user.
 
-    They are for libraries that read them when they are imported. Nothing is kept in a folder that is another user's, or
-    on a disk without locks: flash-attn waits for a lock for 15 s, and then fails.
+    They are for libraries that read them when they are imported. Another user's folder is not used, nor a disk without
+    locks, on which flash-attn waits for 15 s and fails.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamppo"
     if fault := _unusable(base):
@@ -90,10 +90,10 @@ def compile_caches() -> dict[str, str]:
 
 
 def _unusable(folder: Path) -> str:
-    """Say why compiled kernels cannot be kept in `folder`; "" if they can."""
+    """Return the reason why compiled kernels cannot be kept in `folder`; "" if they can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A kernel is code: whoever may write here may run his in our processes.
+        # A kernel is code: a user who can write here can run code in our processes.
         if folder.stat().st_uid != os.getuid():
             return "another user's"
         with (folder / "lock").open("w") as file:
@@ -138,7 +138,7 @@ def lasting_output(path: Path) -> Generator[None]:
     """
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
-        # A stream that a caller has replaced is left alone.
+        # A stream that a caller has replaced stays.
         if stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Lasting(stream.fileno(), path))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
@@ -171,10 +171,10 @@ class _Lasting(io.FileIO):
 
 @contextmanager
 def naming_prints(to: TextIO | None = None) -> Generator[None]:
-    """In the block, make harmless what other people's code prints in this process, and write `PRINTS` before each line.
+    """In the block, make lines that a user's code prints in this process harmless, and write `PRINTS` before each.
 
-    Its lines go where they went, or all of them `to` one stream; those of our log stay as they are. What keeps one of
-    the streams writes to it in the same way after the block.
+    Its lines go to their own stream, or all `to` one stream; our log's lines are unchanged. Code that keeps one of the
+    streams writes to it in the same way after the block.
     """
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, _Prints):
@@ -191,7 +191,7 @@ def naming_prints(to: TextIO | None = None) -> Generator[None]:
 
 
 class _Prints(io.TextIOWrapper):
-    """Stands for the stream `under` it, which gets whole lines."""
+    """Replaces the stream `under` it, which gets whole lines."""
 
     def __init__(self, under: TextIO) -> None:
         self.under = under
@@ -199,8 +199,8 @@ class _Prints(io.TextIOWrapper):
         super().__init__(io.BufferedWriter(self._lines), "utf-8", "backslashreplace", line_buffering=True)
 
     def end_line(self) -> None:
-        """Write what has no newline yet."""
-        # Whoever printed may have closed it.
+        """Write the buffered text without a newline."""
+        # The printing code may have closed it.
         with suppress(ValueError):
             self.flush()
         self._lines.end()
@@ -221,7 +221,7 @@ class _PrintedLines(io.RawIOBase):
         return self._to.fileno()
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write the lines that are whole."""
+        """Write the complete lines."""
         *whole, self._rest = (self._rest + bytes(data)).split(b"\n")
         while len(self._rest) > LINE_BYTES:
             whole, self._rest = [*whole, self._rest[:LINE_BYTES]], self._rest[LINE_BYTES:]
@@ -231,14 +231,14 @@ class _PrintedLines(io.RawIOBase):
         return len(bytes(data))
 
     def end(self) -> None:
-        """Write the line that is not whole."""
+        """Write the incomplete line."""
         if self._rest:
             line, self._rest = self._rest + b"\n", b""
             _PrintedLines(self._to).write(line)
 
 
 def _own_stream() -> TextIO:
-    """Return the standard output of this moment, for lines of ours."""
+    """Return the present standard output, for our own lines."""
     return sys.stdout.under if isinstance(sys.stdout, _Prints) else sys.stdout
 
 
@@ -297,7 +297,7 @@ def _wrapped(line: str, columns: int) -> str:
     # A line with a carriage return is a progress bar.
     if (len(line) <= columns and line.isascii()) or "\r" in line:
         return line
-    # A slow import; short lines, which are most, do not need it.
+    # A slow import; most lines are short and do not need it.
     from rich.cells import cell_len
 
     if cell_len(ESCAPE.sub("", line)) <= columns:

@@ -52,7 +52,7 @@ def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
             with ended(process) as run:
                 spent = _watched(run)
-        if run.returncode or "is given up, the run continues without it" in log.read_text():
+        if run.returncode or "has ended, the run continues without it" in log.read_text():
             sys.exit(log.read_text()[-4000:])
     return {**{kind: spent[kind] for kind in KINDS}, "all": sum(spent.values())}
 

@@ -116,13 +116,13 @@ def adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
 def outcomes_explained(
     rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, known_B: Tensor, *, gamma: float
 ) -> float:
-    """The share of the variance of known outcomes that the critic accounts for; 0 where none is known.
+    """The share of the variance of known outcomes that the critic explains; 0 without known outcomes.
 
         explained  = 1 - Var(outcomes - values) / Var(outcomes)
         outcomes_t = rewards_t + gamma * outcomes_{t+1}
 
-    Variances are over the tokens of the sequences known_B [B], whose rewards are all there. An advantage before a cut
-    is the difference of two values: it is noise where these explain nothing.
+    Variances are over the tokens of the sequences known_B [B], which have all their rewards. An advantage before a cut
+    is the difference of two values: it is noise if these explain nothing.
     """
     check_sequences(mask_BT, known_B=known_B)
     known_BT, nothing_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])

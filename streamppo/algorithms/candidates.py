@@ -1,4 +1,4 @@
-"""The candidates left by top-p and top-k; log-probs are those of the distribution over the candidates.
+"""The candidates left by top-p and top-k; log-probs are of the distribution over the candidates.
 
 N tokens, V vocabulary, M candidates of all tokens together.
 """

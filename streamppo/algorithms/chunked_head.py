@@ -320,7 +320,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
         else:
             fault = head_kernels.fault(device, dtype)
     if fault:
-        log.warning(f"the head's kernels do not run, a slower way with more memory takes their place: {fault}")
+        log.warning(f"the head's kernels do not run; the fallback is slower and takes more memory: {fault}")
     return not fault
 
 
@@ -355,8 +355,8 @@ def chunked_logprobs_entropy(
     with an engine: hidden and weight are cast first (one copy of the weight) or, if they are 16-bit on a GPU,
     multiplied as they are and summed in float32. A product of two bfloat16 numbers fits into float32, so that only the
     order of sums differs. Backward, the float32 gradient of logits is multiplied as the sum of two 16-bit numbers
-    (relative error 2^-17). One would not do: the gradients of a token cancel on the common mean of the weight's rows,
-    and rounding errors of 2^-9 do not.
+    (relative error 2^-17). One is not enough: a token's gradients cancel on the common mean of the weight's rows, but
+    rounding errors of 2^-9 do not.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):

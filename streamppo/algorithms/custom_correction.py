@@ -73,7 +73,7 @@ def custom_correction(
             f"the weights have shape {tuple(found_BT.shape)}; they must be [B, T] = {tuple(mask_BT.shape)}"
         )
     check_finite(mask_BT, weights=found_BT)
-    refuse("weights", found_BT, mask_BT & (found_BT < 0), "below 0: it would teach the opposite")
+    refuse("weights", found_BT, mask_BT & (found_BT < 0), "below 0: it would reverse the gradient")
     weights_BT = fill(found_BT.detach(), mask_BT).to(log_ratio_BT.dtype)
     keep_BT = mask_BT & (weights_BT > 0)
     return Correction(weights_BT, keep_BT, {"function": mask_BT & ~keep_BT})

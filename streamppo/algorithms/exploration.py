@@ -1,4 +1,5 @@
-"""Entropy control: choose the few tokens of a batch that decide its entropy, change their loss; an adaptive bonus.
+"""Entropy control: select the few tokens of a batch that determine its entropy, and change their loss; an adaptive
+bonus.
 
 B trajectories of a whole batch, T response tokens (padded). Tokens are chosen once per batch, before its first step, so
 that the choice does not depend on micro-batches and ranks. `mask_BT` are the tokens that are trained on.

@@ -119,7 +119,7 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """GSPO: a reward for the response deserves a ratio of the response, normalised by its length.
+    """GSPO: one ratio for the response, as the reward is, normalised by its length.
 
         s_b   = exp(mean_t(logprobs_bt - proximal_logprobs_bt))
         s_bt  = stop(s_b) * r_bt / stop(r_bt)
@@ -165,8 +165,8 @@ def reinforce(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: 
 
         loss = -A * logprobs
 
-    Williams 1992, https://doi.org/10.1007/BF00992696. Right when data comes from the current policy, or when
-    a `Correction`'s weights make up for it.
+    Williams 1992, https://doi.org/10.1007/BF00992696. Unbiased if the data come from the current policy, or if a
+    `Correction`'s weights correct for their age.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT.detach())
@@ -197,14 +197,14 @@ def dppo_tv(
     *,
     delta: float = 0.15,
 ) -> TokenLoss:
-    """DPPO keeps the PROBABILITY close: a token is dropped once it has moved by more than delta in A's direction.
+    """DPPO bounds the PROBABILITY: a token is dropped once it has moved by more than delta in A's direction.
 
         shift = exp(logprobs) - exp(proximal_logprobs)
         loss  = 0 if shift * sign(A) > delta else -A * r
 
     The binary total-variation form of https://arxiv.org/abs/2602.04879. The paper's own has two policies and bounds the
-    move from the behavior policy: `proximal.behavior` is that anchor. Ratio clipping binds rare tokens and frees likely
-    ones; this does the reverse. delta = 1 gives `importance_weighted`.
+    move from the behavior policy: `proximal.behavior` is that anchor. Ratio clipping bounds rare tokens tightly and
+    likely ones loosely; this does the reverse. delta = 1 gives `importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")
@@ -225,7 +225,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> TokenLoss:
-    """SAPO: a smooth gate fades the gradient out as the ratio leaves 1, instead of cutting it.
+    """SAPO: a smooth gate reduces the gradient as the ratio moves away from 1, instead of clipping it.
 
         tau  = tau_positive if A > 0 else tau_negative
         gate = sigmoid(tau * (r - 1))

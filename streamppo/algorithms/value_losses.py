@@ -78,7 +78,7 @@ def value_loss(
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """The share of the returns' variance that the critic explains: 1 is all, 0 as a constant, < 0 worse than that.
+    """The share of the returns' variance that the critic explains: 1 is all, 0 that of a constant, < 0 is worse.
 
         1 - Var(returns - values) / Var(returns)
 

@@ -1,4 +1,4 @@
-"""One update of a run in a file, and replayed from it, in Python. Both have a process of their own."""
+"""Bundles in Python: write one update of a run to a file, and replay it from there. Each runs in a separate process."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike

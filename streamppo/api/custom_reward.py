@@ -73,18 +73,18 @@ class _File:
         imports = "".join(f"{one}\n" for one in sorted(self._imports))
         return "\n".join([HEAD, *lazy, *([imports] if imports else []), *self._body])
 
-    def define(self, found: object) -> None:
+    def define(self, definition: object) -> None:
         """Add a function or class of the script, after all that it uses."""
-        self._known[_name(found)] = found
-        codes = list(_codes(found))
+        self._known[_name(definition)] = definition
+        codes = list(_codes(definition))
         if closed := {name for one in codes for name in one.co_freevars} - {"__class__"}:
-            self._refuse(f"{_name(found)!r} is a closure over {min(closed)!r}")
+            self._refuse(f"{_name(definition)!r} is a closure over {min(closed)!r}")
         # With lazy annotations, names in them are never evaluated and need not exist.
         is_lazy = any(one.co_flags & __future__.annotations.compiler_flag for one in codes)
         self._is_lazy |= is_lazy
-        text = self._source(found, codes)
-        values = _values(found)
-        for name in sorted(_names(f"{LAZY}{text}" if is_lazy else text) - {_name(found)}):
+        text = self._source(definition, codes)
+        values = _values(definition)
+        for name in sorted(_names(f"{LAZY}{text}" if is_lazy else text) - {_name(definition)}):
             self._use(name, values, text)
         self._body.append(f"\n{text}")
 
@@ -108,8 +108,8 @@ class _File:
             self._body.append(f"{name} = re.compile({value.pattern!r}, {value.flags})\n")
         elif (plain := _plain(value)) is not None:
             self._body.append(f"{name} = {plain}\n")
-        elif own := _importable(value, name):
-            self._imports.add(own)
+        elif statement := _importable(value, name):
+            self._imports.add(statement)
         else:
             kind = value.__name__ if isinstance(value, type) else f"{type(value).__name__}"
             self._refuse(f"it uses {name!r}, a {kind} that only the script has")
@@ -130,9 +130,9 @@ class _File:
         if own != name:
             self._body.append(f"{name} = {own}\n")
 
-    def _source(self, found: object, codes: Sequence[CodeType]) -> str:
+    def _source(self, definition: object, codes: Sequence[CodeType]) -> str:
         """The source of a definition in its file or cell, with its decorators."""
-        name = _name(found)
+        name = _name(definition)
         file = codes[0].co_filename if codes else str(getattr(sys.modules[MAIN], "__file__", "the script"))
         lines = linecache.getlines(file)
         try:
@@ -140,9 +140,9 @@ class _File:
         except SyntaxError:
             tree = ast.parse("")
         for node in ast.walk(tree):
-            if isinstance(node, Definition) and node.name == name and _is_of(node, found, codes):
+            if isinstance(node, Definition) and node.name == name and _is_of(node, definition, codes):
                 return dedent("".join(lines[_first(node) - 1 : node.end_lineno])).rstrip() + "\n"
-        self._refuse(f"the source of {_name(found)!r} is no longer in {file}")
+        self._refuse(f"the source of {_name(definition)!r} is no longer in {file}")
 
     def _refuse(self, why: str) -> Never:
         raise TaskError(

@@ -56,8 +56,8 @@ class _Curves:
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
         self._drawn_at, self._length = time.monotonic(), length
-        shown = HTML(charts(folder))
+        html = HTML(charts(folder))
         if self._place is None:
-            self._place = cast(_Display, display(shown, display_id=True))
+            self._place = cast(_Display, display(html, display_id=True))
         else:
-            self._place.update(shown)
+            self._place.update(html)

@@ -46,20 +46,20 @@ def drive(request: RunRequest, watch: Watcher | None = None) -> Path:
 
 
 def answer(*words: str) -> object:
-    """Have a command of streamppo, with `--json` among its `words`, answer; return what it prints, whatever its code.
+    """Run a command of streamppo with `--json` among its `words`; return its output, whatever its exit code.
 
     Raises the error of streamppo that the command names.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "streamppo", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if not done.returncode or done.stdout.startswith("{"):
-        return json.loads(done.stdout)
-    named, _, text = done.stderr.rpartition("streamppo: ")[2].partition(": ")
-    kind = getattr(errors, named, None)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if not process.returncode or process.stdout.startswith("{"):
+        return json.loads(process.stdout)
+    error_name, _, text = process.stderr.rpartition("streamppo: ")[2].partition(": ")
+    kind = getattr(errors, error_name, None)
     if isinstance(kind, type) and issubclass(kind, StreamppoError):
         raise kind(text.strip())
-    raise RunError(done.stderr.strip() or f"`streamppo {words[0]}` has died ({done.returncode})")
+    raise RunError(process.stderr.strip() or f"`streamppo {words[0]}` has died ({process.returncode})")
 
 
 class _Child:
@@ -120,9 +120,9 @@ class _Child:
         code, folder = self._process.returncode, self._folder()
         if self._interrupted:
             raise KeyboardInterrupt
-        for told in self._messages():
-            if told.error:
-                raise _error(told, code)
+        for message in self._messages():
+            if message.error:
+                raise _error(message, code)
         if code or folder is None:
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise RunError(f"{folder or 'the run'}: its process has died ({how}); its output says more")

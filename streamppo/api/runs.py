@@ -63,8 +63,8 @@ class Run:
             row = {"update": version} | {
                 name: value for name, value in numbers.items() if name not in ("update", "remade")
             }
-            if (found := accuracy.get(version)) is not None:
-                row["accuracy"] = found
+            if (held_out := accuracy.get(version)) is not None:
+                row["accuracy"] = held_out
             rows.append(row)
         return rows
 
@@ -130,8 +130,10 @@ def run(
     is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
     Raises the `StreamppoError` that `streamppo run` would report.
     """
-    given = None if reward is None else custom_reward.write_out(reward)
-    return _drive(RunRequest(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=given))
+    reward_source = None if reward is None else custom_reward.write_out(reward)
+    return _drive(
+        RunRequest(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=reward_source)
+    )
 
 
 def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept_changes: bool = False) -> Run:
@@ -155,11 +157,11 @@ def fork(
 
     `resume` trains it. Raises `StreamppoError`, of the kind that the command reports.
     """
-    found = str(configfile.existing(Path(folder)))
-    named = ["--name", name] if name else []
+    parent = str(configfile.existing(Path(folder)))
+    name_words = ["--name", name] if name else []
     changed = ["--set", *changes] if changes else []
-    told = answer("fork", found, "--at", str(at), "--runs", str(Path(runs)), "--json", *named, *changed)
-    return Run(Path(cast(dict[str, str], told)["folder"]))
+    result = answer("fork", parent, "--at", str(at), "--runs", str(Path(runs)), "--json", *name_words, *changed)
+    return Run(Path(cast(dict[str, str], result)["folder"]))
 
 
 def bisect(
@@ -178,9 +180,9 @@ def bisect(
     from streamppo.commands.bisection import Answer
 
     words = ["bisect", str(configfile.existing(Path(folder))), "--json"]
-    given = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
+    options = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
     # A negative number is not an option.
-    words += [f"{option}={value}" for option, value in given.items() if value is not None]
+    words += [f"{option}={value}" for option, value in options.items() if value is not None]
     return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
 
 
@@ -209,7 +211,7 @@ def try_versions(
 def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
     """Compare the records of the run in `folder`, and replay `updates` of its updates, drawn at random.
 
-    `expect` is a digest that the run must have. Its `faults` are empty if all is as recorded. Raises as `fork` does.
+    `expect` is a digest that the run must match. Its `faults` are empty if all is as recorded. Raises as `fork` does.
     """
     from streamppo.commands.verification import Fault, Verification
 

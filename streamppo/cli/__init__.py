@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected errors print one sentence to standard error."""
     process.take_any_text()
     words = sys.argv[1:] if arguments is None else arguments
-    # No usage report of Ray in a training log.
+    # Keeps Ray's usage report out of the training log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _refuse_deleted_folder()
@@ -116,7 +116,7 @@ def resume(
     folder: RunFolder,
     /,
     *overrides: Override,
-    accept_changes: Annotated[bool, Parameter(help="Continue though data or model are not what they were.")] = False,
+    accept_changes: Annotated[bool, Parameter(help="Continue although data or model have changed.")] = False,
     copies: Annotated[str, Parameter(name="--from", help="Make the folder of the copies at this address.")] = "",
     trust: Trust = False,
 ) -> int:
@@ -160,14 +160,14 @@ def fork(
     folder: RunFolder,
     /,
     *,
-    at: Annotated[Count, Parameter(help="The version that the new run begins as.")],
+    at: Annotated[Count, Parameter(help="The version from which the new run begins.")],
     changes: Changes = (),
     name: Annotated[str, Parameter(help="Its name (default: NAME-at-N).")] = "",
     runs: Annotated[Path, Parameter(help="Where its folder is made (default: runs).")] = Path("runs"),
-    json: Annotated[bool, Parameter(help="Print what was made as JSON, for programs.")] = False,
+    json: Annotated[bool, Parameter(help="Print the result as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Make a new run that begins as another one was at a version: `resume` trains it.
+    """Make a new run that begins with a version of another run: `resume` trains it.
 
     A version without a checkpoint is replayed from the archive. The run itself is not changed.
     """
@@ -226,9 +226,9 @@ def verify(
     folder: RunFolder,
     /,
     *,
-    updates: Annotated[Count, Parameter(help="Updates to make again, drawn at random (default: 1).")] = 1,
-    expect: Annotated[str, Parameter(help="The digest that it must have, from wherever it was published.")] = "",
-    json: Annotated[bool, Parameter(help="Print what was found as JSON, for programs.")] = False,
+    updates: Annotated[Count, Parameter(help="Updates to replay, drawn at random (default: 1).")] = 1,
+    expect: Annotated[str, Parameter(help="A published digest that the run must match.")] = "",
+    json: Annotated[bool, Parameter(help="Print the result as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
     """Compare the records of a run with each other, and replay some updates. Prints a digest of the whole run."""
@@ -245,9 +245,9 @@ def inspect(
     /,
     *,
     update: Annotated[Whole | None, Parameter(help="The version that the batch made (default: the newest).")] = None,
-    dead_letters: Annotated[bool, Parameter(help="Show what could not be trained on, and why.")] = False,
-    prompt: Annotated[Whole | None, Parameter(help="Show what became of every attempt at this prompt.")] = None,
-    time: Annotated[bool, Parameter(help="Show where the time of an update goes, by process.")] = False,
+    dead_letters: Annotated[bool, Parameter(help="Show trajectories that cannot be trained on, with reasons.")] = False,
+    prompt: Annotated[Whole | None, Parameter(help="Show the outcome of every attempt at this prompt.")] = None,
+    time: Annotated[bool, Parameter(help="Show the time of an update by phase and process.")] = False,
     n: Annotated[Whole, Parameter(help="Trajectories to show (default: 4).")] = 4,
 ) -> int:
     """Show text, tokens, rewards, versions and lag of the trajectories that a run was trained on."""
@@ -275,7 +275,7 @@ def report(
         Path | None, Parameter(help="The file to write (default: report.html in the run's folder; of several, here).")
     ] = None,
     json: Annotated[
-        bool, Parameter(help="Print how runs with a common past differ, for programs, and no page.")
+        bool, Parameter(help="Print the differences of runs with a common past as JSON, without a page.")
     ] = False,
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.
@@ -293,9 +293,9 @@ def summary(
     folder: RunFolder,
     /,
     *,
-    json: Annotated[bool, Parameter(help="Print summary.json, or as much of it as is known, for programs.")] = False,
+    json: Annotated[bool, Parameter(help="Print summary.json, or its known part, for programs.")] = False,
 ) -> int:
-    """Show a run on one screen: its progress, what it has learnt, and what looks wrong."""
+    """Show a run on one screen: its progress, accuracy and warnings."""
     folder = configfile.existing(folder)
     from streamppo.commands.look import summary as command
 
@@ -307,9 +307,9 @@ def watch(
     *found: Annotated[
         Path, Parameter(name="RUN", help="The folder of a run; then runs, or RUN/replays/1.json, to compare it with.")
     ],
-    host: Annotated[str, Parameter(help="Where to listen; elsewhere than on loopback with a token.")] = "127.0.0.1",
+    host: Annotated[str, Parameter(help="The address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[
-        Whole | None, Parameter(validator=Number(gte=0, lte=65535), help="Which port (default: 8484, if it is free).")
+        Whole | None, Parameter(validator=Number(gte=0, lte=65535), help="The port (default: 8484, if it is free).")
     ] = None,
 ) -> int:
     """Show a run on a live page in the browser: curves, pipeline, trajectories token by token, failures."""

@@ -18,7 +18,7 @@ def export(
     *,
     to: Annotated[Path, Parameter(help="The folder to write; it must not exist.")],
     version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
-    adapter: Annotated[bool, Parameter(negative=(), help="Of a run with model.lora: its adapters, for peft.")] = False,
+    adapter: Annotated[bool, Parameter(negative=(), help="With model.lora: only the adapters, for peft.")] = False,
 ) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder; also works for a run that died."""
     folder = configfile.existing(folder)
@@ -59,19 +59,19 @@ def try_versions(
     /,
     *,
     versions: Versions,
-    prompt: Annotated[str, Parameter(help="Its number, as for `inspect --prompt`; or a text.")],
+    prompt: Annotated[str, Parameter(help="The prompt's number, as in `inspect --prompt`; or a text.")],
     at: Annotated[Count, Parameter(help="The token to continue from (default: the first).")] = 0,
-    sample: Annotated[Whole | None, Parameter(help="Which of its samples (default: the first in the archive).")] = None,
-    attempt: Annotated[Whole | None, Parameter(help="Which attempt at that (default: the newest).")] = None,
+    sample: Annotated[Whole | None, Parameter(help="The prompt's sample (default: the first in the archive).")] = None,
+    attempt: Annotated[Whole | None, Parameter(help="The sample's attempt (default: the newest).")] = None,
     n: Annotated[
         Whole, Parameter(name=("-n", "--n"), validator=Number(gte=1), help="Continuations (default: 16).")
     ] = 16,
-    json: Annotated[bool, Parameter(help="Print them as JSON, for programs.")] = False,
+    json: Annotated[bool, Parameter(help="Print the completions as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
     """Continue an archived completion from any of its tokens, with the weights of any version, and score it.
 
-    A version without a checkpoint is replayed from the archive. Of two versions the difference has its error.
+    A version without a checkpoint is replayed from the archive. For two versions, prints the difference with its error.
     """
     from streamppo.commands.trial import TrialQuestion
 

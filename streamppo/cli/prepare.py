@@ -15,15 +15,15 @@ from streamppo.errors import ConfigError
 
 @app.command
 def init(
-    name: Annotated[Path, Parameter(name="NAME", help="The new folder, or the new file NAME.toml for what is yours.")],
+    name: Annotated[Path, Parameter(name="NAME", help="The new folder; with --model, the new file NAME.toml.")],
     /,
     *,
-    model: Annotated[str, Parameter(help="Yours: the folder or hub name of a model, or builtin:tiny.")] = "",
-    data: Annotated[str, Parameter(help="Yours: rows with a prompt: jsonl, parquet, a folder, a hub name.")] = "",
+    model: Annotated[str, Parameter(help="Your model: a folder or hub name, or builtin:tiny.")] = "",
+    data: Annotated[str, Parameter(help="Your data, rows with a prompt: jsonl, parquet, a folder, a hub name.")] = "",
     reward: Annotated[str, Parameter(help="Yours: FILE.py:FUNCTION, or package.module:function.")] = "",
     gpu: Annotated[Whole, Parameter(validator=Number(gte=0), help="How many GPUs, with SGLang (default: 0).")] = 0,
-    prompt: Annotated[str, Parameter(help="The column of the prompt, where its name does not tell.")] = "",
-    answer: Annotated[str, Parameter(help="The column of the answer, where its name does not tell.")] = "",
+    prompt: Annotated[str, Parameter(help="The column of the prompt, if its name is unusual.")] = "",
+    answer: Annotated[str, Parameter(help="The column of the answer, if its name is unusual.")] = "",
 ) -> int:
     """Make a project that runs at once on a CPU, or a configuration for your model, data and reward.
 
@@ -66,7 +66,7 @@ def check(
     gpu_gib: Annotated[
         float | None, Parameter(help="Memory of one GPU (default: that of the GPU here, else 80).")
     ] = None,
-    no_score: Annotated[bool, Parameter(help="Call no reward on rows of the data, and no agent.")] = False,
+    no_score: Annotated[bool, Parameter(help="Do not try the reward on rows of the data, nor the agent.")] = False,
 ) -> int:
     """Report mistakes in CONFIG, what its run needs and about how much memory it takes, without starting it.
 
@@ -110,7 +110,7 @@ def bench(
     *,
     json: Annotated[Path | None, Parameter(help="Write the result to this file.")] = None,
     compare: Annotated[
-        Path | None, Parameter(help="A file of --json; what became slower makes the exit code 1.")
+        Path | None, Parameter(help="A file of --json; the exit code is 1 if something became slower.")
     ] = None,
     rounds: Annotated[Whole, Parameter(validator=Number(gte=1), help="How often to measure (default: 3).")] = 3,
 ) -> int:

@@ -1,4 +1,4 @@
-"""Commands that replay a run's updates: all of them in their folder, or one of them alone in a file."""
+"""Commands that replay updates: those of a run's folder, or a single one in a file."""
 
 import os
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ def replay(
     place: Annotated[Path, Parameter(name="RUN", help="The folder of a run, or the file of a bundle.")],
     /,
     *,
-    to: Annotated[Whole | None, Parameter(help="Of a run: the last version to make (default: all).")] = None,
-    rows: Annotated[Rows, Parameter(help="Of a bundle: rows to show (default: 0; as JSON all).")] = (),
+    to: Annotated[Whole | None, Parameter(help="For a run: the last version to replay (default: all).")] = None,
+    rows: Annotated[Rows, Parameter(help="For a bundle: rows to show (default: 0; as JSON all).")] = (),
     changes: Changes = (),
-    pdb: Annotated[bool, Parameter(help="Of a bundle: stop in the debugger where its update begins.")] = False,
-    json: Annotated[bool, Parameter(help="Of a bundle: print every number of its tokens, for programs.")] = False,
+    pdb: Annotated[bool, Parameter(help="For a bundle: stop in the debugger at the start of its update.")] = False,
+    json: Annotated[bool, Parameter(help="For a bundle: print every number of its tokens, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
     """Redo a run's updates from its archive, without any engine, and compare the weights; or the one of a bundle.
@@ -54,12 +54,13 @@ def bundle(
     *,
     update: Annotated[Whole, Parameter(validator=Number(gte=1), help="The version that the update made.")],
     to: Annotated[Path | None, Parameter(help="The file to write (default: NAME-N.safetensors).")] = None,
-    rows: Annotated[Rows, Parameter(help="Rows of its batch to take (default: all, else it is another update).")] = (),
-    adapter: Annotated[bool, Parameter(help="Of a run with model.lora: without the frozen weights.")] = False,
-    json: Annotated[bool, Parameter(help="Print what was written as JSON, for programs.")] = False,
+    rows: Annotated[Rows, Parameter(help="Rows of its batch (default: all; fewer make another update).")] = (),
+    adapter: Annotated[bool, Parameter(help="For a run with model.lora: without the frozen weights.")] = False,
+    json: Annotated[bool, Parameter(help="Print the result as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Write one update to a file: batch, configuration, weights and optimizer. `replay FILE` makes it again alone."""
+    """Write one update to a file: batch, configuration, weights and optimizer. `replay FILE` replays it without the
+    run."""
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
     from streamppo.commands.bundle import make

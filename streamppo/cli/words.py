@@ -31,7 +31,7 @@ Versions = Annotated[
         consume_multiple=True,
         converter=lambda _, tokens: tuple(int(token.value) for token in tokens),
         validator=Number(gte=0),
-        help="The version that samples; of several, each.",
+        help="The version that samples; may be repeated.",
     ),
 ]
 

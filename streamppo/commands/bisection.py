@@ -30,7 +30,7 @@ class Question(NamedTuple):
         if self.metric and len(bounds) != 1:
             raise ConfigError(f"--metric {self.metric} needs one of --above and --below")
         if self.test is not None and bounds:
-            raise ConfigError("--above and --below are bounds of a --metric: a --test tells by itself where it holds")
+            raise ConfigError("--above and --below are bounds of a --metric: a --test returns whether it holds")
         if bounds and math.isnan(bounds[0]):
             raise ConfigError("a bound must be a number")
 
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
     `looked` versions were examined; the condition holds at `holding` of them, and `remade` updates were replayed. It
     is `certain` if every version up to the first was examined, and `monotone` if the condition holds at all later ones;
-    None without later ones. `sure` is a sentence about both.
+    None without later ones. `sure` states both in a sentence.
     """
 
     condition: str
@@ -133,7 +133,7 @@ def conclude(
     if monotone:
         sure += f"; it holds at all {len(later)} after it too"
     elif later:
-        sure += f"; it comes and goes: of the {len(later)} after it, it holds at {sum(later)}"
+        sure += f"; it does not hold throughout: of the {len(later)} after it, it holds at {sum(later)}"
     if not looked:
         sure = "nothing was looked at"
     return Answer(

@@ -14,7 +14,7 @@ from streamppo import process
 from streamppo.terminal import harmless, lines
 
 PLAIN_WIDTH = 10_000
-"""Columns where there is no terminal: nothing is wrapped, so that every row is one line for grep."""
+"""The width without a terminal: nothing is wrapped, so that every row is one line for grep."""
 
 
 class _PlainConsole(logging.Formatter):
@@ -30,7 +30,7 @@ class _Console(Console):
 
 
 def echo(*rows: str) -> None:
-    """Print lines of a command's result, one of them empty if there is none. Each of them stays one line."""
+    """Print lines of a command's result; an empty line without any. Each of them stays one line."""
     console().print("\n".join(map(harmless, rows)), soft_wrap=True)
 
 
@@ -48,12 +48,12 @@ class _Rows(Table):
 
 
 def table(*columns: str) -> Table:
-    """Make a table with these columns; it has no line of headings where all of them are empty."""
+    """Make a table with these columns; it has no line of headings if all are empty."""
     return _Rows(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def complain(text: str) -> None:
-    """Write one message to standard error. A terminal that was closed changes no exit code."""
+    """Write one message to standard error. A closed terminal does not change the exit code."""
     with suppress(OSError):
         sys.stderr.write(f"streamppo: {lines(text)}\n")
 

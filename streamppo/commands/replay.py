@@ -1,7 +1,7 @@
-"""`streamppo replay`: the run's updates once more, from its archive, by the learner's own code without any engine.
+"""`streamppo replay`: makes the run's updates again from its archive, with the learner's code and without an engine.
 
-without changes       every version must come out with the bytes that it had, if `learner.exact` held for all of them
-with changes          what the same batches would have done under another configuration
+without changes       every version must have its recorded bytes, if `learner.exact` held for all of them
+with changes          the same batches under another configuration
 RUN/replays/1.json    the recorded and the new numbers, for each version
 """
 
@@ -49,7 +49,7 @@ LINES = 20
 
 
 class ReplayedUpdate(TypedDict):
-    """One update as recorded in the run, if it has a line, and as replayed."""
+    """One update as recorded, if the run has its line, and as replayed."""
 
     version: int
     recorded: Mapping[str, object] | None
@@ -61,7 +61,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 
     If the first batches were not kept, it begins with the oldest checkpoint that the archive still covers.
 
-    Raises `Diverged` if there are no changes, the run was exact, and a version has other weights than it had.
+    Raises `Diverged` if there are no changes, the run was exact, and a version's weights differ from the recorded ones.
     """
     journal = Journal.open_run(run)
     recorded = journal.versions()
@@ -95,14 +95,14 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
         echo(f"no report: {error}")
     if other and exact:
         raise Diverged(
-            f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
+            f"{len(other)} of {len(digests)} versions differ from the recorded weights, the first is {other[0]}: "
             "the software, the device or the number of ranks differs"
         )
     return 0
 
 
 def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
-    """A recorded configuration with `changes`, and with the `present` places of files that were moved since."""
+    """A recorded configuration with `changes`, and with the `present` paths of moved files."""
     places = [f"{name}={json.dumps(place)}" for name, place in moved_paths(recorded, present).items()]
     return threads.resolved(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
@@ -123,7 +123,7 @@ def remake(
     """Make the versions after the checkpoint `begin` (None: version 0) up to `last`, or up to one that ends `until`.
 
     Returns the digest of every version, and the report of every update. The last version is saved under `checkpoints`,
-    if given. The learner's ranks run on a Ray of their own, which ends with the call. Raises `RunError` if one fails.
+    if given. The learner's ranks run on a separate Ray, which ends with the call. Raises `RunError` if one fails.
     """
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
@@ -180,7 +180,7 @@ def oldest_start(run: Path, past: History) -> Path | None:
     here = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
     checkpoints = {*(int(path.name) for path in here), *copies}
     if not (covered := sorted(version for version in checkpoints if version >= first)):
-        raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is as new as that")
+        raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is that new")
     path = folder / f"{covered[0]:08d}"
     echo(f"batches before version {first} were not kept: beginning with the checkpoint of version {path.name}")
     return path
@@ -197,9 +197,11 @@ def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str
     console().print(rows)
     if not exact:
         same = len(digests) - len(other)
-        echo(f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false the others come close")
+        echo(
+            f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false the others are only close"
+        )
     elif not other:
-        echo(f"{len(digests)} versions, all of them bit for bit as they were")
+        echo(f"{len(digests)} versions, all of them bit for bit as recorded")
     return other
 
 
@@ -256,7 +258,7 @@ def _claim_name(folder: Path) -> Path:
         path = folder / f"{number}.json"
         with suppress(FileExistsError):
             durable.aside(path).touch(exist_ok=False)
-            # Another replay may have claimed it, and settled it, since the folder was read.
+            # Another replay may have claimed and settled it since the folder was read.
             if not path.exists():
                 return path
             durable.aside(path).unlink()

@@ -1,4 +1,4 @@
-"""Reads the arguments of commands: runs and replays, a model, one more configuration."""
+"""Reads the arguments of commands: runs and replays, a model, a second configuration."""
 
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -31,7 +31,7 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
 
 
 def runs_and_replays(command: str, paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs and the files of replays in full. Raises for none, and for one that is not there."""
+    """Return the folders of runs and the files of replays in full. Raises for none, and for a missing one."""
     if not paths:
         raise ConfigError(f"`streamppo {command}` needs at least one run folder")
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in paths]
@@ -54,7 +54,7 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
 
 
 def refuse(config: Config) -> None:
-    """Raise the errors of a run of `config`, before it has a folder or a process."""
+    """Raise the errors of a run of `config` before it has a folder or a process."""
     from streamppo.commands.checks import light_checks
 
     light_checks.refuse(config)

@@ -44,7 +44,7 @@ class TrialQuestion(NamedTuple):
             raise ConfigError("--at, --sample and --attempt are of an archived completion, and --prompt is a text")
 
     def refuse_agent(self, config: Config) -> None:
-        """Raise `ConfigError` for the run of an agent."""
+        """Raise `ConfigError` for a run of an agent."""
         if isinstance(config.environment, AgentEnvironment):
             raise ConfigError(
                 "this run trains an agent (environment.kind): the state of its program is not recorded, so no "
@@ -65,7 +65,7 @@ class Continued(msgspec.Struct, frozen=True):
 class VersionTrial(msgspec.Struct, frozen=True):
     """The continuations of a version, which was replayed from version `begin`: its own number for a checkpoint.
 
-    `mean` and `error`, its standard error, are of their rewards. `value` is the version's critic at the token.
+    `mean` is that of their rewards, `error` its standard error. `value` is the version's critic at the token.
     `is_same`: with the run's random numbers it sampled the archived completion again, up to token `differs`; None if
     other versions sampled a part of that.
     """
@@ -83,8 +83,8 @@ class VersionTrial(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True):
     """The answer: the completion up to the token, as the run had it, and each version's continuations.
 
-    `recorded_value` is the critic's as the update to version `update` began. `difference` is the second version's mean
-    reward less the first's over pairs with the same random numbers.
+    `recorded_value` is the critic's at the start of the update to version `update`. `difference` is the second
+    version's mean reward less the first's over pairs with the same random numbers.
     """
 
     prompt: str
@@ -128,7 +128,7 @@ def _of_version(tried: VersionTrial) -> Iterator[str]:
     yield f"version {tried.version}{origin}: {mean} of {scored}{value}"
     if tried.is_same is not None:
         other = f"another completion from token {tried.differs} on: the machine, the threads or the software differ"
-        failed = "it could not be sampled again, and was not compared"
+        failed = "it could not be sampled again, so it is not compared"
         again = (
             "the archived completion, token for token" if tried.is_same else failed if tried.differs is None else other
         )

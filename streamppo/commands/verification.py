@@ -1,21 +1,21 @@
-"""What `streamppo verify` answers. Needs neither Ray nor torch."""
+"""The result of `streamppo verify`. Needs neither Ray nor torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """What differs, in the file or folder `place` of the run."""
+    """A difference in the file or folder `place` of the run."""
 
     place: str
     what: str
 
 
 class Verification(NamedTuple):
-    """What was compared, and the `faults`; none if all is as it was recorded.
+    """The counts of compared records, and the `faults`; empty if all is as recorded.
 
     `digest` is that of the run, `link` that of its newest version: empty if the journal cannot be read. `remade` are
-    the versions that were replayed. `notes` say what was not compared.
+    the versions that were replayed. `notes` name the parts that were not compared.
     """
 
     digest: str

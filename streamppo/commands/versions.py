@@ -58,13 +58,14 @@ def newest_whole(past: Past) -> Path | None:
 def remake(past: Past, begin: Path | None, into: Path) -> None:
     """Replay the version, after the checkpoint `begin` (None: version 0), and save its checkpoint under `into`.
 
-    Raises `JournalError` for a batch that was not kept, and `Diverged` if the version has other weights than it had.
+    Raises `JournalError` for a batch that was not kept, and `Diverged` if the version's weights differ from the
+    recorded ones.
     """
     start = int(begin.name) if begin else 0
     if missing := [one for one in range(start, past.version) if one not in past.archived]:
         raise JournalError(
             f"{past.run}: version {past.version} cannot be replayed: the batch of version {missing[0]} was not kept. "
-            f"Take that of a checkpoint ({_checkpoints(past.run)}), or one after it whose batches are kept"
+            f"Choose the version of a checkpoint ({_checkpoints(past.run)}), or one after it whose batches are kept"
         )
     log.info("version %d is replayed from version %d: %d updates", past.version, start, past.version - start)
     configs = {version: _without_copies(config) for version, config in past.history.configs.items()}

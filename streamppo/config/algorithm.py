@@ -189,8 +189,8 @@ class Critic(Section, frozen=True):
         for name in ("epochs", "minibatches", "max_grad_norm"):
             if self.model == "head" and getattr(self, name):
                 yield (
-                    f"{name} ({getattr(self, name)}) is for a critic with a transformer of its own: a value head "
-                    f'learns in the policy\'s steps, and passes of its own would move the policy (model = "policy")'
+                    f"{name} ({getattr(self, name)}) is for a critic with a separate transformer: a value head "
+                    f'learns in the policy\'s steps, and further passes would move the policy (model = "policy")'
                 )
 
 
@@ -256,7 +256,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """Why the first step needs the learner's log-probs of the whole batch; None if it does not."""
+        """The reason why the first step needs the learner's log-probs of the whole batch, or None."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -264,12 +264,12 @@ class Algorithm(Section, frozen=True):
         if isinstance(self.correction, SecondMoment):
             return "the second-moment correction, whose threshold is over the whole batch"
         if isinstance(self.correction, CustomCorrection):
-            return "the correction of your own, which is given the whole batch"
+            return "the custom correction, which gets the whole batch"
         if not isinstance(self.exploration, NoExploration):
             return f"exploration {self.exploration.__struct_config__.tag!r}, whose tokens are found in the whole batch"
         if self.teacher.on:
             return "the teacher, whose log-probs are compared with them"
-        return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
+        return "the KL in the reward, which needs them" if self.kl.reward_beta else None
 
     @property
     def compared_components(self) -> frozenset[str]:
@@ -302,15 +302,15 @@ class Algorithm(Section, frozen=True):
 
     def _of_groups(self) -> Iterator[str]:
         if self.zero_variance != "keep" and not self._advantage_compares:
-            yield "zero_variance is about groups: it needs an advantage that compares them"
+            yield "zero_variance judges groups: it needs an advantage that compares them"
         if self.zero_variance != "resample" and self.resample != Resample():
             yield f'resample is for zero_variance = "resample", and that is {self.zero_variance!r}'
         if isinstance(self.advantage, Gdpo) and self.zero_variance != "keep":
-            yield "zero_variance is of the whole score, and gdpo compares its components: equal scores teach there too"
+            yield "zero_variance judges the whole score; with gdpo equal scores have a signal if components differ"
         if self.zero_variance != "keep" and self.teacher.on:
             yield (
-                f"zero_variance = {self.zero_variance!r} gives up groups whose scores are equal, and the teacher "
-                "teaches there too: leave it at 'keep'"
+                f"zero_variance = {self.zero_variance!r} drops groups of equal scores, in which the teacher has a "
+                "signal: leave it at 'keep'"
             )
 
     def _of_advantages(self) -> Iterator[str]:
@@ -320,7 +320,7 @@ class Algorithm(Section, frozen=True):
                 f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
             )
         if isinstance(self.advantage, Gdpo) and self.kl.reward_beta:
-            yield f"advantage {kind!r} knows no KL in the reward: use kl.loss_beta ({self.kl.reward_beta:g} is lost)"
+            yield f"advantage {kind!r} ignores a KL in the reward: use kl.loss_beta ({self.kl.reward_beta:g} is lost)"
         if isinstance(self.advantage, MaxRl) and self.kl.reward_beta:
             yield (
                 f"advantage {kind!r} needs scores that are not negative, and a KL in the reward can make them so: "
@@ -339,7 +339,7 @@ class Algorithm(Section, frozen=True):
         asked = asked if self.negative_weight == 1 else f"negative_weight ({self.negative_weight:g})"
         if asked and by_token and isinstance(self.policy_loss, SequenceClip):
             yield (
-                f"{asked} goes by the sign of each token's advantage, and policy_loss 'sequence_clip' by their mean: "
+                f"{asked} depends on the sign of each token's advantage, and policy_loss 'sequence_clip' by the mean: "
                 f"with advantage {kind!r}, or with a teacher, the two differ. Choose an advantage of one number for a "
                 "response (grpo, rloo, sequence), or another policy_loss"
             )
@@ -351,14 +351,14 @@ class Algorithm(Section, frozen=True):
                 f"proximal policy from behavior and current by lag: it would bound the lag, not the update's step"
             )
         if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
-            yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}"
+            yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway: {reason}"
         if self.proximal == "behavior" and not isinstance(self.correction, NoCorrection):
             yield (
                 f"correction {self.correction.__struct_config__.tag!r} is of proximal / behavior, which is 1 with "
-                "proximal = 'behavior', whose ratio makes up for the age already: choose correction = { kind = 'off' }"
+                "proximal = 'behavior', whose ratio already corrects for the age: choose correction = { kind = 'off' }"
             )
         if self.proximal == "behavior" and isinstance(self.policy_loss, Reinforce):
             yield (
-                "policy_loss 'reinforce' has no ratio, and with proximal = 'behavior' nothing else makes up for the "
+                "policy_loss 'reinforce' has no ratio, and with proximal = 'behavior' nothing else corrects for the "
                 "age of the data: choose policy_loss 'importance_weighted'"
             )

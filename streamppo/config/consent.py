@@ -90,14 +90,14 @@ def give(run: Path, config: Config) -> None:
         lines = _lines(run) | {_hmac_of(secret, name, run) for name in named}
         durable.write(_file(run), "".join(f"{line}\n" for line in sorted(lines)).encode())
     except (OSError, RuntimeError, StreamppoError) as error:
-        log.warning(f"{run}: that you trust this run's code cannot be recorded ({error}): `resume` asks for --trust")
+        log.warning(f"{run}: your trust in this run's code cannot be recorded ({error}): `resume` will ask for --trust")
 
 
 def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
     """Raise `ConfigError` if one of `configs` of the run in `run` has names without this user's consent."""
     configs = list(configs)
-    named = set[str]().union(*map(code, configs))
-    if not named:
+    names_of_code = set[str]().union(*map(code, configs))
+    if not names_of_code:
         return
     if trust or os.environ.get(VARIABLE) == "1":
         for config in configs if trust else ():
@@ -105,15 +105,15 @@ def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
         return
     try:
         secret, lines = _secret(make=False), _lines(run)
-        unknown = {name for name in named if _hmac_of(secret, name, run) not in lines}
+        unknown = {name for name in names_of_code if _hmac_of(secret, name, run) not in lines}
     except (OSError, RuntimeError):
-        unknown = named
+        unknown = names_of_code
     if unknown:
         names = [ascii(name if len(name) <= LENGTH else f"{name[:LENGTH]}...") for name in sorted(unknown)]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        further = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise ConfigError(
             f"{run}: this run was not made here, and its configuration would run, or send a key to, "
-            f"{', '.join(names[:SHOWN])}{more}: look at what that does, then agree once with --trust (a script with "
+            f"{', '.join(names[:SHOWN])}{further}: read that code, then agree once with --trust (in a script "
             f"{VARIABLE}=1)"
         )
 
@@ -162,7 +162,7 @@ def _hmac_of(secret: bytes, name: str, run: Path) -> str:
     with suppress(ValueError):
         path, folder = Path(file).resolve(), run.resolve()
         if not path.exists():
-            # The path of a deleted file stays as the run has it: relative to the run.
+            # The path of a deleted file stays relative to the run.
             path = (folder / file).resolve()
         if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
             digest = _digest(path) if path.is_relative_to(folder) and path.is_file() else ""

@@ -60,7 +60,7 @@ class Reject(Kind, frozen=True, tag="reject"):
         """At least one rule, each kind at most once."""
         yield from _repeated(self.reject, "reject")
         if not self.reject:
-            yield "reject names no rule: choose kind = 'off' for a weight of 1 everywhere"
+            yield "reject has no rule: choose kind = 'off' for a weight of 1 everywhere"
 
 
 class Weighted(Kind, frozen=True):
@@ -161,7 +161,7 @@ def _repeated(kinds: Sequence[Kind], field: str) -> Iterator[str]:
     tags = [str(kind.__struct_config__.tag) for kind in kinds]
     for tag in dict.fromkeys(tags):
         if tags.count(tag) > 1:
-            yield f"{field} has the kind {tag!r} {tags.count(tag)} times: one is all it takes"
+            yield f"{field} has the kind {tag!r} {tags.count(tag)} times: give it once"
 
 
 def _band_mistakes(band: tuple[float, float]) -> Iterator[str]:

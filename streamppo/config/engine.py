@@ -17,11 +17,11 @@ MOST_CANDIDATES = 4096
 """Most candidates of a token that SGLang returns."""
 Argument: TypeAlias = bool | int | float | str
 Fit = Callable[[float], int]
-"""(share of a GPU's free memory) -> cache tokens that fit into it besides the weights."""
+"""(share of a GPU's free memory) -> cache tokens that fit into it next to the weights."""
 
 
 class EngineKind(Kind, frozen=True):
-    """Fields of every engine."""
+    """Fields common to all engines."""
 
     kv: Literal["keep", "recompute"] = "keep"
     """At a swap, keep the cache of running completions or recompute it."""
@@ -61,9 +61,9 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
-    def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
-        """Capacity of its cache in tokens: `asked`, the longest rows of all slots."""
-        return asked
+    def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
+        """Capacity of its cache in tokens: `row_tokens`, the longest rows of all slots."""
+        return row_tokens
 
 
 DECIDED = {
@@ -77,14 +77,14 @@ DECIDED = {
     "max_total_tokens": "by rollout.engine.max_total_tokens",
     "disable_radix_cache": "by rollout.engine.prefix_cache",
     "random_seed": "by seed",
-    "skip_tokenizer_init": "token ids go in and come out; a string of rollout.stop needs the tokenizer",
+    "skip_tokenizer_init": "requests and answers are token ids; only a string of rollout.stop needs the tokenizer",
     "sampling_defaults": "log-probs are of the distribution that [rollout] says",
     "preferred_sampling_params": "log-probs are of the distribution that [rollout] says",
     "load_format": "all weights come from the learner",
     "host": "our engines listen on loopback",
     "enable_return_routed_experts": "by rollout.engine.routes",
 }
-"""SGLang arguments that have a field of their own or are fixed."""
+"""SGLang arguments that have their own field here or are fixed, with the reason."""
 
 
 class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
@@ -127,7 +127,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         if (self.transport == "disk") != bool(self.folder):
             yield 'folder is for transport = "disk", which needs it'
         if self.args and self.urls:
-            yield "args are for engines that actors start: the servers at urls have arguments of their own"
+            yield "args are for engines that actors start: the servers at urls have their own arguments"
         for name in self.args:
             if elsewhere := DECIDED.get(name):
                 yield f"args.{name} is decided elsewhere: {elsewhere}"
@@ -144,38 +144,38 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         if top_k <= MOST_CANDIDATES and (top_k or top_p == 1):
             return ""
         return (
-            f"top_k ({top_k}) must be 2 to {MOST_CANDIDATES} with top_p ({top_p:g}) and SGLang: it names the "
-            "candidates of a token, which the learner needs, only where top_k bounds their number"
+            f"top_k ({top_k}) must be 2 to {MOST_CANDIDATES} with top_p ({top_p:g}) and SGLang: it returns a "
+            "token's candidates, which the learner needs, only if top_k bounds their number"
         )
 
     def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
         """Reasons against a learner that is `compiled`, or that trains on `segments`."""
         if self.routes and compiled:
-            yield "rollout.engine.routes answers routers one by one, and model.compile makes one thing of a layer"
+            yield "rollout.engine.routes replaces each router's choice, and model.compile fuses a layer's operations"
         if self.routes and segments:
-            yield "rollout.engine.routes come at the end of a completion, and queue.segments are trained on before"
+            yield "rollout.engine.routes arrive at the end of a completion, and queue.segments are trained on earlier"
 
     def refuses_places(self, actors: int, gpus: float) -> str:
         """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
         if gpus > 1 and gpus % 1:
             return f"rollout.gpus ({gpus:g}) must be below 1 or a whole number"
         if self.urls and gpus and self.transport != "group":
-            return f"rollout.gpus ({gpus:g}) must be 0: the servers at rollout.engine.urls have GPUs of their own"
+            return f"rollout.gpus ({gpus:g}) must be 0: the servers at rollout.engine.urls have their own GPUs"
         if self.urls and actors != len(self.urls):
             return (
                 f"rollout.actors ({actors}) must be {len(self.urls)}: one for each of rollout.engine.urls, to update it"
             )
         return ""
 
-    def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
+    def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
         """Capacity of its cache in tokens; `fit` is None on a CPU. Returns None for a server at `urls`.
 
-        On a GPU the cache fills its share of the memory; on a CPU it holds `asked`, the longest rows of all slots.
-        `max_total_tokens` replaces `asked` and bounds the share.
+        On a GPU the cache fills its share of the memory; on a CPU it holds `row_tokens`, the longest rows of all slots.
+        `max_total_tokens` replaces `row_tokens` and bounds the share.
         """
         if self.urls:
             return None
         if fit is None:
-            return self.max_total_tokens or asked
+            return self.max_total_tokens or row_tokens
         filled = fit(self.mem_fraction_static)
         return min(filled, self.max_total_tokens or filled)

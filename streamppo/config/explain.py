@@ -10,7 +10,8 @@ from streamppo.config.convert import Mistake
 def explain(
     mistakes: Sequence[Mistake], path: Path, text: str, overridden: Sequence[str], short: Mapping[str, str]
 ) -> list[str]:
-    """One line for each mistake, in the order of the file `path` with content `text`; `short` is `expand`'s."""
+    """One line for each mistake, in the order of the file `path` with content `text`; `short` is the result of
+    `expand`."""
     written = [_as_written(mistake, short) for mistake in mistakes]
     lines = [(_line_of(mistake.at, text) or 0, mistake) for mistake in written]
     ordered = sorted(lines, key=lambda pair: pair[0])

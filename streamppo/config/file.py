@@ -33,12 +33,12 @@ WEIGHTS = (".safetensors", ".bin")
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides` ("learner.lr=3e-4"), check everything.
 
-    Relative paths in the file are looked up in its folder first, then in the current folder. Without a `name` the run
-    has the file's name.
-    Raises `ConfigError` with a line for every mistake: the file and the line or the override, and the nearest name.
+    Relative paths in the file are resolved in its folder first, then in the current folder. Without a `name` the run
+    has the file's name. Raises `ConfigError` with a line for every mistake: the file and the line or the override, and
+    the nearest name.
     """
     try:
-        # A file that the user names may be a pipe of the shell's, `<(...)`; that in a run's folder may not.
+        # A file named by the user may be a shell's pipe, `<(...)`; a file in a run's folder may not.
         with durable.reading(path, whole=True) if path.name == CONFIG else path.open("rb") as file:
             text = file.read().decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
@@ -71,19 +71,19 @@ def existing(run: Path) -> Path:
     """The absolute path of a run's folder.
 
     Raises `CheckpointError` if it has no run, or an entry that is neither a file nor a folder: reading a pipe could
-    block for ever, and a device has no end. So does a hollow file, whose reader may have no memory left.
+    block for ever, and a device never ends. A sparse file is refused too: reading it may exhaust the memory.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
-            raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can continue with it")
+            raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found")
     # A temporary file of a running run may be gone by now.
     if strange := [
         one.name for one in run.iterdir() if not one.is_file() and not one.is_dir() and os.path.lexists(one)
     ]:
-        raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder, which streamppo does not write")
-    # SQLite and tokenizers read their files themselves; of weights only a header is read.
+        raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder; streamppo writes only these")
+    # Not checked: files that SQLite and tokenizers read themselves, and weights, of which only a header is read.
     for path in (*run.iterdir(), *(run / "model").glob("*")):
         if path.suffix not in WEIGHTS and path.is_file() and durable.is_hollow(path):
             raise CheckpointError(f"{path}: {durable.HOLLOW}")

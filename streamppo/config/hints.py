@@ -17,9 +17,9 @@ from streamppo.config.describe import join_names
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
-"""Smallest similarity of two names for: a certain typo; a hint in the same table; a hint about another table."""
+"""The least similarity of two names for: a certain typo; a hint in the same table; a hint about another table."""
 MOST = 3
-"""Most fields of one name in a hint."""
+"""The most fields of one name in a hint."""
 SHORT = {"reward.scorers": ("reward", ""), "task.sources": ("task", "data")}
 """Tables whose entries a file may write in their parent table: the parent's name, and its kind if it has kinds."""
 ALIASES = {
@@ -108,7 +108,7 @@ ALIASES = {
 """Other trainers' names of a field, separated by spaces; dotted where the last part alone is ambiguous."""
 MEANING = {
     "algorithm.policy_loss.range": "two distances from 1, such as [0.2, 0.2]",
-    "learner.micro_batch_tokens": "in tokens of a rank; there is nothing to accumulate by hand",
+    "learner.micro_batch_tokens": "in tokens of a rank; gradients accumulate automatically",
     "learner.minibatches": "their number in an epoch, not their size",
     "queue.batch_size": "all completions of one update, over all ranks",
     "queue.max_lag": "in versions",

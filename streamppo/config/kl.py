@@ -38,11 +38,11 @@ class Kl(Section, frozen=True):
             yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
         if self.loss_beta and self.loss_estimator == "k1" and not self.straight_through:
             yield (
-                "loss_estimator 'k1' in the loss has a gradient that is 0 on average, so that it holds nothing: choose "
+                "loss_estimator 'k1' in the loss has a gradient that is 0 on average, and so no effect: choose "
                 "'k2' or 'k3', or straight_through = true"
             )
         if self.target and not self.reward_beta:
-            yield f"target ({self.target}) steers reward_beta, which is 0"
+            yield f"target ({self.target}) adapts reward_beta, which is 0"
         if self.follow_every and not self.on:
             yield f"follow_every ({self.follow_every}) moves a reference: set reward_beta or loss_beta"
         if self.follow_share != 1 and not self.follow_every:

@@ -62,4 +62,4 @@ class Learner(Machine, frozen=True, kw_only=True):
     def contradictions(self) -> Iterator[str]:
         """With a beta of 1 a moment would stay 0."""
         if max(self.betas) == 1:
-            yield f"betas ({list(self.betas)}) must be below 1: a moment of 1 never takes in a gradient"
+            yield f"betas ({list(self.betas)}) must be below 1: with 1 a moment ignores every gradient"

@@ -42,7 +42,7 @@ class Mesh(Section, frozen=True):
                 + ("'detached'")
             )
         if cut and adapted:
-            yield f"{cut[0]} cuts weights that model.lora leaves whole: choose one"
+            yield f"{cut[0]} splits weights, which model.lora does not support: choose one"
         if cut and compiled:
             yield f"{cut[0]} is not possible with model.compile = True"
 

@@ -4,7 +4,7 @@ from streamppo.config.base import Count, Section
 
 
 class Origin(Section, frozen=True):
-    """The version of another run that a fork begins as; `streamppo fork` writes it, and a run does not read it."""
+    """The version of another run from which a fork begins; `streamppo fork` writes it, and a run does not read it."""
 
     run: str
     """The folder of the run that was forked."""

@@ -35,9 +35,9 @@ class Segments(Section, frozen=True):
                 f"{advantage.__struct_config__.tag!r} has none: choose gae or vtrace"
             )
         if isinstance(advantage, Gae) and advantage.adaptive_alpha:
-            yield "algorithm.advantage.adaptive_alpha asks for a completion's length, which queue.segments do not know"
+            yield "algorithm.advantage.adaptive_alpha needs a completion's length, which is unknown with queue.segments"
         if algorithm.positive_nll:
-            yield "algorithm.positive_nll learns correct answers, and a segment's answer is not known yet"
+            yield "algorithm.positive_nll needs correct answers, and a segment has no answer yet"
         if algorithm.teacher.url:
             yield "algorithm.teacher.url scores whole completions, and queue.segments are parts"
 
@@ -129,8 +129,8 @@ class Queue(Section, frozen=True):
         """
         if (self.admission == "mean") != (self.too_old == "keep"):
             yield (
-                f"admission = {self.admission!r} with too_old = {self.too_old!r}: that max_lag bounds the mean alone "
-                "takes both, admission = 'mean' and too_old = 'keep'"
+                f"admission = {self.admission!r} with too_old = {self.too_old!r}: a max_lag that bounds only the mean "
+                "needs both admission = 'mean' and too_old = 'keep'"
             )
         if self.admission == "mean" and isinstance(self.max_lag, AdaptiveLag):
             yield "admission = 'mean' has no bound on age to adapt: give max_lag as a number"

@@ -85,7 +85,7 @@ class Model(Section, frozen=True):
         if self.attention in FLASH and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
         if self.compile and self.float32_router:
-            yield "float32_router = true looks at single operations, and compile = true leaves none"
+            yield "float32_router = true needs single operations, and compile = true fuses them"
 
     def refuses(self, what: str) -> Iterator[str]:
         """Yield a sentence for every choice that excludes `what`, which needs the learner's own attention."""
@@ -201,7 +201,7 @@ class Watchdog(Section, frozen=True):
     shutdown_s: Seconds | None = None
     """Time limit of the last checkpoint; by default 6 s, plus 10 s per GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
-    """Time without a sign of life after which an actor or rank is replaced."""
+    """Time without a heartbeat after which an actor or rank is replaced."""
     max_restarts: Count = 10
     """Restarts within restarts_s; one more death ends the run."""
     restarts_s: Seconds = 600.0
@@ -270,8 +270,8 @@ class Config(Section, frozen=True):
             yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
         yield from _proximal(self)
         yield from queue.segments.refuses(algorithm) if queue.segments else ()
-        for what in (*queue.own_attention, *self.learner.mesh.own_attention):
-            yield from self.model.refuses(what)
+        for choice in (*queue.own_attention, *self.learner.mesh.own_attention):
+            yield from self.model.refuses(choice)
         if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
             yield refused
         if self.environment is None and not self.reward.scorers:
@@ -287,7 +287,7 @@ class Config(Section, frozen=True):
         yield from self.model.lora.refuses(algorithm.kl) if self.model.lora else ()
         if self.model.compile and learner.exact:
             yield (
-                "model.compile chooses operations by the sizes that it meets first, and a resumed run meets others: it "
+                "model.compile chooses operations by the first sizes, which differ in a resumed run: it "
                 "needs learner.exact = false"
             )
         if not _names_folder(self.name):
@@ -301,13 +301,13 @@ def _kept(config: Config) -> Iterator[str]:
     """Yield a sentence for every choice that would leave a run without files that it needs."""
     if config.archive.keep and (not config.checkpoint.every or config.checkpoint.keep < 2):
         yield (
-            f"archive.keep ({config.archive.keep}) drops batches that two checkpoints have made needless: "
+            f"archive.keep ({config.archive.keep}) drops batches that two checkpoints replace: "
             "checkpoint.every must be above 0 and checkpoint.keep at least 2"
         )
     if config.cluster.own_disks and not config.checkpoint.remote:
-        yield "cluster.own_disks needs checkpoint.remote: a node that comes has no file of those that have gone"
+        yield "cluster.own_disks needs checkpoint.remote: a new node lacks the files of earlier ones"
     if config.queue.standby and not config.cluster.own_disks:
-        yield "queue.standby needs cluster.own_disks: a run whose queue's disk is lost has its model from elsewhere"
+        yield "queue.standby needs cluster.own_disks: without the queue's disk the model must come from elsewhere"
     yield from config.learner.transport.refuses_disks(own=config.cluster.own_disks)
 
 
@@ -321,20 +321,20 @@ def _proximal(config: Config) -> Iterator[str]:
         )
     if learner.lr_by_ess == "on" and algorithm.proximal != "recompute":
         yield (
-            f"learner.lr_by_ess weighs a batch before its first step, and algorithm.proximal = {algorithm.proximal!r} "
+            f"learner.lr_by_ess scores a batch before its first step, and algorithm.proximal = {algorithm.proximal!r} "
             "passes over it only to learn from it: choose recompute"
         )
     steps, is_behavior = learner.epochs * learner.minibatches, algorithm.proximal == "behavior"
     if isinstance(algorithm.exploration, KlCov) and steps == 1 and not is_behavior:
         yield (
-            "algorithm.exploration = 'kl_cov' penalises the distance to the policy that the batch began with, of which "
-            "there is none where an update is one step: learner.epochs (1) times learner.minibatches (1)"
+            "algorithm.exploration = 'kl_cov' penalises the distance to the policy at the update's start, 0 if "
+            "an update is one step: learner.epochs (1) times learner.minibatches (1)"
         )
     if algorithm.proximal == "behavior" and algorithm.target_kl and max_lag:
         yield (
             f"algorithm.target_kl ({algorithm.target_kl:g}) bounds KL(proximal || current), and with proximal = "
-            f"'behavior' and queue.max_lag ({max_lag}) that counts the age of the data: it would end updates that "
-            "have not moved"
+            f"'behavior' and queue.max_lag ({max_lag}) that includes the age of the data: it would end updates "
+            "without a step"
         )
 
 

@@ -141,10 +141,10 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
 
 
 class BubblewrapSandbox(Kind, frozen=True, tag="bubblewrap"):
-    """The program sees /usr, Python and `files`, read-only, and no network but its own endpoint."""
+    """The program has /usr, Python and `files`, read-only, and no network but its own endpoint."""
 
     files: tuple[str, ...] = ()
-    """Files and folders that it reads."""
+    """Files and folders that the program may read."""
     memory_mib: Positive = 1024
     """Memory of all its processes together."""
     disk_mib: Positive = 64
@@ -152,7 +152,7 @@ class BubblewrapSandbox(Kind, frozen=True, tag="bubblewrap"):
 
 
 class CustomSandbox(Kind, frozen=True, kw_only=True, tag="class"):
-    """A sandbox of yours, such as a remote service: a class with `async def run(self, program) -> Ran`."""
+    """A custom sandbox, such as a remote service: a class with `async def run(self, program) -> Ran`."""
 
     name: str
     """`package.module:Class` or `path/file.py:Class`."""
@@ -190,12 +190,12 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
                 "one of them"
             )
         if self.sandbox is not None and not self.command:
-            yield "sandbox is a place for a program: give command = [...], as a function runs in a process of the run"
+            yield "sandbox is for a program: give command = [...]; a function runs in a process of the run"
 
     def refuses(self, linear: Sequence[str]) -> Iterator[str]:
         """Yield a sentence for each choice in `linear`, which excludes branches: an agent's requests may branch."""
         for choice in linear:
-            yield f"{choice} takes rows without branches, and an agent's run may have them: leave it out"
+            yield f"{choice} does not support branches, which an agent's run may have: leave it out"
 
 
 AnyEnvironment: TypeAlias = Environment | AgentEnvironment

@@ -21,7 +21,7 @@ class Teacher(Calls, frozen=True):
     signal: Literal["advantage", "reward"] = "advantage"
     """Add it to the advantage, or to the reward, which the estimator discounts."""
     others: NonNegative = 1.0
-    """Weight of the rewards' advantages; 0 is the teacher alone."""
+    """Weight of the rewards' advantages; 0 is only the teacher."""
     offload: bool = False
     """Keep `model` in CPU memory, and its layers on the GPU one by one."""
 
@@ -48,8 +48,8 @@ class Teacher(Calls, frozen=True):
         """Reason that a server cannot score tokens of this sampling; empty if it can."""
         if self.url and temperature != 1:
             return (
-                f"rollout.temperature ({temperature:g}) must be 1 with algorithm.teacher.url: SGLang gives the "
-                "log-probs of given tokens at temperature 1 alone, which would be compared with another distribution's"
+                f"rollout.temperature ({temperature:g}) must be 1 with algorithm.teacher.url: SGLang gives "
+                "log-probs of given tokens only at temperature 1, and they would be compared with another distribution"
             )
         if self.url and cuts:
             return (
@@ -67,14 +67,14 @@ class Teacher(Calls, frozen=True):
         yield from address_fault(self.url)
         try:
             parts = urlsplit(self.url)
-            whole = parts.port != 0 and bool(parts.hostname)
+            has_host = parts.port != 0 and bool(parts.hostname)
         except ValueError:
-            yield f"url ({self.url!r}) is no address: its host or port cannot be read"
+            yield f"url ({self.url!r}) is not an address: its host or port cannot be read"
             return
-        if not whole or parts.query or parts.fragment or any(map(str.isspace, self.url)):
-            yield f"url ({self.url!r}) must be a server's address alone: http://10.0.0.9:30000"
+        if not has_host or parts.query or parts.fragment or any(map(str.isspace, self.url)):
+            yield f"url ({self.url!r}) must be only a server's address: http://10.0.0.9:30000"
         if parts.path.rstrip("/").endswith(("/generate", "/v1")):
-            yield f"url ({self.url!r}) must end before {parts.path}: SGLang's own /generate is asked there"
+            yield f"url ({self.url!r}) must end before {parts.path}: SGLang's own /generate is called there"
         if self.offload:
             yield "offload is for a teacher by model: one at a url takes no memory of the learner"
 

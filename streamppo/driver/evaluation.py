@@ -21,9 +21,9 @@ def evaluate(
     crew: RolloutPool,
     prompts: int,
     min_version: int,
-    done: Callable[[list[EvaluationReport]], None],
+    on_reports: Callable[[list[EvaluationReport]], None],
 ) -> None:
-    """Request greedy answers by engines at `min_version` or later; call `done` with the reports of all parts.
+    """Request greedy answers by engines at `min_version` or later; call `on_reports` with the reports of all parts.
 
     While some actors are at work, actors that are still loading get no part. The part of a lost actor goes to another.
     """
@@ -34,7 +34,7 @@ def evaluate(
         reports.append(decode(answer, EvaluationReport))
         calls.reset_stall()
         if len(reports) == parts:
-            done(reports)
+            on_reports(reports)
 
     def ask(part: int) -> ObjectRef[bytes]:
         actors = crew.answering()

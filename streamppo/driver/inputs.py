@@ -68,8 +68,8 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
 
     Raises `CheckpointError` for changed data or models, unless `accept_changes`.
     """
-    named, before, present, changed = _compare(config, folder)
-    refused = [f"{entry.field}: {changed[entry.field]}" for entry in named if entry.kept and changed[entry.field]]
+    entries, before, present, changed = _compare(config, folder)
+    refused = [f"{entry.field}: {changed[entry.field]}" for entry in entries if entry.kept and changed[entry.field]]
     if refused and not accept_changes:
         raise CheckpointError(
             "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would stand for "
@@ -176,11 +176,11 @@ def _change(before: Input | None, present: Input) -> str:
         return ""
     if not present.files:
         return f"{present.path} is gone"
-    both = before.files.keys() & present.files.keys()
+    common_files = before.files.keys() & present.files.keys()
     kinds = {
-        "changed": {name for name in both if before.files[name] != present.files[name]},
+        "changed": {name for name in common_files if before.files[name] != present.files[name]},
         "new": present.files.keys() - before.files.keys(),
         "gone": before.files.keys() - present.files.keys(),
     }
     text = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
-    return f"{present.path} is not what the run had: {text}" if text else ""
+    return f"{present.path} has changed since the run began: {text}" if text else ""

@@ -15,11 +15,11 @@ from streamppo.queue.store import snapshot
 from streamppo.queue.store.journal import Journal
 
 OTHERS = ("model", "wandb")
-"""Folders of a run whose links are no fault: files that are only read, and those of wandb, which makes links."""
+"""Folders of a run that may have links: those with files that are only read, and those of wandb, which makes links."""
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
-    """Refuse to resume the run in `folder` under `config` where the result would be wrong; a new run always passes.
+    """Refuse to resume the run in `folder` under `config` if the result would be wrong; a new run always passes.
 
     Changed data and models are refused too, unless `accept_changes`; then they are recorded as the run's inputs. Raises
     `JournalError`, `CheckpointError` or `RunError`.
@@ -47,7 +47,8 @@ def _verify_journal(config: Config, folder: Path) -> None:
 
 
 def _links(run: Path) -> Iterator[Path]:
-    """Links through which a run would change what is elsewhere: to files, and at the temporary names of folders.
+    """Links through which a run would change files outside its folder: links to files, and at the temporary names of
+    folders.
 
     Links to folders, such as checkpoints on another disk, are the user's.
     """

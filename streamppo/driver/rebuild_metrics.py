@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 def lost_lines(record: RunRecord, folder: Path) -> None:
     """Write the missing line of each update up to `record.version`, and log which lines were lost."""
     recorded = metrics_file.recorded_versions(metrics_file.read(folder))
-    lost = [version for version in range(1, int(record.version) + 1) if version not in recorded]
-    if not lost:
+    lost_versions = [version for version in range(1, int(record.version) + 1) if version not in recorded]
+    if not lost_versions:
         return
     try:
         journal = Journal.open_run(folder)
@@ -33,9 +33,9 @@ def lost_lines(record: RunRecord, folder: Path) -> None:
         configs = resume_checks.configs(journal)
         journal.close()
     except JournalError as error:
-        log.info("%s: the lines of updates %s are lost: %s", metrics_file.METRICS, _ranges(lost), error)
+        log.info("%s: the lines of updates %s are lost: %s", metrics_file.METRICS, _ranges(lost_versions), error)
         return
-    remade = [version for version in lost if _remake(record, archive, configs, version)]
+    remade = [version for version in lost_versions if _remake(record, archive, configs, version)]
     if remade:
         log.info(
             "%s: the lines of updates %s were lost, and are recomputed from their batches, without losses and times",

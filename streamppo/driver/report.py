@@ -58,7 +58,7 @@ def write_after(folder: Path) -> None:
 def write(found: Sequence[Path], to: Path, told: "Sequence[RunDifference]" = ()) -> Path:
     """Write the report of some runs, by their folders, and of replays, by their files, to `to`.
 
-    It has the `differences` that are `told`. Raises `RunError`.
+    It shows the `differences`. Raises `RunError`.
     """
     views = [replay(path) if path.is_file() else _run(path) for path in found]
     text = page.render(views, [_difference_table(one) for one in told])
@@ -68,7 +68,7 @@ def write(found: Sequence[Path], to: Path, told: "Sequence[RunDifference]" = ())
 
 
 def attempts(folder: Path, config: Config) -> AttemptTable | None:
-    """What became of every attempt of a run; None, with a log line, if journal or archive cannot be read."""
+    """The outcome of every attempt of a run; None, with a log line, if journal or archive cannot be read."""
     found, why = attempt(lambda: queue_attempts.table(folder, config, metrics_file.read(folder)))
     if found is None:
         log.info("attempts are not counted: %s", why)
@@ -106,8 +106,8 @@ def differences(found: Sequence[Path]) -> list[RunDifference]:
     return rows
 
 
-def _difference_table(found: RunDifference) -> tuple[str, RunsTable]:
-    names = ("prompts", found.one, found.other, "difference", "± 2 errors", "± unpaired")
+def _difference_table(difference: RunDifference) -> tuple[str, RunsTable]:
+    names = ("prompts", difference.one, difference.other, "difference", "± 2 errors", "± unpaired")
     rows = [
         (
             f"updates {row.first} to {row.last}",
@@ -117,9 +117,9 @@ def _difference_table(found: RunDifference) -> tuple[str, RunsTable]:
                 *(_number(None if value is None else 2 * value) for value in (row.error, row.unpaired)),
             ),
         )
-        for row in found.rows
+        for row in difference.rows
     ]
-    return found.sentence(), RunsTable(names, rows)
+    return difference.sentence(), RunsTable(names, rows)
 
 
 def _number(value: float | None) -> str:
@@ -152,7 +152,7 @@ def _run(folder: Path) -> View:
     config = try_part(view, lambda: configfile.load(folder / configfile.CONFIG))
     if config is not None:
         view.config = configfile.show(config)
-        # Before the lines, because a running run writes an update's line after its transaction.
+        # Read before the lines, because a running run writes an update's line after its transaction.
         counters = try_part(view, lambda: read_counters(config, folder, view.notes))
         view.queue, view.failures = counters or (None, ())
     if content := try_part(view, lambda: metrics_file.content(folder)):

@@ -231,9 +231,7 @@ class Stages:
 
         def follow(another: str) -> None:
             if life:
-                self.note(
-                    RunStage.QUEUE, f"shard {number} of the queue died and has its journal again", f"shard {number}"
-                )
+                self.note(RunStage.QUEUE, f"shard {number} of the queue died and was restarted", f"shard {number}")
             self._follow_shard(number, another)
 
         self.calls.watch(self._shards[number].another_life.remote(life), RunStage.QUEUE, follow)
@@ -253,7 +251,7 @@ class Stages:
         self.crew.replace_silent(name, reason)
 
     def _tick(self, doing: str) -> None:
-        """Check everything that no answer reports: signals, Ray, heartbeats, the wanted actors, reports and stalls."""
+        """Check everything but the answers: signals, Ray, heartbeats, the wanted actors, reports and stalls."""
         self._interrupts.check()
         refuse_dead_ray()
         self._silence.check([*(seat.name for seat in self.crew.at_work()), *self._loaded_ranks])
@@ -290,7 +288,7 @@ class Stages:
         except (ConfigError, RunError) as error:
             log.info("rollout actors: %d stay: %s", len(self.crew.seats), error)
         else:
-            log.info("rollout actors: %d wanted, %d there", actors, len(self.crew.seats))
+            log.info("rollout actors: %d wanted, %d running", actors, len(self.crew.seats))
             configfile.save(changed, self.folder)
             self.config = changed
             self.crew.resize(actors)

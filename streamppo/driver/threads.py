@@ -1,13 +1,13 @@
-"""The threads of a learner rank, where `learner.threads` is "auto": chosen once, and kept by the run.
+"""The threads of a learner rank if `learner.threads` is "auto": chosen once, and fixed for the run.
 
-Sums depend on the number of threads that add them. The run's configuration has the number, so that a resume and a
+The rounding of sums depends on the number of threads. The run's configuration has the number, so that a resume and a
 replay have the same one on a machine with other cores.
 
 a small model, a GPU, a cluster    1 thread
-a large model on this machine      all cores but half of those that the engines have, divided among the ranks
+a large model on this machine      all cores but half of the engines', divided among the ranks
 
-A large model's learner is the slow side, and its engines wait for a part of the time. Example: 25 million parameters,
-one engine with one thread, two cores: 2 threads sampled 1.4 times the tokens a second of 1.
+With a large model the learner is the slower stage, and engines sometimes wait for it. Example: 25 million parameters,
+one engine with one thread, two cores: with 2 threads, 1.4 times the tokens per second of 1 thread.
 """
 
 import logging
@@ -25,7 +25,7 @@ from streamppo.errors import ModelError
 from streamppo.weights.models import headers
 
 LARGE = 25_000_000
-"""Parameters of a large model: its operations have work for more than one thread."""
+"""A model with more parameters is large: its operations can use more than one thread."""
 CGROUPS = Path("/sys/fs/cgroup")
 BYTES = 4
 """Assumed bytes of a parameter, for files that are pickles."""
@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A number of threads, and the reason for it in words."""
+    """A number of threads, and its reason in words."""
 
     number: int
     reason: str
 
 
 def kept(config: Config, folder: Path) -> Config:
-    """Give a configuration with "auto" the number that the run in `folder` has, if it has one."""
+    """Set the number of a configuration with "auto" to that of the run in `folder`, if it has one."""
     if config.learner.threads != "auto" or not (folder / configfile.CONFIG).is_file():
         return config
     return resolved(config, configfile.load(folder / configfile.CONFIG).learner.threads)
 
 
 def chosen(config: Config, folder: Path) -> Config:
-    """Give a configuration with "auto" the number of the run in `folder`, or choose one and say it in the log."""
+    """Set the number of a configuration with "auto" to that of the run in `folder`, or choose and log one."""
     config = kept(config, folder)
     if config.learner.threads != "auto":
         return config
@@ -58,7 +58,7 @@ def chosen(config: Config, folder: Path) -> Config:
 
 
 def resolved(config: Config, number: int | Literal["auto"]) -> Config:
-    """Give a configuration with "auto" this `number`."""
+    """Set the number of a configuration with "auto"."""
     if config.learner.threads != "auto":
         return config
     return structs.replace(config, learner=structs.replace(config.learner, threads=number))
@@ -96,7 +96,7 @@ def parameters(model: Model) -> int | None:
         return (4 + 3 * 2) * model.tiny.layers * model.tiny.hidden_size**2
     folder = Path(model.path)
     if not folder.is_dir():
-        # Slow to import, and most models are folders.
+        # The import is slow, and most models are folders.
         from huggingface_hub import snapshot_download
 
         try:

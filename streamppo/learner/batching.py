@@ -30,7 +30,7 @@ class Division(NamedTuple):
     is_padded: bool
 
     def minibatches(self, num_rows: int, version: int, epoch: Epoch) -> tuple[Tensor, ...]:
-        """Split the rows by seed, version and epoch alone; a single minibatch keeps the batch's order."""
+        """Split the rows by seed, version and epoch only; a single minibatch keeps the batch's order."""
         if epoch.minibatches == 1:
             return (torch.arange(num_rows),)
         return row_order(num_rows, self.config.seed, version, epoch.number).chunk(epoch.minibatches)

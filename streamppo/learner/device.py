@@ -82,7 +82,7 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
 
 @contextmanager
 def alone(device: torch.device) -> Generator[None]:
-    """Have a process group of this process only, which meets nobody."""
+    """A process group of this process alone, without network connections."""
     if interface := interface_to(LOOPBACK[0], 1):
         os.environ.setdefault(GLOO, interface)
     on_gpu = device.type == "cuda"

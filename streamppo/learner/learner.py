@@ -112,9 +112,11 @@ class Learner:
         optimizer.set_rate(self.optimizer, 1.0)
         explained = [self.updater.pretrain(batch.to(self.updater.device)) for batch in batches]
         if dist.get_rank() == 0:
-            shares = f"{explained[0]:.2f} of the returns' variance explained at first, {explained[-1]:.2f} at last"
+            shares = (
+                f"{explained[0]:.2f} of the returns' variance explained at the start, {explained[-1]:.2f} at the end"
+            )
             run = self.config.algorithm.critic.pretrain
-            log.info("the critic has learned from %d batches of %s: %s", len(explained), run, shares)
+            log.info("the critic was trained on %d batches of %s: %s", len(explained), run, shares)
 
     def push(self, learned: bytes = b"") -> PushedVersion:
         """Publish the present version concurrently with training: every rank copies and pushes its own shards.
@@ -122,8 +124,8 @@ class Learner:
         `learned` is the encoded `TokenRecord` of its batch. Returns the push before.
         """
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
-        written, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
-        return self.pusher.push(self.version, buckets, learned, admitted, written)
+        wait_for_copy, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
+        return self.pusher.push(self.version, buckets, learned, admitted, wait_for_copy)
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written during training."""
@@ -162,7 +164,7 @@ def build(
     """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
 
     `publish` is called for every pushed version. A checkpoint that is not of the run's `past` counts as damaged.
-    `restore`, in place of a checkpoint, fills what is trained and returns its state. Raises `ModelError` or
+    `restore` replaces a checkpoint: it fills the trained tensors and returns their state. Raises `ModelError` or
     `CheckpointError`.
     """
     torch.manual_seed(config.seed)

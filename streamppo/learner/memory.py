@@ -1,6 +1,6 @@
-"""Memory that a rank will take: arithmetic on the model's configuration, before anything is loaded.
+"""The memory of a rank, computed from the model's configuration before anything is loaded.
 
-Estimates: allocators round up, and 1 to 3 GiB that CUDA and NCCL take for themselves are not counted.
+Estimates: allocators round up, and 1 to 3 GiB of CUDA and NCCL are not counted.
 """
 
 import logging
@@ -27,27 +27,27 @@ from streamppo.weights.models.settings import read_settings
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes of a trained parameter, its gradient and AdamW's two moments: float32, and sharded over the ranks."""
 LOGITS = 3
-"""So many float32 tensors of logits live at one time, in the backward pass of the head."""
+"""Float32 tensors of logits in memory at one time, in the backward pass of the head."""
 BATCH = 160
-"""Bytes that a rank holds of each token of the whole batch, between the passes: numbers, metrics and diagnostics."""
+"""Bytes of each token of the whole batch on a rank between the passes: numbers, metrics and diagnostics."""
 BYTE = 256
-"""Experts whose number takes a byte in a token's routes; that of more takes two."""
+"""The most experts whose numbers take one byte in a token's routes; with more, a number takes two."""
 PROBED = 64
-"""Tokens by which activations are measured."""
+"""Tokens of the rows with which activations are measured."""
 
 FITS = 0.85
-"""The share of a GPU's free memory that a rank may take: the rest is for what its allocator holds, CUDA and NCCL."""
+"""The share of a GPU's free memory that a rank may take: the rest is for the allocator's reserve, CUDA and NCCL."""
 
 log = logging.getLogger(__name__)
 
 
 class ModelSizes(NamedTuple):
-    """A model in numbers: parameters as counts, of which `trained` ones are not frozen, and bytes of one token in the
+    """The sizes of a model: numbers of parameters, of which `trained` are not frozen, and bytes of one token in the
     compute type.
 
     `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
     `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation.
-    `routes` are the bytes of a token's experts, of all layers. `active` are the parameters that a token passes.
+    `routes` are the bytes of a token's experts, of all layers. `active` is the number of parameters used for one token.
     """
 
     parameters: int
@@ -73,12 +73,12 @@ class ModelSizes(NamedTuple):
 
     @property
     def body(self) -> int:
-        """Parameters of the transformer without a head of its own."""
+        """Parameters of the transformer without its head."""
         return self.parameters - self.head
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank. Of `head` and `layer` there is one at a time: a backward pass begins with the head."""
+    """Bytes of one rank. `head` and `layer` are never in memory together: a backward pass begins with the head."""
 
     state: int
     gathered: int
@@ -91,7 +91,7 @@ class RankMemory(NamedTuple):
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts that are there at the peak, by their names."""
+        """The parts in memory at the peak, by name."""
         smaller = "head" if self.head < self.layer else "layer"
         return {name: size for name, size in self._asdict().items() if name != smaller}
 
@@ -104,14 +104,14 @@ class RankMemory(NamedTuple):
 def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     """Build the model of `hf_config` without memory and count.
 
-    Raises `ModelError` for a model that is not built like llama, of `layers` with keys and values of their own, or that
-    cannot compute without memory.
+    Raises `ModelError` for a model that is not like llama, `layers` with separate keys and values, or that cannot run
+    on the meta device.
     """
     try:
         return _sizes(hf_config, model)
     except (AttributeError, RuntimeError, ValueError) as error:
         raise ModelError(
-            f"what a rank and an engine hold is not known for a {type(hf_config).__name__}: {error}"
+            f"the memory of a rank and an engine is unknown for a {type(hf_config).__name__}: {error}"
         ) from error
 
 
@@ -152,9 +152,7 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def _activations(lm: Any) -> tuple[int, int]:
-    """Bytes that one layer keeps of one token for the backward pass: all, the difference of two layers and one, and the
-    largest.
-    """
+    """Bytes of one token kept by one layer for the backward pass: all, two layers minus one, and the largest."""
     body = lm.base_model
     all_layers, measured = body.layers, list[list[int]]()
     for count in (1, 2):
@@ -165,7 +163,7 @@ def _activations(lm: Any) -> tuple[int, int]:
 
 
 def _activation_bytes(body: torch.nn.Module) -> list[int]:
-    """Bytes of each that a forward pass keeps, parameters left out."""
+    """Bytes of each tensor that a forward pass keeps, without parameters."""
     parameters = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # The storages themselves are held, so that no address is used twice.
     storages: dict[int, torch.UntypedStorage] = {}
@@ -182,14 +180,15 @@ def _activation_bytes(body: torch.nn.Module) -> list[int]:
 
 
 def _pass(body: torch.nn.Module) -> None:
-    """Let `body`, which has no memory, read `PROBED` rows of one token."""
+    """Run `body`, on the meta device, on `PROBED` rows of one token."""
     tokens = torch.zeros(PROBED, 1, dtype=torch.long, device="meta")
     seen = torch.ones(PROBED, 1, 1, 1, dtype=torch.bool, device="meta")
     body(input_ids=tokens, attention_mask=seen, use_cache=False)
 
 
 class Fused(TorchFunctionMode):
-    """Attention keeps what flash-attn and SDPA's fused kernels keep; without memory torch takes the plain formula."""
+    """Attention is counted as in flash-attn and SDPA's fused kernels; on the meta device torch uses the plain
+    formula."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,7 +210,7 @@ class _Kept(torch.autograd.Function):
 def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     """One learner rank, where `longest` is the longest row in tokens.
 
-    A critic of its own, which learns after the policy, and a teacher are taken to be as large.
+    A separate critic, trained after the policy, and a teacher are assumed to be as large.
 
     state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks; none
                  of it if that is offloaded
@@ -235,11 +234,11 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
     kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
-    whole = model.rest + (model.layers if small else 2) * kept_of_layer
-    # Only what is trained has gradients: of the whole, that share.
+    gathered_parameters = model.rest + (model.layers if small else 2) * kept_of_layer
+    # Only trained parameters have gradients: their share of the whole.
     gradients = model.trained / model.parameters
-    reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
-    gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
+    reduced = gradients * (gathered_parameters if small else max(model.rest, kept_of_layer))
+    gathered = int((1 + gradients) * gathered_parameters * model.element + MASTER * reduced)
     if alone := is_whole(learner.ranks, offload=learner.offload):
         gathered = (model.element < MASTER) * model.element * (model.trained + own_body)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
@@ -249,7 +248,7 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     layers = tokens * model.layers * (per_layer if keeps_all else layer_input * (kind != "offloaded"))
     reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
-    # One that moves is kept in float32, others in the type that they compute in.
+    # A moving reference is kept in float32, other frozen models in the compute type.
     frozen = is_second * (MASTER if reference.follow_every else model.element)
     frozen += (bool(teacher.model) and not teacher.offload) * model.element
     return RankMemory(
@@ -268,13 +267,13 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
 
 
 def routes(config: Config, model: ModelSizes, longest: int) -> int:
-    """Bytes that a rank has of its rows' experts, in the memory of its machine."""
+    """Bytes of the experts of a rank's rows, in host memory."""
     rows = -(-config.queue.batch_size * config.learner.mesh.slices // config.learner.ranks)
     return rows * longest * model.routes if config.rollout.engine.routes else 0
 
 
 def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
-    """The mask of rows that are trees, where SDPA computes them: agents make some."""
+    """The mask of tree rows, which agents produce, if SDPA computes them."""
     attention = config.model.attention
     is_sdpa = attention == "sdpa" or (attention == "auto" and not (config.learner.gpus and model.element < MASTER))
     if not isinstance(config.environment, AgentEnvironment) or not is_sdpa:
@@ -284,7 +283,7 @@ def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> 
 
 
 def _head(config: Config, model: ModelSizes, tokens: int) -> int:
-    """Logits of a chunk and the head in float32; on a GPU, whose head has kernels, those of a piece."""
+    """Logits of a chunk and the head in float32; on a GPU, whose head has kernels, the logits of a piece."""
     if not config.learner.gpus:
         copies = 2 * config.model.float32_head
         return model.vocabulary * 4 * (min(HEAD_CHUNK, tokens) * LOGITS + model.hidden * copies)
@@ -293,24 +292,25 @@ def _head(config: Config, model: ModelSizes, tokens: int) -> int:
 
 
 def state(config: Config, model: ModelSizes) -> int:
-    """Bytes that a rank has of weights, gradients and moments, on its GPU or in the memory of its machine."""
+    """Bytes of a rank's weights, gradients and moments, on its GPU or in host memory."""
     frozen = (model.parameters - model.trained) * model.element
     trained = (model.trained + _own_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
     return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
 
 
 def _own_body(config: Config, model: ModelSizes) -> int:
-    """The parameters of a critic with a transformer of its own."""
+    """The number of parameters of a critic with a separate transformer."""
     return model.body if config.algorithm.critic.model != "head" else 0
 
 
 def checkpointing(config: Config, model: ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
-    """What `model.gradient_checkpointing = "auto"` is on a device with `free` bytes, where the `longest` row is known.
+    """Resolve `model.gradient_checkpointing = "auto"` for a device with `free` bytes and rows of up to `longest`
+    tokens.
 
-    off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of what is free
+    off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of the free memory
     full    otherwise
 
-    Of a GPU that it shares a rank has the share that it asks for. Results do not depend on the choice.
+    On a shared GPU a rank counts the fraction that it requests. Results do not depend on the choice.
     """
     room = FITS * min(1.0, config.learner.gpus) * free
     return "full" if config.learner.gpus and rank(config, model, longest).total > room else "off"
@@ -319,7 +319,8 @@ def checkpointing(config: Config, model: ModelSizes, longest: int, free: int) ->
 def choose_checkpointing(config: Config, path: str, device: str) -> Model:
     """Replace "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
 
-    All ranks choose alike: the least memory that one has free counts. Of a model whose memory is not known all is kept.
+    All ranks choose alike, by the rank with the least free memory. If a model's memory is unknown, all activations are
+    kept.
     """
     if config.model.gradient_checkpointing != "auto":
         return config.model
@@ -338,12 +339,12 @@ def _choice(config: Config, path: str, free: int) -> tuple[Literal["off", "full"
     except ModelError as error:
         return "off", str(error)
     needed = rank(config, model, longest).total
-    numbers = f"about {needed / 2**30:.1f} GiB where all activations are kept, {free / 2**30:.1f} GiB are free"
+    numbers = f"about {needed / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB are free"
     return checkpointing(config, model, longest, free), numbers
 
 
 def _free(device: str) -> int:
-    """The bytes that are free on each rank's device at least. A collective."""
+    """The free bytes of the rank's device that has the least. A collective."""
     free = torch.tensor(torch.cuda.mem_get_info()[0], device=device)
     dist.all_reduce(free, dist.ReduceOp.MIN)
     return int(free)

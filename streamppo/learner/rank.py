@@ -170,13 +170,17 @@ class Rank:
         After a damaged checkpoint the one before it is loaded, or the first model, whose critic is pretrained again.
         """
         while True:
-            asked = _version(resume_from)
-            learner = self._build(self._history.at(asked), model_path, mesh, self._publish, resume_from, self._history)
+            requested = _version(resume_from)
+            learner = self._build(
+                self._history.at(requested), model_path, mesh, self._publish, resume_from, self._history
+            )
             if resume_from is None:
                 if critic := learner.config.algorithm.critic.pretrain:
                     learner.pretrain(self._fetcher.of_archive(critic))
                 return learner
-            if learner.version == asked or (learner.version and self._history.at(learner.version) is learner.config):
+            if learner.version == requested or (
+                learner.version and self._history.at(learner.version) is learner.config
+            ):
                 return learner
             resume_from = str(Path(resume_from).with_name(f"{learner.version:08d}")) if learner.version else None
             del learner
@@ -212,7 +216,7 @@ class Rank:
             time.sleep(BEAT_S)
 
     def _follow_queue(self, life: str, learner: "Learner") -> None:
-        """Push the weights again after each restart of the queue, which then has none."""
+        """Push the weights again after each restart of the queue, which loses them."""
         while True:
             life = ray.get(self._queue.another_life.remote(life))
             learner.pusher.republish()

@@ -73,7 +73,7 @@ class Updater:
 
     Calls are collectives of all ranks: same batch, same order. The ranks of `group` pass different rows. All state
     across batches: `beta`, the weight of the KL in the reward; `bonus`, the entropy bonus; `bad_steps`, the skipped
-    optimizer steps in a row; `critic_bad_steps`, counted apart for a critic with its own steps; and the weights of a
+    optimizer steps in a row; `critic_bad_steps`, the same for a critic with its own steps; and the weights of a
     reference that follows the policy.
     """
 
@@ -126,7 +126,7 @@ class Updater:
 
     @property
     def steered_bonus(self) -> Bonus | None:
-        """The bonus for a later updater's `remember`; None if it is not adaptive."""
+        """The bonus for a later updater's `load_state`; None if it is not adaptive."""
         return self.bonus if self.config.algorithm.entropy_control.target else None
 
     def own_rows(self, batch: PaddedBatch) -> list[int]:
@@ -199,7 +199,7 @@ class Updater:
         return metrics
 
     def token_record(self, updated: UpdateResult) -> TokenRecord:
-        """The per-token numbers from before the first step, as far as the archive keeps them."""
+        """The per-token numbers from before the first step that the archive keeps."""
         return per_token_record(self.objective, self.config, updated.batch, updated.targets, updated.chosen.scored_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
@@ -248,7 +248,7 @@ class Updater:
     def _step(
         self,
         epoch: Epoch,
-        whole: Tensor,
+        minibatch: Tensor,
         shares: Sequence[MicroBatchLoss],
         chosen: idle_rows.IdleRows,
         *,
@@ -256,13 +256,13 @@ class Updater:
     ) -> Minibatch:
         """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective.
 
-        A `frozen` policy stays as it is, and its critic learns.
+        A `frozen` policy is unchanged; only its critic learns.
         """
-        sums, rows, idle = Sums.zero(self.device), chosen.select(whole), whole[~chosen.taught_B[whole]]
+        sums, rows, idle = Sums.zero(self.device), chosen.select(minibatch), minibatch[~chosen.taught_B[minibatch]]
         for share in shares:
             sums = sums.plus(share.sums)
         passes = [share.policy_pass for share in shares if share.policy_pass is not None]
-        if not chosen.idle_B[whole].any() and not self._has_tokens(sums, passes):
+        if not chosen.idle_B[minibatch].any() and not self._has_tokens(sums, passes):
             return Minibatch(epoch.part, rows, sums, passes, None, stopped_early=False, is_empty=True, idle=idle)
         target_kl = self.config.algorithm.target_kl
         moved = self._kl_from_proximal(sums) if target_kl and epoch.part != "critic" else 0.0
@@ -297,7 +297,7 @@ class Updater:
 
     @phase("optimizer")
     def _optimize(self, epoch: Epoch, *, frozen: bool) -> float | None:
-        """Clip and step. Returns the gradient's norm, or None where no step is due.
+        """Clip and step. Returns the gradient's norm, or None if no step is due.
 
         A step with a gradient that is not finite is counted and skipped. Raises `UpdateError` after too many in a row.
         """
@@ -315,7 +315,7 @@ class Updater:
         return norm
 
     def _skip_step(self, part: Part, number: float) -> float:
-        """Count a skipped step, whose `number` (gradient norm or KL) is not finite; return `number`.
+        """Count a skipped step if `number`, a gradient norm or a KL, is not finite; return `number`.
 
         Raises `UpdateError` after `learner.max_bad_steps` in a row.
         """

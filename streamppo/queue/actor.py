@@ -166,7 +166,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def waiting_for(self) -> str:
-        """One sentence for the watchdog: what the next batch waits for."""
+        """A sentence for the watchdog on what the next batch waits for."""
         return report.waiting_for(self._queue.settings, self._queue.state)
 
     # --- rollout's side --------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class QueueActor(ArchivedRuns):
         """
         share = RankShare(decode(push, Push), refs, learned)
         if learner < self._learner:
-            raise QueueError(f"version {share.push.version} comes from learner {learner}, which was given up for dead")
+            raise QueueError(f"version {share.push.version} comes from learner {learner}, which was marked dead")
         if learner > self._learner:
             # The buckets of a dead learner are lost with its process.
             self._learner, self._ledger = learner, Ledger[PushedRefs]()
@@ -294,22 +294,22 @@ class QueueActor(ArchivedRuns):
         finally:
             self._serve()
 
-    async def _publish(self, whole: "RankShare[BucketRef]") -> PublishReply:
-        described, refs, learned = whole
+    async def _publish(self, share: "RankShare[BucketRef]") -> PublishReply:
+        described, refs, learned = share
         version, digest, ledger = described.version, described.digest, self._ledger
         archived = await self._archive_of(version - 1, learned) if version and version not in self._made else None
-        known = self._made.get(version)
-        if known is None:
+        published = self._made.get(version)
+        if published is None:
             consumed = _names(self._queue.leased_batch(version - 1)) if version else []
             self._queue.publish(version, described.admitted_lag)
             self._serve()
             self._made[version] = PublishedVersion(version=version, digest=digest, archived=archived)
             self._commits.publish(self._made[version], consumed)
             self._archiving.pop(version - 1, None)
-        elif known.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
+        elif published.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
             raise Diverged(
                 f"version {version} was redone and has other weights ({digest[:12]}, first "
-                f"{known.digest[:12]}): the software, the device or the number of ranks differs"
+                f"{published.digest[:12]}): the software, the device or the number of ranks differs"
             )
         await self._commits.commit()
         ledger.publish(described, (encode(described), refs))

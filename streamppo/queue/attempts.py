@@ -1,4 +1,4 @@
-"""Reads what became of every attempt of a run from its journal and its archive (telemetry/attempts.py)."""
+"""Reads the outcome of every attempt of a run from its journal and archive (telemetry/attempts.py)."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +15,11 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.types import Batch, turns
 
 MOST_BATCHES = 200
-"""Batches that are read; of more, so many that are evenly spaced."""
+"""The most batches that are read, evenly spaced."""
 
 
 def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
-    """Count the attempts of the run in the folder `run`; its `lines` tell the hours. Raises `JournalError`."""
+    """Count the attempts of the run in the folder `run`; the times come from its `lines`. Raises `JournalError`."""
     with closing(Journal.open_run(run)) as journal:
         ended, published = journal.ended_attempts(), journal.versions()
     archive = Archive(run / "archive", checksums(published.values()))
@@ -34,12 +34,12 @@ def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
         len(versions),
         len(chosen),
         compared=config.algorithm.compares_samples is not None,
-        whole=config.queue.segments is None,
+        whole_completions=config.queue.segments is None,
     )
 
 
 class _Clock:
-    """Tells the hour of the run at which a version began, of the lines of updates."""
+    """Returns the hour of the run at which a version began, from the lines of updates."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         known = sorted((line["update"], line["wall_s"]) for line in lines if "update" in line)
@@ -53,7 +53,7 @@ class _Clock:
 
 def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
     end: End = "failed" if attempt.stage else "lost" if attempt.state == "lost" else "dropped"
-    # The reasons of other endings have numbers, so that they hardly repeat.
+    # The reasons of other endings contain numbers, so hardly any is repeated.
     reason = (
         attempt.reason.partition(" times: ")[2] if attempt.state == "abandoned" and attempt.stage else attempt.reason
     )
@@ -73,7 +73,7 @@ def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
 def _trained(batch: Batch, clock: _Clock) -> Iterator[Attempt]:
     hour = clock.hour(batch.version)
     for trajectory in batch.trajectories:
-        # The end of a completion stands for its segments.
+        # A completion's last segment counts for all its segments.
         if trajectory.finish != "cut":
             oldest = trajectory.oldest_version
             yield Attempt(

@@ -48,7 +48,7 @@ class Commits:
         """Held while the journal is written."""
         self._broken: JournalError | None = None
         self._nothing: Changes | None = None
-        """The changes drained if nothing has changed since the last transaction: its counters alone."""
+        """The drained changes if nothing has changed since the last transaction: only the counters."""
 
     def publish(self, made: PublishedVersion, consumed: Sequence[Identity]) -> None:
         """Add to the next transaction the version `made` and the trajectories that it consumed."""

@@ -1,11 +1,11 @@
-"""The difference between two runs with one beginning, prompt by prompt: they were asked the same, after the same past.
+"""The difference between two runs with a common beginning, prompt by prompt: both sampled the same prompts.
 
     d_p         mean reward of prompt p's trained samples in the second run, less that in the first
     difference  mean of d_p over the n prompts that both trained on
     error       standard deviation of d_p / sqrt(n)
 
-How hard a prompt is cancels out of d_p; `unpaired` is the error that the same numbers have without that, with
-different prompts in both. A segment has its reward with the last one of its completion, and counts there.
+A prompt's difficulty cancels in d_p; `unpaired` is the error of the same numbers if the runs had different prompts. A
+completion's reward is on its last segment, and counts there.
 
 Example: rewards 1, 0, 1 and 1, 1, 1 of three prompts: the difference is 1/3, the error 1/3, unpaired also 1/3.
 """
@@ -25,15 +25,15 @@ from streamppo.queue.store.journal import Journal
 from streamppo.types import WireStruct
 
 WINDOWS = 4
-"""Parts of the common updates, each with a row of its own."""
+"""The number of parts of the common updates, each with its own row."""
 Rewards: TypeAlias = Mapping[int, tuple[int, float]]
-"""By prompt: the update that trained on the last of its samples, and the mean reward of them."""
+"""By prompt: the update that trained on the last of its samples, and their mean reward."""
 
 
 class PairedDifference(WireStruct, frozen=True):
     """The second run less the first, over prompts whose last samples were trained on by updates `first` to `last`.
 
-    Without two pairs there is no error, and without one no difference.
+    The error needs two pairs, the difference one.
     """
 
     first: int
@@ -47,9 +47,10 @@ class PairedDifference(WireStruct, frozen=True):
 
 
 def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Config]) -> int | None:
-    """The version at which one run was forked of the other, or both of a third; None for runs without a common past.
+    """The version at which one run was forked from the other, or both from a third; None for runs without a common
+    past.
 
-    Runs of one first model, on one task under one seed, are compared from the newest version that both have.
+    Runs with the same first model, task and seed are compared from the newest version that both have.
     """
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:
@@ -65,15 +66,15 @@ def differences(first_run: Path, second_run: Path, version: int) -> list[PairedD
     archives = archive.open(first_run), archive.open(second_run)
     last = min(max(run.versions(), default=-1) + 1 for run in archives)
     first, second = (_rewards(run, version, last) for run in archives)
-    both = sorted(first.keys() & second.keys())
-    rows = [_difference(both, first, second, version + 1, last)] if last > version else []
+    common = sorted(first.keys() & second.keys())
+    rows = [_difference(common, first, second, version + 1, last)] if last > version else []
     size = (last - version) / WINDOWS
     if size < 1:
         return rows
     ends = [version + round(size * number) for number in range(WINDOWS + 1)]
     for begin, end in pairwise(ends):
-        there = [prompt for prompt in both if begin < max(first[prompt][0], second[prompt][0]) <= end]
-        rows.append(_difference(there, first, second, begin + 1, end))
+        in_part = [prompt for prompt in common if begin < max(first[prompt][0], second[prompt][0]) <= end]
+        rows.append(_difference(in_part, first, second, begin + 1, end))
     return rows
 
 

@@ -14,7 +14,7 @@ REFUSED = ("failed", "dead_letters", "duplicates")
 
 
 def report(state: QueueState) -> QueueReport:
-    """Counters since the run began, and what the queue holds."""
+    """Counters since the run began, and the queue's present contents."""
     counts, dropped = state.counts, state.dropped
     waiting = Counter(slot.state for slot in state.waiting())
     return QueueReport(

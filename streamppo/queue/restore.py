@@ -51,12 +51,12 @@ def restore(address: str, run: Path) -> None:
     source = Store(address)
     if earlier := set(FILES).intersection(source.names(RUN)):
         raise CheckpointError(
-            f"{source.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo, which alone can make a "
-            "run's folder of it"
+            f"{source.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo: "
+            "only that version can restore it"
         )
     lives = list(filter(copies.is_life, source.names(LIVES)))
     if not lives:
-        raise CheckpointError(f"{address}: no copy of a journal is there: only a run with queue.standby makes one")
+        raise CheckpointError(f"{address}: there is no copy of a journal: only a run with queue.standby makes one")
     aside = durable.aside(run.with_name(f"{run.name}.{uuid4().hex}"))
     try:
         with durable.naming(run, CheckpointError):
@@ -105,7 +105,7 @@ def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> N
                 durable.write(run / file, content)
     config = resume_checks.newest_config(journal)
     if not (run / configfile.CONFIG).is_file() and config is not None:
-        log.info("%s/%s: no whole copy of %s: that of the journal is taken", remote.address, folder, configfile.CONFIG)
+        log.info("%s/%s: no complete copy of %s: the journal's is used", remote.address, folder, configfile.CONFIG)
         configfile.save(config, run)
 
 
@@ -158,7 +158,7 @@ def _restore_base(remote: Store, folder: str, bases: Sequence[str], run: Path) -
                 durable.rename(run / base, run / "journal.sqlite")
             return Journal.from_copy(run / "journal.sqlite", number_of(base)), token_of(base)
         (run / base).unlink()
-    raise JournalError(f"{remote.address}/{folder}: no whole copy of the journal is there")
+    raise JournalError(f"{remote.address}/{folder}: there is no complete copy of the journal")
 
 
 def _repeat(journal: Journal, entry: Entry) -> None:
@@ -174,14 +174,14 @@ def _repeat(journal: Journal, entry: Entry) -> None:
 def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
     """Restore the journals of a run's shards. Raises `JournalError` if one lacks a trajectory of the queue."""
     config = resume_checks.newest_config(journal)
-    held = [slot.identity for slot in journal.slots() if slot.record]
+    identities = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
         # Written as by the shard itself, so that each trajectory is copied under the new life.
         bodies = CopiedBodies(run, number, remote.address)
         for trajectories in _shard_trajectories(remote, f"{folder}/{number}", token):
             bodies.write(trajectories)
-        bodies.read([identity for identity in held if identity.prompt % len(numbers) == number])
+        bodies.read([identity for identity in identities if identity.prompt % len(numbers) == number])
         bodies.close()
 
 

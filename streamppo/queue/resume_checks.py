@@ -56,7 +56,7 @@ def refuse_without_journal(run: Path) -> None:
     if trained is not None and not path.is_file():
         quoted = shlex.quote(str(run))
         raise JournalError(
-            f"{path}: missing, though {trained} is there: without it nobody knows which trajectories were trained on. "
+            f"{path}: missing, though {trained} is there: only it has the trajectories that were trained on. "
             f"Put it back, with journal.tip, to continue; `streamppo export {quoted} --to FOLDER` gets the weights out"
         )
 
@@ -65,6 +65,4 @@ def refuse_without_shards(run: Path, config: Config) -> None:
     """Raise `JournalError` if `run`, the folder of a run that has begun, lacks the journal of one of its shards."""
     for number in shards.numbers(config):
         if not (path := trajectory_store.path(run, number)).is_file():
-            raise JournalError(
-                f"{path}: missing: the tokens of trajectories that wait are there. Put it back to continue"
-            )
+            raise JournalError(f"{path}: missing: it has the tokens of waiting trajectories. Put it back to continue")

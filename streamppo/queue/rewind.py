@@ -7,11 +7,11 @@ Slots below the newest one that batches before the version have:
     held at present       the same
     none of these         given up, as they were or came to be
 
-Slots above it are opened when there is room for them, as in the run. Nothing waits: what the run had sampled ahead by
-then is sampled again, by the weights of the version. With `max_lag = 0` there was nothing.
+Slots above it open when there is room, as in the run. No trajectory waits: the run's trajectories for later updates are
+sampled again, by the weights of the version. With `max_lag = 0` there are none.
 
-Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5; batch 2 has 3, 6; the journal gives
-up 4. Slot 3 is open, 4 given up, 6 is to be opened.
+Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5; batch 2 has 3, 6; the journal abandons
+4. Then slot 3 is open, slot 4 is abandoned, and slot 6 is not opened yet.
 """
 
 import os
@@ -42,7 +42,7 @@ from streamppo.types import Identity
 
 
 class Rewound(NamedTuple):
-    """What `rewind` is told of a version: the tokens of all batches before it, and the lag that is admitted with it."""
+    """The properties of a version for `rewind`: the tokens of all batches before it, and the lag admitted with it."""
 
     version: int
     tokens: int = 0
@@ -58,10 +58,10 @@ class Slots(NamedTuple):
 
 
 def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
-    """Write to the folder `fork` what journal and archive of `run` say of a version; `config` is that version's.
+    """Write the journal and archive of `run`, as of a version, to the folder `fork`; `config` is that version's.
 
-    Files of the archive are links where the disk has them, and every one is verified. Raises `JournalError` for
-    batches that were not kept, are missing, or damaged.
+    Files of the archive are hard links if the disk has them, and all are verified. Raises `JournalError` for batches
+    that were not kept, are missing, or damaged.
     """
     with closing(Journal.open_run(run)) as journal:
         versions, configs = journal.versions(), journal.configs()
@@ -70,12 +70,12 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
     for version in (one for one in archive.versions() if one < rewound.version):
         _bring_batch(archive, version, fork / "archive")
     counters = _counters(config, slots, rewound)
-    with closing(Journal(fork / "journal.sqlite")) as written:
+    with closing(Journal(fork / "journal.sqlite")) as fork_journal:
         for version, encoded in configs.items():
             if version <= rewound.version:
-                written.configure(version, encoded)
+                fork_journal.configure(version, encoded)
         past = [one for one in versions.values() if one.version <= rewound.version]
-        written.write(Changes(counters, slots=slots.open, ended=slots.ended), past)
+        fork_journal.write(Changes(counters, slots=slots.open, ended=slots.ended), past)
     for number in shards.numbers(config):
         Bodies(fork, number).close()
 
@@ -83,7 +83,7 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
 def bring(source: Path, target: Path, sha256: str = "") -> None:
     """Make `target` the file `source`: the same one where the disk has links, else a copy, which is flushed.
 
-    Raises `OSError` for what is not a file, and `JournalError` for another `sha256`.
+    Raises `OSError` if it is not a file, and `JournalError` for another `sha256`.
     """
     digest = durable.sha256(source)
     if sha256 and digest != sha256:
@@ -117,12 +117,14 @@ def _slots(
     identities = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
     identities += [slot.identity for slot in journal.slots()]
     to_come = {_number(one, shape): one for one in identities if _number(one, shape) < opened}
-    ended = journal.ended_attempts(range(opened))
+    endings = journal.ended_attempts(range(opened))
     attempts = {number: 0 for number in to_come}
     if config.queue.segments is not None:
         # Segments of the attempts so far may be trained on: their names are taken.
-        known = [(one.number, one.identity.attempt) for one in ended] + [(n, one.attempt) for n, one in to_come.items()]
-        for number, attempt in known:
+        numbered_attempts = [(one.number, one.identity.attempt) for one in endings] + [
+            (n, one.attempt) for n, one in to_come.items()
+        ]
+        for number, attempt in numbered_attempts:
             attempts[number] = max(attempts.get(number, 0), attempt + 1)
     saved = tuple(
         SavedSlot(
@@ -135,29 +137,29 @@ def _slots(
         )
         for number, one in sorted(to_come.items())
     )
-    return Slots(opened, saved, tuple(one for one in ended if one.number not in to_come))
+    return Slots(opened, saved, tuple(one for one in endings if one.number not in to_come))
 
 
 def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -> int:
     """The number after the newest slot of the batches before `version`.
 
-    It is in one of the last `max_lag` + 1: while so many are taken, more slots are opened than were held before.
+    That slot is in one of the last `max_lag` + 1 batches: while these are taken, more slots open than were held before.
     """
-    needed = range(max(0, version - 1 - settings_of(config).max_lag), version)
-    if missing := [one for one in needed if one not in archive.checksums]:
+    needed_versions = range(max(0, version - 1 - settings_of(config).max_lag), version)
+    if missing := [one for one in needed_versions if one not in archive.checksums]:
         first = min(archive.checksums, default=version)
         earliest = first + 1 + settings_of(config).max_lag if first else 0
         raise JournalError(
-            f"{archive.folder}: the batch of version {missing[0]} was not kept, and tells which prompts come next: a "
-            f"fork can begin at version {earliest} and later"
+            f"{archive.folder}: the batch of version {missing[0]} was not kept, and the next prompts depend on it: a "
+            f"fork can begin at version {earliest} or later"
         )
-    numbers = [_number(one, shape) for before in needed for one in _identities(archive, before)]
+    numbers = [_number(one, shape) for before in needed_versions for one in _identities(archive, before)]
     newest = max(numbers, default=-1)
     return newest - newest % shape.unit_size + shape.unit_size
 
 
 def _reaches(made: PublishedVersion, opened: int, shape: GroupShape) -> bool:
-    """True if the batch that made a version may have slots below `opened`."""
+    """True if a version's batch may have slots below `opened`."""
     return made.archived is not None and made.archived.first_prompt * shape.samples_per_prompt < opened
 
 
@@ -170,9 +172,9 @@ def _number(identity: Identity, shape: GroupShape) -> int:
 
 
 def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
-    held = {slot.number for slot in slots.open}
-    given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in held})
-    consumed = slots.opened - len(held) - given_up
+    open_numbers = {slot.number for slot in slots.open}
+    given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in open_numbers})
+    consumed = slots.opened - len(open_numbers) - given_up
     return Counters(
         shape=settings_of(config).shape,
         version=rewound.version,

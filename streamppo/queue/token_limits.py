@@ -1,6 +1,6 @@
 """Reads a run's token limits from its configuration and from the model's config.json."""
 
-# transformers leaves parts of its signatures untyped, and exports what it does not list.
+# transformers leaves parts of its signatures untyped, and does not list all its exports.
 # pyright: standard
 
 import json
@@ -38,7 +38,7 @@ def limits_of(config: Config, model_path: str) -> TokenLimits:
 
 def _config_file(model_path: str) -> Path:
     if (folder := Path(model_path)).is_dir():
-        # Importing transformers takes most of a second, and the queue needs it for nothing else.
+        # Importing transformers takes most of a second, and the queue needs it only here.
         return folder / "config.json"
     from transformers.utils.hub import cached_file
 

@@ -1,11 +1,11 @@
-"""Plays prompts by agents: programs that know nothing of us, and find the policy behind an endpoint.
+"""Plays prompts by agents: programs that use the policy through an endpoint and need no code of streamppo.
 
     prompt -> session -> a process runs the agent, which asks the endpoint -> its end -> what was received, and rewards
 
 consumes     prompts
 produces     runs; one that fails is an error with its reason, and its prompt is sampled again
 waits for    a process, the agent in it, and through it the engine
-unblocks     nobody: what is under way at an agent's end is cancelled
+unblocks     nothing: requests in flight at an agent's end are cancelled
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, ScoredText, Template
 
 AT_ONCE = 1024
-"""Agents that run at once, at most: an evaluation asks for all of its prompts."""
+"""The most agents that run at once: an evaluation starts all of its prompts."""
 GRACE_S = 5.0
-"""Seconds after the time limit at which a process that still runs is killed."""
+"""A process that still runs this long after the time limit is killed."""
 HIDDEN = "[key]"
-"""In place of a run's key in what its agent says."""
+"""Replaces a run's key in its agent's output."""
 MEMORY_MIB = 8192
 """Memory that one process may allocate after it has imported the agent (Linux)."""
 
@@ -79,7 +79,7 @@ class Agents:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def start(self) -> None:
-        """Load the agent, and begin to listen. Raises `TaskError` or `RunError`; again: no change."""
+        """Load the agent, and begin to listen. Raises `TaskError` or `RunError`. A second call changes nothing."""
         async with self._starting:
             if self._pool is not None:
                 return
@@ -99,7 +99,7 @@ class Agents:
                 on_failure.pop_all()
 
     async def close(self) -> None:
-        """End every run and process, and listen no more."""
+        """End every run and process, and stop listening."""
         if self._pool is not None:
             await self._endpoint.stop()
             await self._pool.close()
@@ -137,25 +137,25 @@ class Agents:
             source=prompt.source,
         )
         columns = {**prompt.columns, agent.CALL: msgspec.json.encode(call).decode()}
-        (found,) = await self._pool.call((text,), (columns,))
-        if found.reward is None:
-            too_late = found.reason.startswith("no score after")
+        (answer,) = await self._pool.call((text,), (columns,))
+        if answer.reward is None:
+            too_late = answer.reason.startswith("no score after")
             outcome = agent.AgentOutcome(
-                reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {found.reason}"
+                reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {answer.reason}"
             )
         else:
-            outcome = _read(found)
-        # An agent's output may quote the address that it asks; both go into journal, log and page.
-        told = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
-        return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in told.items()})
+            outcome = _read(answer)
+        # An agent's output may quote its endpoint's address and key, and goes into journal, log and page.
+        texts = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
+        return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
     def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
-        """What became of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
+        """The result of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
         turns = session.received()
-        given = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
-        if not given and not self._scored:
+        has_reward = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
+        if not has_reward and not self._scored:
             reason = "the agent gave no reward: return a number, POST one to /v1/reward, or name a scorer in [reward]"
             raise EnvironmentFailed(reason, session.sampled)
         if outcome.turns and len(outcome.turns) != len(turns):
@@ -171,7 +171,7 @@ class Agents:
             template=Template(tools=first.tools),
         )
         self.counts["runs"] += 1
-        # Of a run that has failed they are among the tokens of the failure.
+        # For a failed run they are among the tokens of the failure.
         self.counts["undelivered tokens"] += session.undelivered
         columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
         # The tokens of turns lie in the order of the turns.
@@ -198,7 +198,7 @@ class Agents:
 
 
 class _OnDemand(Pool):
-    """Processes with one run at a time each; one is forked where none is free."""
+    """Processes with one run at a time; another is forked if none is free."""
 
     def __init__(self, config: FunctionScorer, forks: Forks) -> None:
         super().__init__(config, forks)
@@ -208,7 +208,7 @@ class _OnDemand(Pool):
         """Fork none."""
 
     async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
-        """Run a call in some process. Raises `Orphaned`."""
+        """Run a call in a free process. Raises `Orphaned`."""
         self._free = [one for one in self._free if not one.ended]
         process = self._free.pop() if self._free else await self._forks.fork()
         answered, outcomes = False, tuple[Outcome, ...]()
@@ -219,7 +219,7 @@ class _OnDemand(Pool):
             return (Outcome(reason="its process was killed"),)
         finally:
             if not answered:
-                # After a cancellation the call is still in it.
+                # After a cancellation the process is still busy with the call.
                 self._forks.end(process)
             elif any(one.reward is not None and _read(one).lingers for one in outcomes):
                 # A process that continued would find the next run's key in the environment.
@@ -230,6 +230,6 @@ class _OnDemand(Pool):
 
 
 def _read(found: Outcome) -> agent.AgentOutcome:
-    """Read what a process answered."""
+    """Read a process's answer."""
     assert found.reward is not None
     return msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)

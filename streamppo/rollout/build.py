@@ -68,13 +68,13 @@ async def engine(
     """
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
-    written = read_settings(model_path)
-    hf_config = as_pushed(deepcopy(written), tensors)
+    file_config = read_settings(model_path)
+    hf_config = as_pushed(deepcopy(file_config), tensors)
     model = _model(config, model_path, hf_config, tokenizer or _tokenizer(model_path))
     seed = crc32(f"{config.seed}/{actor}".encode())
     match config.rollout.engine:
         case EmbeddedEngine(kv=kv):
-            made = embedded.EmbeddedEngine(
+            built = embedded.EmbeddedEngine(
                 model.hf_config,
                 tensors,
                 version=version,
@@ -87,12 +87,12 @@ async def engine(
                 float32_head=config.model.float32_head,
                 device="cuda" if config.rollout.gpus else "cpu",
             )
-            made.reserve(model.room, turns=config.environment is not None)
-            return made
+            built.reserve(model.room, turns=config.environment is not None)
+            return built
         case SGLangEngine() as chosen:
             positions.check(model.hf_config, model.room)
             await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
-            untied = is_tied(written) and not is_tied(hf_config)
+            untied = is_tied(file_config) and not is_tied(hf_config)
             begin = _start(config, chosen, model_path, model, seed, untied=untied)
             return await sglang.start(
                 _setup(config, chosen, begin, _connect(config, chosen, actor), model),
@@ -178,8 +178,8 @@ def _start(
     if chosen.urls:
         if untied:
             raise ModelError(
-                f"{model_path}: its head is a weight of its own, and config.json says that it is the embedding, which "
-                "an SGLang server believes: set tie_word_embeddings = false there, and start the server with it"
+                f"{model_path}: its head is a separate weight, but its config.json ties it to the embedding, and an "
+                "SGLang server follows config.json: set tie_word_embeddings = false there, and start the server with it"
             )
         (url,) = chosen.urls
         key = os.environ.get(chosen.api_key_env, "")

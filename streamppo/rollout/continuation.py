@@ -1,13 +1,13 @@
-"""Plays a recorded completion again up to one of its tokens, and continues from there. Needs no torch.
+"""Replays a recorded completion up to one of its tokens, and continues from there. Needs no torch.
 
     recorded     prompt | turn 0 | observation | turn 1 | ...
     from token `at`, which is in turn 1
 
-    turn 0       the recorded tokens          the environment is asked its steps again, and so has the state that it had
+    turn 0       the recorded tokens          the environment repeats its steps, and so reaches the recorded state
     turn 1       the tokens before `at`, then sampled ones
     later turns  sampled
 
-A recorded turn is given only if what stands before it is what stood there in the run.
+A recorded turn is replayed only if its context equals the recorded context.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from streamppo.types import Flags, Ints
 
 
 class Recorded(NamedTuple):
-    """A completion of T tokens as it is recorded; `mask` [T] is true for tokens that the policy sampled."""
+    """A recorded completion of T tokens; `mask` [T] is true for tokens that the policy sampled."""
 
     prompt_tokens: Ints
     tokens: Ints
@@ -37,9 +37,10 @@ class Recorded(NamedTuple):
 
 
 class Continuation:
-    """The sampler of one episode: gives the turns before token `at` as recorded, and continues the one that it is in.
+    """The sampler of one episode: returns the turns before token `at` as recorded, and continues the turn of that
+    token.
 
-    `completes` is as in `EndTokens`. `has_begun` once something was sampled.
+    `completes` is as in `EndTokens`. `has_begun` is True once a token was sampled.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Continuation:
         recorded = self._recorded
         if not np.array_equal(prompt, np.concatenate([recorded.prompt_tokens, recorded.tokens[:start]])):
             raise RunError(
-                f"what stands before token {start} is not what stood there in the run: its data, its chat template or "
-                "its environment say something else than they did, so that it cannot be continued from there"
+                f"the context of token {start} is not the recorded one: the data, the chat template or the environment "
+                "has changed, so the completion cannot be continued from there"
             )
         if end <= self._at:
             return _as_recorded(recorded.tokens[start:end])
@@ -67,11 +68,11 @@ class Continuation:
         if len(before) >= sampling.max_tokens:
             raise RunError(f"a turn has at most {sampling.max_tokens} tokens: none is left after token {self._at}")
         seed = random_numbers.seed_behind(sampling.seed, len(before))
-        rest = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
-        return self._joined(before, await self._engine.generate(np.concatenate([prompt, before]), rest, cuts))
+        rest_sampling = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
+        return self._joined(before, await self._engine.generate(np.concatenate([prompt, before]), rest_sampling, cuts))
 
     def _joined(self, before: Ints, rest: Completion) -> Completion:
-        """The whole turn. A stop string that begins in `before` ends it, which the engine does not see."""
+        """The whole turn. The engine does not see a stop string that begins in `before`."""
         tokens, finish = np.concatenate([before, rest.tokens]), rest.finish
         if self._completes is not None and len(before):
             ends = (count for count in range(len(before) + 1, len(tokens)) if self._completes(tokens[:count]))
@@ -79,11 +80,11 @@ class Continuation:
                 tokens, finish = tokens[:end], "stop"
             elif self._completes(tokens):
                 finish = "stop"
-        given, kept = _as_recorded(before), len(tokens) - len(before)
+        recorded, num_sampled = _as_recorded(before), len(tokens) - len(before)
         return Completion(
             tokens,
-            np.concatenate([given.logprobs, rest.logprobs[:kept]]),
-            np.concatenate([given.versions, rest.versions[:kept]]),
+            np.concatenate([recorded.logprobs, rest.logprobs[:num_sampled]]),
+            np.concatenate([recorded.versions, rest.versions[:num_sampled]]),
             finish,
         )
 

@@ -73,7 +73,7 @@ class Completion(NamedTuple):
 
 
 class ContextReuse:
-    """Of contexts that earlier turns of an episode had: their `tokens`, and those of them that were `reused`.
+    """The `tokens` of contexts that earlier turns of an episode had computed, and how many were `reused`.
 
     Contexts of fewer than `LEAST` tokens are left out: engines do not keep them.
     """
@@ -84,13 +84,13 @@ class ContextReuse:
         self.tokens = self.reused = 0
 
     def add(self, known: int, cached: int) -> None:
-        """Count a turn of whose context `known` tokens were there before, and `cached` came from the cache."""
+        """Count a turn with a context of which `known` tokens were computed before and `cached` came from the cache."""
         if known >= self.LEAST:
             self.tokens, self.reused = self.tokens + known, self.reused + min(known, cached)
 
 
 NEVER = 2**62
-"""More tokens than any completion has."""
+"""Larger than the length of any completion."""
 
 
 class Cuts(NamedTuple):
@@ -98,8 +98,8 @@ class Cuts(NamedTuple):
 
     See segment_cuts.py. `take` is called in the engine's event loop with all tokens of the completion so far, `finish`
     "cut". `share` is the number of a batch's segments that one engine makes. `aim` returns the age from which segments
-    are cut if there is room, 0 for none. `oldest` is the oldest version of earlier calls' tokens that no segment has.
-    No segment has the last token: the completion that `generate` returns has it.
+    are cut if there is room; 0: no age. `oldest` is the oldest version of earlier calls' tokens that no segment has. No
+    segment has the last token: the completion that `generate` returns has it.
     """
 
     take: Callable[[Completion], None]
@@ -122,8 +122,8 @@ class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
     `restarts` is the number of restarts after its processes died. `prompted` is the number of prompt tokens, and
-    `reused` the number of those that came from the cache. `kv_ages` counts
-    these by the versions between the weights that computed them and those that sample after them.
+    `reused` the number of those that came from the cache. `kv_ages` counts these by age: the version that samples after
+    them minus the version that computed them.
     """
 
     tokens: int
@@ -138,7 +138,7 @@ class Usage(NamedTuple):
 
 
 class Sampler(Protocol):
-    """What plays a prompt: an engine, or what stands before one."""
+    """Samples completions: an engine, or a wrapper of one."""
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""

@@ -97,12 +97,12 @@ class Episode(NamedTuple):
         """Decode a finished episode for its rewards, without end tokens of inner turns and the last stop string."""
         assert self.finish != "cut"
         sampled = self.tokens[self.mask]
-        tokens, own = self.tokens, self.mask
+        tokens, is_sampled = self.tokens, self.mask
         if inner := [end for end in self.turn_ends[:-1] if int(tokens[end]) in stop.origins]:
-            tokens, own = np.delete(tokens, inner), np.delete(own, inner)
+            tokens, is_sampled = np.delete(tokens, inner), np.delete(is_sampled, inner)
         return ScoredText(
             prompt=prompt.text,
-            completion=stop.text(tokens, self.finish, lambda left: tokenizer.completion(left, own[: len(left)])),
+            completion=stop.text(tokens, self.finish, lambda left: tokenizer.completion(left, is_sampled[: len(left)])),
             finish=self.finish,
             num_tokens=len(sampled),
             tokens=sampled.tobytes(),
@@ -129,16 +129,16 @@ class Episode(NamedTuple):
         self, identity: Identity, actor: str, reward: Reward, teacher_logprobs: bytes = b"", *, prefix: int = 0
     ) -> Trajectory:
         """Make the scored trajectory for the queue; the first `prefix` tokens become part of its prompt."""
-        rest, candidates = slice(prefix, None), self.candidates and self.candidates.drop_first(prefix)
+        segment, candidates = slice(prefix, None), self.candidates and self.candidates.drop_first(prefix)
         routed, route_bytes = (b"", 2) if self.routes_SE is None else routes.column(self.routes_SE)
         return Trajectory(
             identity=identity,
             actor=actor,
             prompt_tokens=self.prompt_tokens.tobytes() + self.tokens[:prefix].tobytes(),
-            tokens=self.tokens[rest].tobytes(),
-            logprobs=self.logprobs[rest].tobytes(),
-            versions=self.versions[rest].tobytes(),
-            mask=self.mask[rest].tobytes(),
+            tokens=self.tokens[segment].tobytes(),
+            logprobs=self.logprobs[segment].tobytes(),
+            versions=self.versions[segment].tobytes(),
+            mask=self.mask[segment].tobytes(),
             finish=self.finish,
             versions_known=self.versions_known,
             reward=reward.total,
@@ -243,16 +243,17 @@ class Player:
             columns.rewards.append(answer.reward)
             if isinstance(answer, Done):
                 return columns.episode("stop", answer)
-            said = answer.said if isinstance(answer.said, str) else tuple(answer.said)
-            observed = self.tokenizer.observation(said, opening.template, int(completion.tokens[-1]))
+            observation = answer.said if isinstance(answer.said, str) else tuple(answer.said)
+            observed = self.tokenizer.observation(observation, opening.template, int(completion.tokens[-1]))
             if turn == limits.max_turns or columns.length + len(observed) >= limits.max_tokens:
                 break
-            columns.add_observation(observed, said)
+            columns.add_observation(observed, observation)
         return columns.episode("length", Done())
 
 
 class Columns:
-    """The columns of an episode as they grow, turn by turn. `known` tokens were there when a turn ended."""
+    """The columns of an episode as they grow, turn by turn. `known` is the number of tokens at the end of the last
+    turn."""
 
     def __init__(self, prompt_tokens: Ints, opening: Prompt | None = None) -> None:
         self.prompt_tokens = prompt_tokens
@@ -289,9 +290,9 @@ class Columns:
         self._candidates.append(completion.candidates)
         if completion.routes_SE is not None:
             # Tokens of earlier turns keep the routes under which they were sampled.
-            known = 0 if self._routes is None else len(self._routes)
+            num_routed = 0 if self._routes is None else len(self._routes)
             before = completion.routes_SE[:0] if self._routes is None else self._routes
-            self._routes = np.concatenate([before, completion.routes_SE[known:]])
+            self._routes = np.concatenate([before, completion.routes_SE[num_routed:]])
         self._versions_known &= completion.versions_known
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)

@@ -71,14 +71,14 @@ def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
     kind, width = hf_config.get_text_config().model_type, window(hf_config)
     if any(rope.get("rope_type") == "dynamic" for rope in _ropes(hf_config)):
         return (
-            "the model's rope type is 'dynamic', which SGLang scales in rows of every length, and transformers in "
-            "rows beyond max_position_embeddings alone: log-probs would differ; use the embedded engine"
+            "the model's rope type is 'dynamic', which SGLang scales in rows of every length, and transformers "
+            "only in rows beyond max_position_embeddings: log-probs would differ; use the embedded engine"
         )
     for rope in _ropes(hf_config):
         if rope.get("rope_type") == "yarn" and not _scales_alike(rope):
             return (
                 f"the model's rope type is 'yarn' with attention_factor {rope.get('attention_factor')} and attn_factor "
-                f"{rope.get('attn_factor')}: transformers reads the former alone, and SGLang the latter; use the "
+                f"{rope.get('attn_factor')}: transformers reads only the former, and SGLang the latter; use the "
                 "embedded engine"
             )
     if width is not None and width < longest_row and kind not in SLIDING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RETRY_S = 0.5
 """Seconds between two attempts to pull lost weights."""
 AHEAD = 2
-"""Buckets that are fetched while one is unpacked."""
+"""The number of buckets fetched while one is unpacked."""
 
 
 class Puller:
@@ -42,15 +42,15 @@ class Puller:
         Raises `WeightsError` if the buckets do not make up the version.
         """
         while True:
-            found = await self.queue.weights_after.remote(self.name, version, self.replica.version)
+            pushes = await self.queue.weights_after.remote(self.name, version, self.replica.version)
             try:
-                for push, refs in found:
+                for push, refs in pushes:
                     await self._take(decode(push, Push), refs)
             except BucketGone:
                 # The learner has died with its weights, or has replaced them by newer ones.
                 await asyncio.sleep(RETRY_S)
                 continue
-            if found:
+            if pushes:
                 assert self.replica.push is not None, "a version was made"
                 return self.replica.push
 
@@ -68,18 +68,18 @@ class Puller:
 
     async def _fetch_buckets(self, refs: Sequence[BucketRef]) -> AsyncGenerator[Bytes]:
         """Yield buckets in order, with `AHEAD` more being fetched."""
-        left, under_way = deque(refs), deque[asyncio.Future[Bytes]]()
+        to_fetch, under_way = deque(refs), deque[asyncio.Future[Bytes]]()
         try:
-            while left or under_way:
-                while left and len(under_way) < AHEAD:
-                    under_way.append(asyncio.ensure_future(self._receiver.fetch(left.popleft())))
+            while to_fetch or under_way:
+                while to_fetch and len(under_way) < AHEAD:
+                    under_way.append(asyncio.ensure_future(self._receiver.fetch(to_fetch.popleft())))
                 bucket = await under_way.popleft()
-                if left:
-                    under_way.append(asyncio.ensure_future(self._receiver.fetch(left.popleft())))
+                if to_fetch:
+                    under_way.append(asyncio.ensure_future(self._receiver.fetch(to_fetch.popleft())))
                 yield bucket
         finally:
-            for one in under_way:
-                one.cancel()
+            for fetch in under_way:
+                fetch.cancel()
 
     @phase("unpack")
     def _put(self, bucket: Bytes) -> None:

@@ -23,7 +23,7 @@ def seed_of(run: int, identity: Identity) -> int:
 
 
 def seed_of_turn(seed: int | None, turn: int) -> int | None:
-    """The seed of one of the turns, counted from 0; that of the first is the trajectory's. None of None."""
+    """The seed of a turn, counted from 0; the first turn has the trajectory's seed. None of None."""
     return _hash(f"{seed}/{turn}") if seed is not None and turn else seed
 
 
@@ -33,7 +33,7 @@ def seed_behind(seed: int | None, tokens: int) -> int | None:
 
 
 def seed_of_retry(seed: int, number: int) -> int:
-    """The seed of one more completion of the prompt of the seed `seed`, counted from 0, with numbers of its own."""
+    """The seed of an additional completion, counted from 0, with its own random numbers; `seed` is the prompt's."""
     return _hash(f"{seed}/try/{number}")
 
 

@@ -47,8 +47,8 @@ def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[i
         going_on = [place for place in oldest_first if ages[place] >= age and place not in cut]
         cut += going_on[: max(0, len(going_on) - int((max_age - age) * share))]
     if aim:
-        wanted = [place for place in oldest_first if ages[place] >= aim and place not in cut]
-        cut += wanted[: max(0, int(share) - len(cut))]
+        at_aim = [place for place in oldest_first if ages[place] >= aim and place not in cut]
+        cut += at_aim[: max(0, int(share) - len(cut))]
     return cut
 
 

@@ -1,4 +1,4 @@
-"""A teacher on a server: it scores every finished completion, and the trajectory carries its log-probs.
+"""A teacher on a server: it scores every finished completion; its log-probs are part of the trajectory.
 
     POST URL/generate     prompt + completion with max_new_tokens = 0: SGLang's log-probs of the given tokens
     POST URL/detokenize   once, at the start: the texts of token ids by the server's tokenizer
@@ -43,7 +43,7 @@ class TeacherScores(NamedTuple):
 
 
 class MetaInfo(msgspec.Struct):
-    """The fields of SGLang's answer in use: (log-prob, id, text) of every token; the first log-prob is null."""
+    """The fields of SGLang's answer that are used: (log-prob, id, text) of every token; the first log-prob is null."""
 
     input_token_logprobs: list[tuple[float | None, TokenId, str | None]]
 
@@ -96,9 +96,9 @@ class TeacherClient:
             if len(new := np.flatnonzero(sampled[path])):
                 calls.append((path, int(new[0])))
                 sampled[path] = False
-        found = await asyncio.gather(*(self._scored(row[path[:at]], row[path[at:]]) for path, at in calls))
+        path_scores = await asyncio.gather(*(self._scored(row[path[:at]], row[path[at:]]) for path, at in calls))
         logprobs = np.zeros(width, np.float32)
-        for (path, at), numbers in reversed(list(zip(calls, found, strict=True))):
+        for (path, at), numbers in reversed(list(zip(calls, path_scores, strict=True))):
             logprobs[path[at:]] = numbers
         return logprobs[prompt:]
 
@@ -113,17 +113,17 @@ class TeacherClient:
         probed = np.asarray(tokenizer.spread(2), np.int32)
         scored = await self._guard.score(probed[:1], probed[1:])
         if scored.logprobs is None:
-            raise ModelError(f"the teacher cannot be asked: {scored.reason}")
+            raise ModelError(f"the teacher cannot be reached: {scored.reason}")
         tokens = tokenizer.spread(COMPARED)
         theirs = await self._texts(tokens)
         # Servers may clean up spaces: a difference in them does not mean another vocabulary.
         pairs = zip(tokens, tokenizer.texts(tokens), theirs, strict=True) if theirs else ()
         strange = [found for found in pairs if found[1].strip() != found[2].strip()]
         if strange:
-            token, ours, other = strange[0]
+            token, policy_text, server_text = strange[0]
             raise ModelError(
-                f"the teacher at {self._url} must have the policy's tokenizer: token {token}, {ours!r}, is {other!r} "
-                f"there ({len(strange)} of {len(tokens)} compared tokens differ)"
+                f"the teacher at {self._url} must have the policy's tokenizer: token {token}, {policy_text!r}, is "
+                f"{server_text!r} there ({len(strange)} of {len(tokens)} compared tokens differ)"
             )
 
     def report(self) -> ScorerReport:
@@ -158,13 +158,13 @@ class TeacherClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 content = await self._client.post(f"{self._url}/detokenize", body)
-            found = msgspec.json.decode(content, type=Texts).text
-            if len(found) != len(tokens):
-                raise TaskError(f"{len(found)} texts for {len(tokens)} tokens")
+            texts = msgspec.json.decode(content, type=Texts).text
+            if len(texts) != len(tokens):
+                raise TaskError(f"{len(texts)} texts for {len(tokens)} tokens")
         except (TaskError, msgspec.MsgspecError, UnicodeDecodeError, TimeoutError) as error:
             log.warning("the teacher's tokenizer cannot be compared with the policy's: %s", repr(error)[:QUOTED])
             return []
-        return found
+        return texts
 
 
 def read(content: bytes, tokens: Ints) -> Floats:
@@ -183,11 +183,11 @@ async def connect(config: TeacherConfig, tokenizer: Tokenizer) -> TeacherClient 
     """Return the client of the teacher's server, checked; None without a `url`. Raises `ModelError` or `TaskError`."""
     if not config.url:
         return None
-    made = TeacherClient(config)
+    client = TeacherClient(config)
     try:
-        await made.check(tokenizer)
+        await client.check(tokenizer)
     except ModelError:
-        await made.close()
+        await client.close()
         raise
     log.info("the teacher is at %s", config.url)
-    return made
+    return client

@@ -43,7 +43,7 @@ class Architecture:
     def check_names(self, model: str) -> None:
         """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
 
-        transformers converts some tensors at load and cannot convert all of them back: an engine would find no
+        transformers converts some tensors at load and cannot convert all of them back: an engine would have no
         parameter of that name, and keep its old weights. Reads the headers of the files, in a folder or on the hub.
         """
         files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
@@ -56,7 +56,7 @@ class Architecture:
 
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a folder's safetensors files, whose headers alone are read."""
+    """Name and shape of every tensor in a folder's safetensors files; reads only their headers."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= {name: tuple(header.shape) for name, header in file_header(path).items()}
@@ -72,7 +72,7 @@ def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
     try:
         files = HfApi().get_safetensors_metadata(model).files_metadata.values()
     except NotASafetensorsRepoError as error:
-        raise ModelError(f"{model} has no safetensors files, whose tensor names SGLang needs: {error}") from error
+        raise ModelError(f"{model} has no safetensors files, and SGLang needs their tensor names: {error}") from error
     except (httpx.TransportError, HfHubHTTPError, OfflineModeIsEnabled) as error:
         with suppress(OSError):
             # The cache may have the model's configuration without its weights.
@@ -87,7 +87,7 @@ def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor])
     if missing := sorted(expected.keys() - tensors.keys()):
         raise WeightsError(f"the push has no tensor {missing[0]!r} ({len(missing)} are missing)")
     if unknown := sorted(tensors.keys() - expected.keys()):
-        raise WeightsError(f"the push has tensors that this model does not know: {', '.join(unknown[:3])}")
+        raise WeightsError(f"the push has tensors that this model lacks: {', '.join(unknown[:3])}")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(shape)}")

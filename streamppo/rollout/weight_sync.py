@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class WeightSync:
     """Swaps every new version of `puller` into `engine`, which has begun with the version in the puller's replica.
 
-    `digest` is the digest of the engine's version. `admitted_lag` is the newest push's, if the learner steers it.
+    `digest` is the digest of the engine's version. `admitted_lag` is the newest push's, if the learner adapts it.
     `push_ms` is the time of all swaps together, in milliseconds.
     """
 

@@ -1,6 +1,6 @@
-"""The work of one rollout actor: it keeps `rollout.in_flight` trajectories under way, if it gets tickets for them.
+"""The work of one rollout actor: it keeps up to `rollout.in_flight` trajectories under way, one for each ticket.
 
-consumes     tickets of the queue, requested with each delivery, or in a call of their own if a delivery brings too few
+consumes     tickets of the queue, requested with each delivery, or in a separate call if a delivery brings too few
 produces     scored trajectories and failures, in the order in which they finish
 waits for    tickets, which the queue's admission rule limits; never for the learner, another actor or a batch
 unblocks     the queue's next take
@@ -194,7 +194,7 @@ class Worker:
                 continue
             self._lacks.clear()
             if self._num_wanted:
-                # Places have become free in the meantime: a delivery requests their tickets.
+                # Trajectories have ended in the meantime: a delivery requests tickets in their place.
                 self._delivery_due.set()
 
     async def _request_tickets(self, wanted: int) -> bytes:
@@ -243,7 +243,7 @@ class Worker:
     async def _sample(self, ticket: Ticket) -> None:
         """Sample and score the trajectory of one ticket, and hand it to the next delivery."""
         episode: Episode | None = None
-        begun, source = self._engine.version, ""
+        first_version, source = self._engine.version, ""
         handing = SegmentWriter(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
         self._under_way.add(handing)
         try:
@@ -261,7 +261,7 @@ class Worker:
             stage, reason = _stage(error), utf8_safe(error)
             sampled = int(episode.mask[handing.prefix :].sum()) if episode else getattr(error, "tokens", 0)
             failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
-            self._hand_over(structs.replace(failure, version=begun, source=source))
+            self._hand_over(structs.replace(failure, version=first_version, source=source))
         self._under_way.remove(handing)
         self._room += 1
 
@@ -307,10 +307,10 @@ class Worker:
                 delivery = b"" if self._shards else encode(trajectories)
             if self._shards:
                 delivery = encode(await self._shards.store(trajectories))
-            wanted = 0 if self._lacks.is_set() else self._num_wanted
-            request = {"engine_version": self.version, "limit": wanted, "call": self._call}
+            limit = 0 if self._lacks.is_set() else self._num_wanted
+            request = {"engine_version": self.version, "limit": limit, "call": self._call}
             answer = await self._queue.deliver.remote(self._name, version, delivery, encode(failures), **request)
-            if self._admit(answer, group) < wanted:
+            if self._admit(answer, group) < limit:
                 self._lacks.set()
 
     def _cut_waiting(self) -> int:

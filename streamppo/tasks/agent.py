@@ -1,11 +1,11 @@
-"""Runs agents: other people's programs that ask an endpoint. Lives in a process that can be killed, one run at a time.
+"""Runs agents: a user's programs that call an endpoint. Lives in a process that can be killed, one run at a time.
 
     async def run(prompt, base_url, api_key, **columns)     a function of yours, `def` or `async def`
     ["python", "agent.py"]                                  a program, with the endpoint in its environment
 
 A function gets the parameters that it names; `prompt` is a text, or messages. OPENAI_BASE_URL, OPENAI_API_KEY,
 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and STREAMPPO_PROMPT are set for both. It returns a number, a `Reward`, a `Done`,
-or None, where its reward comes from elsewhere; the last line of a program's output may be {"reward": 1.0}.
+or None if its reward comes from elsewhere; the last line of a program's output may be {"reward": 1.0}.
 
 The pool of processes is that of rewards (tasks/rewards/processes): a run's result travels as an `AgentOutcome` in the
 explanation of a reward.
@@ -45,7 +45,7 @@ KEPT_BYTES = 2**16
 SHOWN = 1000
 """Characters of it that a failure quotes."""
 ENDING_S = 1.0
-"""Tasks that a run leaves behind have so much time to end once they are cancelled."""
+"""The time for a run's remaining tasks to end after they are cancelled."""
 LATE = object()
 """The result of a run beyond its time limit."""
 OURS = ("prompt", "base_url", "api_key")
@@ -155,7 +155,7 @@ class Agent:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(call.timeout_s)
-        # Whoever holds the other ends of the pipes, too.
+        # Also other processes with the pipes open.
         end_children()
         for thread in threads:
             thread.join(1.0)
@@ -199,7 +199,7 @@ class _Threads(ThreadPoolExecutor):
 
 
 class _Tail(io.TextIOBase):
-    """Keeps the end of what is written."""
+    """Keeps the end of the written text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Tail(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Keep the last of it; parts are put together once they are twice as long as what is kept."""
+        """Append; the parts are joined and shortened once they are twice as long as the limit."""
         self._parts.append(text[-KEPT_BYTES:])
         self._length += len(self._parts[-1])
         if self._length > 2 * KEPT_BYTES:
@@ -224,7 +224,7 @@ class _Tail(io.TextIOBase):
         return len(text)
 
     def follow(self, pipe: IO[bytes]) -> None:
-        """Keep the end of a pipe, until nobody writes to it."""
+        """Keep the end of a pipe's output, until its last writer closes it."""
         with pipe:
             while chunk := os.read(pipe.fileno(), KEPT_BYTES):
                 self.write(chunk.decode(errors="replace"))
@@ -266,7 +266,7 @@ def variables(call: AgentCall, prompt: str) -> dict[str, str]:
 
 
 def late(timeout_s: float) -> str:
-    """Say that a run took too long."""
+    """Return the failure of a run beyond its time limit."""
     return f"the agent took longer than {timeout_s:g} s (environment.timeout_s)"
 
 
@@ -282,7 +282,7 @@ def end_children() -> None:
 
 
 def _asked_for(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
-    """Choose the arguments that a function names, or all with **kwargs."""
+    """Select the arguments that are a function's parameters; all with **kwargs."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in given.items() if takes_all or name in parameters}
@@ -309,7 +309,7 @@ def _run(
 
 
 async def _in_time(awaitable: Any, timeout_s: float) -> object:
-    """Await a run, and cancel what it leaves behind; `LATE` if it takes too long."""
+    """Await a run, and cancel its remaining tasks; `LATE` if it takes too long."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -352,7 +352,7 @@ def _last_line(text: str) -> object:
 
 
 def _outcome(value: object) -> AgentOutcome:
-    """Read what a run returned."""
+    """Read a run's return value."""
     match value:
         case None:
             return AgentOutcome()
@@ -372,7 +372,7 @@ def _outcome(value: object) -> AgentOutcome:
         return AgentOutcome(reason=f"the agent returned {repr(value)[:SHOWN]}, {error}")
     if checked.tokens:
         return AgentOutcome(
-            reason="the agent returned rewards of single tokens, which it does not see: give score and turns"
+            reason="the agent returned rewards of single tokens, which it does not have: give score and turns"
         )
     return AgentOutcome(
         score=checked.score, turns=checked.turns, components=checked.components, explanation=checked.explanation

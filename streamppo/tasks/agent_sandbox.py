@@ -4,7 +4,7 @@
 
 The sandbox has a network of its own whose only interface is loopback. Before the program begins, it listens there at
 the endpoint's port and hands the listening socket out of the sandbox; each connection to it is carried on to the
-endpoint from here. The program reaches nothing else, and does not know the keys of other runs.
+endpoint from here. The program has no other connection, and not the keys of other runs.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class Walled:
         )
 
     def _placed(self, word: str) -> str:
-        """Make a word that names a file an absolute path: the program begins in its scratch folder."""
+        """Make a file's name an absolute path: the program begins in its scratch folder."""
         path = os.path.abspath(word)
         within = any(Path(path).is_relative_to(file) for file in self._files)
         return path if within and os.path.exists(path) else word

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SENTINEL = "qk7vAssistantTurn"
 """An assistant's text to find in a rendered conversation; it occurs in no template."""
 WORDS = "qk7vWords"
-"""In place of what is said, to see that a template writes it."""
+"""Replaces a message's text, to check that a template writes it."""
 PLAIN = Template()
 """No arguments and no tools."""
 RESERVED = {
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 class AfterTurn(NamedTuple):
     """The text after an assistant's words, or after the last argument of its calls.
 
-    `others` are the texts where nothing answers the calls, or a user: what all begin with closes the calls and the
-    turn. `again` is the text between two calls, where there can be two: it begins with what closes the first.
+    `others` are the texts if no message or a user's follows the calls: their common beginning closes calls and turn.
+    `again` is the text between two calls, if two are possible: it begins with the end of the first.
     """
 
     text: str
@@ -57,7 +57,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._control = control
         self._whole = set[tuple[object, ...]]()
-        """Shapes of prompts, and of what follows a turn, of which every message is known to be written."""
+        """Shapes of prompts, and of messages after a turn, that the template is known to write in full."""
         # In addition to a template's own names: transformers' function of that name gives the time of the call.
         self._clock: dict[str, Callable[[str], str]] = (
             {"strftime_now": datetime.fromisoformat(clock).strftime} if clock else {}
@@ -118,8 +118,8 @@ class ChatTemplate:
         """Render `said` after a turn of the assistant: the text after its words, with the opening of the next turn.
 
         Some templates write the answers of tools only after `calls`, with which the turn ends. Without `said` it is
-        the end of the turn alone. Raises `TaskError` as `render` does, for a template that does not write an
-        assistant's words once, and for one that leaves out what is said.
+        only the end of the turn. Raises `TaskError` as `render` does, for a template that does not write an assistant's
+        words once, and for one that leaves out what is said.
         """
         behind = self._behind(said, template, calls)
         shape = (tuple((one.role, bool(one.text.strip())) for one in said), bool(calls), repr(template.arguments))
@@ -152,7 +152,7 @@ class ChatTemplate:
         return AfterTurn(behind[0])
 
     def _behind_calls(self, said: Sequence[Message], template: Template, calls: Calls) -> AfterTurn:
-        """The text after the last argument of the calls, and what stands there where something else follows."""
+        """The text after the last argument of the calls, and the texts there if other messages follow."""
 
         def turn(*made: dict[str, Any]) -> tuple[Message, ...]:
             return Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=made)
@@ -174,7 +174,7 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
         if wrong := RESERVED & template.arguments.keys():
-            raise TaskError(f"{min(wrong)!r} is no argument of a chat template: it is not the configuration's to give")
+            raise TaskError(f"{min(wrong)!r} is not an argument that the configuration may give to a chat template")
         chat: Any = [message.plain() for message in messages]
         # Templates would treat an empty list as tools.
         tools = list(template.tools) or None

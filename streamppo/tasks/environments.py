@@ -106,7 +106,7 @@ class EnvSession:
 
 @asynccontextmanager
 async def open_session(make: Make, stalls: EventLoopStalls) -> AsyncGenerator[EnvSession]:
-    """Make an environment, and close it at the end of the block in any case. Raises `EnvironmentFailed`."""
+    """Make an environment, and always close it at the end of the block. Raises `EnvironmentFailed`."""
     calls = EnvironmentCalls(stalls)
     world = EnvSession(await _within_time("the constructor", calls, make), calls)
     try:

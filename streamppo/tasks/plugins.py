@@ -25,7 +25,7 @@ Arguments = TypeVarTuple("Arguments")
 PACKAGE = "streamppo"
 EXTRA = re.compile(r"extra == [\"']([^\"']+)")
 DEVELOPMENT = {"test", "docs", "peers"}
-"""Extras that no run asks for."""
+"""Extras that are not for runs."""
 
 
 def export_path() -> None:
@@ -77,7 +77,7 @@ def remedy(error: BaseException) -> str:
     """Return the end of a sentence about an error: the extra that brings a missing or too old module, if one does."""
     if not isinstance(error, ImportError) or not error.name:
         return ""
-    # Of a checkout that nobody installed no extra is known.
+    # The extras of a checkout that is not installed are unknown.
     with suppress(metadata.PackageNotFoundError):
         if extra := extra_of(error.name.partition(".")[0], metadata.requires(PACKAGE) or ()):
             return f": pip install '{PACKAGE}[{extra}]'"

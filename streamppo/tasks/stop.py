@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
 """The assistant's text in a rendered test conversation; it occurs in no template."""
 SLACK = 4
-"""A string is searched in so many tokens more than its bytes: the first token may be half a character."""
+"""A string is searched in this many tokens more than its bytes: the first token may be half a character."""
 
 log = logging.getLogger(__name__)
 

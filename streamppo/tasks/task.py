@@ -109,7 +109,7 @@ def build(
 ) -> Task:
     """Build the configured task; without a tokenizer no prompt is measured.
 
-    With a `limit`, at most so many rows of each data set are read, as a check; `look` is called for each row. Raises
+    With a `limit`, at most this many rows of each data set are read, as a check; `look` is called for each row. Raises
     `TaskError` if its data cannot be read.
     """
     match config:

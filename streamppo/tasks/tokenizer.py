@@ -29,7 +29,7 @@ SPECIALS = 3
 KEPT = 256
 """Prompts in the cache of token ids; the samples of a prompt start soon after each other."""
 PROBE = "a"
-"""A text to find the tokens that a tokenizer adds around it."""
+"""A probe text, to find the tokens that a tokenizer adds around a text."""
 DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Errors that transformers raises for damaged tokenizer files."""
 UNKNOWN = -1
@@ -63,7 +63,7 @@ class Tokenizer:
         self.vocabulary = len(self._tokenizer)
         # Without its files transformers makes a tokenizer with only special tokens.
         if self.vocabulary <= len(self._tokenizer.all_special_ids):
-            raise TaskError(f"{path}: no tokenizer is there")
+            raise TaskError(f"{path}: there is no tokenizer")
         self._control = ControlTokens(self._tokenizer, self._fast, chat_template.sources(self._tokenizer))
         self._chat = ChatTemplate(self._tokenizer, self._control, clock)
         self._bos: str = self._tokenizer.bos_token or ""
@@ -178,10 +178,10 @@ class Tokenizer:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
         The policy's own tokens are not tokenised again: a conversation is rendered with other words in their place,
-        and what the template writes after them follows; `calls` are those with which the turn ends, if these are
-        known. The token that ends the turn is among it only if `last`, the turn's last token, is none that ends one. A
-        text is taken as it is. Raises `TaskError` without a template, and for one that refuses the messages, leaves
-        them out, rewrites earlier turns, or ends the assistant's turn with no token.
+        and what the template writes after them follows; `calls` are those at the end of the turn, if known. The end of
+        the turn is included only if `last`, the turn's last token, does not end a turn. A text is tokenised unchanged.
+        Raises `TaskError` without a template, and for one that refuses the messages, leaves them out, rewrites earlier
+        turns, or ends the assistant's turn with no token.
         """
         if isinstance(said, str):
             return np.asarray(self._text_ids(said, template), dtype=np.int32)
@@ -198,7 +198,7 @@ class Tokenizer:
         return np.asarray(ids[begin:], dtype=np.int32)
 
     def _behind_calls(self, behind: AfterTurn, end: int | None) -> list[int]:
-        """Return the ids of a text after calls, without what closes these; the end of the turn is among them."""
+        """Return the ids of a text after calls, without the calls' end, with the end of the turn."""
         ids = self._rendered_ids(behind.text)
         closed = min(_common(ids, self._rendered_ids(other)) for other in behind.others)
         if end in ids[:closed]:
@@ -292,7 +292,7 @@ class Tokenizer:
             return self._tokenizer(text, add_special_tokens=specials)["input_ids"]
         except TypeError as error:
             # A lone surrogate, which JSON can represent and UTF-8 cannot.
-            raise TaskError(f"no text that can be tokenized: {text!r}") from error
+            raise TaskError(f"not a text that can be tokenized: {text!r}") from error
 
 
 def unknown(path: str | Path, rows: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def warmup_of_task(task: Task) -> Lesson:
     if len(used) > CHARACTERS:
         raise TaskError(
             f"{BUILTIN} learns {CHARACTERS} different characters at most, and the prompts and answers have "
-            f"{len(used)}: name a model that knows them (model.path)"
+            f"{len(used)}: name a model that has them (model.path)"
         )
     if any("\ud800" <= character <= "\udfff" for character in used):
         raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is not a character")

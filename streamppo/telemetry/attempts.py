@@ -1,18 +1,18 @@
 """Counts attempts by their ends, and estimates the effect of counting the untrained ones as 0. Pure: no disk, no clock.
 
-trained    in a batch; of its tokens some may be masked (too old), or undelivered (sampled, and received by nobody)
+trained    in a batch; some of its tokens may be masked (too old) or undelivered (sampled but not received)
 failed     a stage raised, or the trajectory could not be trained on
-dropped    it was too old, its group was given up, or its group taught nothing
+dropped    it was too old, or its group was abandoned or had no learning signal
 lost       its actor died
 
 Example: two samples of a prompt have the rewards 1 and 0.5, and a third fails. The mean is 0.75; with the third as 0 it
 is 0.5, and every advantage of the two is 0.25 larger.
 
-The length test asks if failed completions are longer or shorter than trained ones: then what is trained on is a biased
-choice. It is the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that neither a length nor a
-failure rate that drifts is taken for a dependence. A prompt counts once on either side of a window, by its first
-attempt: a prompt that always fails is one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and
-m trained prompts, N = n + m:
+The length test compares the lengths of failed and trained completions: a difference means a biased training set. It is
+the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that a drift of lengths or of the failure rate
+does not count as a dependence. A prompt counts once on either side of a window, by its first attempt: a prompt that
+always fails is one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and m trained prompts, N =
+n + m:
 
     z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)      U = q n m
 """
@@ -28,7 +28,7 @@ End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
 WINDOW = 20
 """Versions of a window of the length test."""
 LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
-"""The sign of the length test: failed prompts, |z|, and how far the chance is from one half, at least."""
+"""The sign of the length test: the least failed prompts, |z|, and distance of the chance from one half."""
 FIRES = (
     f"failed completions are longer than trained ones in more than {0.5 + LEAST_SHIFT:.0%} of the pairs, or in less "
     f"than {0.5 - LEAST_SHIFT:.0%}, at a z beyond ±{LEAST_Z:g} (by chance in one run of 15,000), with {LEAST_FAILED} "
@@ -39,13 +39,13 @@ ADVICE = (
     "train on is a biased choice"
 )
 MOST_NAMES, MOST_HOURS, EXACT = 12, 24, 8
-"""Most rows of reasons and of sources, most rows of hours, and lags that have a row each."""
+"""The most rows of reasons and sources, of hours, and of single lags."""
 
 
 class Attempt(NamedTuple):
-    """One attempt. `version` is the one that its batch began with, or the queue's at its end.
+    """One attempt. `version` is the first version of its batch, or the queue's at its end.
 
-    `tokens` were sampled, 0 if that is not known; `lag` is that of the oldest one; `hour` of the run is when it ended.
+    `tokens` is the number of sampled tokens, 0 if unknown; `lag` that of the oldest one; `hour` the run's at its end.
     """
 
     end: End
@@ -103,11 +103,13 @@ class AttemptTable(TypedDict):
     length_test: LengthTest | None
 
 
-def table(attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole: bool) -> AttemptTable:
+def table(
+    attempts: Sequence[Attempt], batches: int, read: int, *, compared: bool, whole_completions: bool
+) -> AttemptTable:
     """Count attempts; the trained ones are of `read` batches of `batches`.
 
-    `compared` if samples of a prompt are compared; `whole` if trained completions are whole: lengths are not compared
-    where they are segments.
+    `compared`: samples of a prompt are compared. `whole_completions`: trained completions are whole; lengths of
+    segments are not compared.
     """
     scale = batches / max(read, 1)
     rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
@@ -126,23 +128,23 @@ def table(attempts: Sequence[Attempt], batches: int, read: int, *, compared: boo
         "rows": rows,
         "advantage_shift": shift,
         "advantage_deviation": deviation,
-        "length_test": length_test(attempts) if whole else None,
+        "length_test": length_test(attempts) if whole_completions else None,
     }
 
 
 def length_test(attempts: Iterable[Attempt]) -> LengthTest | None:
-    """Compare the lengths of failed and of trained completions; None without a window that has both."""
+    """Compare the lengths of failed and trained completions; None if no window has both."""
     windows: dict[int, tuple[dict[int, int], dict[int, int]]] = defaultdict(lambda: ({}, {}))
     for attempt in attempts:
         if attempt.tokens and attempt.end in ("failed", "trained"):
             windows[attempt.version // WINDOW][attempt.end == "trained"].setdefault(attempt.prompt, attempt.tokens)
     total = variance = wins = 0.0
     pairs = failed = trained = 0
-    for lost, trained_lengths in windows.values():
-        n, m = len(lost), len(trained_lengths)
+    for failed_lengths, trained_lengths in windows.values():
+        n, m = len(failed_lengths), len(trained_lengths)
         if not n or not m:
             continue
-        u, ties = _mann_whitney([*lost.values()], [*trained_lengths.values()])
+        u, ties = _mann_whitney([*failed_lengths.values()], [*trained_lengths.values()])
         weight = 1 / (n + m + 1)
         total += weight * (u - n * m / 2)
         variance += weight**2 * n * m * (n + m + 1 - ties) / 12
@@ -154,7 +156,7 @@ def length_test(attempts: Iterable[Attempt]) -> LengthTest | None:
 
 
 def dependence(test: LengthTest | None) -> str | None:
-    """The numbers of a test by which failures depend on length; None if they need not."""
+    """The numbers of a significant length test, else None."""
     if test is None or test["failed"] < LEAST_FAILED or abs(test["z"]) < LEAST_Z:
         return None
     if abs(test["longer"] - 0.5) < LEAST_SHIFT:
@@ -166,7 +168,7 @@ def dependence(test: LengthTest | None) -> str | None:
 
 
 def _mann_whitney(lost: Sequence[int], kept: Sequence[int]) -> tuple[float, float]:
-    """(pairs in which the failed one is longer, equal ones half, and what ties take of N + 1 in the variance)."""
+    """(pairs with a longer failed completion, equal ones counted half; the ties' share of N + 1 in the variance)."""
     count, rank, ranks, ties = len(lost) + len(kept), 0, 0.0, 0
     ordered = sorted([*((length, True) for length in lost), *((length, False) for length in kept)])
     for _, same in groupby(ordered, key=lambda one: one[0]):
@@ -204,19 +206,20 @@ def _rows(
     by: str, attempts: Iterable[Attempt], scale: float, key: Callable[[Attempt], tuple[int, str] | None]
 ) -> Iterable[AttemptRow]:
     """A row for each name, in the order of the numbers; none if all attempts have one name. `key` returns both."""
-    named: dict[str, list[Attempt]] = defaultdict(list)
+    by_name: dict[str, list[Attempt]] = defaultdict(list)
     places: dict[str, int] = {}
     for attempt in attempts:
-        if (known := key(attempt)) is not None:
-            named[known[1]].append(attempt)
-            places[known[1]] = known[0]
-    if len(named) < 2:
+        if (place_and_name := key(attempt)) is not None:
+            by_name[place_and_name[1]].append(attempt)
+            places[place_and_name[1]] = place_and_name[0]
+    if len(by_name) < 2:
         return []
-    return [_row(by, name, named[name], scale) for name in sorted(named, key=lambda name: (places[name], name))]
+    return [_row(by, name, by_name[name], scale) for name in sorted(by_name, key=lambda name: (places[name], name))]
 
 
 def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
-    """A row for each reason, the most frequent first, and one for the others; as zeros only its own attempts count."""
+    """A row for each reason, the most frequent first, and one for the others; its `as_zero` counts only its own
+    attempts."""
     trained = [attempt for attempt in attempts if attempt.end == "trained"]
     counted = Counter(attempt.reason for attempt in attempts if attempt.end != "trained").most_common()
     chosen = [(reason, {reason}) for reason, _ in counted[:MOST_NAMES]]

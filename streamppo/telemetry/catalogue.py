@@ -41,8 +41,8 @@ PHASES = {
     "take": "queue: the choice of a batch",
     "journal": "queue: a transaction",
     "archive": "queue: the batch of a version",
-    "fetch": "learner: the wait for a batch, beside the update before; no CPU time",
-    "pack": "learner: a batch into padded rows, beside the update before",
+    "fetch": "learner: the wait for a batch, during the previous update; no CPU time",
+    "pack": "learner: a batch into padded rows, during the previous update",
     "forward": "learner: every forward pass",
     "targets": "learner: advantages and corrections",
     "loss": "learner: the loss of a micro-batch",
@@ -50,7 +50,7 @@ PHASES = {
     "optimizer": "learner: clipping, and a step",
     "metrics": "learner: the numbers of an update",
     "snapshot": "learner: a copy of the weights, to push",
-    "publish": "learner: the copy hashed and stored, beside training",
+    "publish": "learner: the copy hashed and stored, during training",
 }
 """In lines of phases, by the kind of process. Only the first rank has such a line."""
 
@@ -58,7 +58,7 @@ UPDATE = {
     "tokens": "tokens of the batch that the policy sampled",
     "tokens_too_old": "tokens of the batch beyond max_lag, left out of the loss",
     "tokens_trained": "tokens of the batch that are in the loss",
-    "tokens_idle": "tokens of rows without a pass, as they teach nothing; not in the distances below",
+    "tokens_idle": "tokens of rows without a pass or gradient; not in the distances below",
     "equal_groups": "share of trajectories whose whole group scored the same",
     "lag_mean": "versions, mean age of a token",
     "lag_max": "versions, greatest age of a token",
@@ -94,10 +94,10 @@ UPDATE = {
     "score_s": "seconds, proximal log-probs, values, targets",
     "train_s": "seconds, all optimizer steps",
     "wait_s": "seconds, waiting for the batch",
-    "fetch_s": "seconds, fetching and packing, beside the update before",
+    "fetch_s": "seconds, fetching and packing, during the previous update",
     "update_s": "seconds, all of the update",
-    "push_ms": "milliseconds, the push before, beside training",
-    "push_mib": "MiB, the push before, of one rank",
+    "push_ms": "milliseconds, the previous push, during training",
+    "push_mib": "MiB, the previous push, of one rank",
     "learner_tokens_per_s": "tokens, prompts included, a second of score_s and train_s, over all ranks",
     "learner_tflops": "10^12 operations a second of one rank, without recomputation",
 }
@@ -115,15 +115,15 @@ SOMETIMES = {
     "entropy_weight": "weight of the entropy bonus; with [algorithm.entropy_control]",
     "admitted_lag": "versions, the lag admitted next; with an adaptive queue.max_lag",
     "lr_share": "share of the learning rate that is left; with an adaptive lag or learner.lr_by_ess",
-    "singled_out": "share of the trained tokens that algorithm.exploration treats otherwise",
+    "singled_out": "share of the trained tokens that algorithm.exploration selects",
     "teacher_kl": "nats per token, k3 estimate of KL(proximal || teacher)",
     "positive_nll": "nats per token of right answers, -mean log-prob",
-    "critic_steps": "optimizer steps of a critic with a transformer of its own",
+    "critic_steps": "optimizer steps of a critic with a separate transformer",
     "critic_grad_norm": "before clipping, mean over its optimizer steps",
     "candidates": "mean number of tokens left by top-p and top-k",
     "expert_load": "tokens of the busiest expert over an even share, mean over layers",
     "experts_idle": "share of the experts without a token",
-    "routes_own": "share of the engine's choices of experts that the learner makes too",
+    "routes_own": "share of the engine's choices of experts that the learner shares",
     "mfu": "learner_tflops as a share of the GPU's dense bfloat16 peak",
     "peak_memory_mib": "MiB, most GPU memory of tensors on rank 0",
     "forced": "share of sampled tokens without an alternative, with top-p or top-k",
@@ -136,7 +136,7 @@ SOMETIMES = {
 """In the lines of updates to which they apply; a name that ends in _ is followed by a bucket or a name."""
 
 TRACKED = {
-    "evaluation_accuracy": "share of held-out prompts that were answered rightly",
+    "evaluation_accuracy": "share of held-out prompts with a correct answer",
     "evaluation_failed": "held-out prompts of an evaluation without a score",
     "queue_ready": "trajectories that are ready to be trained on",
     "queue_in_flight": "trajectories that are being sampled",
@@ -146,9 +146,8 @@ TRACKED = {
     "engine_idle_s_": "seconds that a rollout actor's engine had nothing to do since it started",
     "engine_prefix_reused_": "share of the tokens of a rollout actor's prompts that its engine had in its cache: turns "
     "and samples that share a context",
-    "engine_context_reused_": "share of the contexts that earlier turns had which a rollout actor's engine did not "
-    "compute again; turns allow 1",
-    "engine_kv_age_": "versions, mean age of the weights that computed what a rollout actor's engine reused",
+    "engine_context_reused_": "share of earlier turns' contexts that a rollout actor's engine reused; 1 is possible",
+    "engine_kv_age_": "versions, mean age of the weights that computed a rollout actor's reused tokens",
     "restarts_": "deaths of a stage that this part of the run has survived",
 }
 """Only in trackers and Prometheus, besides the metrics of updates: numbers of other lines, named as above."""

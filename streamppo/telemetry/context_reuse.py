@@ -1,7 +1,7 @@
-"""What engines did not compute again: tokens of prompts in their cache, by the age of the weights that computed them.
+"""The reuse of engines' caches: tokens of prompts that came from a cache, by the age of the weights that computed them.
 
 prefix_reused     share of all prompts' tokens that came from a cache
-context_reused    share of the contexts that earlier turns had; turns allow 1
+context_reused    share of earlier turns' contexts that came from a cache; 1 is possible
 kv_ages           tokens that came from a cache, by versions since they were computed; with kv = "keep" above 0
 kv_age            their mean
 """
@@ -55,7 +55,7 @@ def of_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
 
 
 def of_lines(lines: Sequence[EngineLine]) -> ContextShares:
-    """Put together the newest lines of rollout actors, one of each."""
+    """Combine the newest lines of rollout actors, one of each."""
     prefixes = [line["prefix_reused"] for line in lines if "prefix_reused" in line]
     contexts = [line["context_reused"] for line in lines if "context_reused" in line]
     ages: Counter[int] = Counter()
@@ -76,7 +76,7 @@ def newest(lines: Sequence[Line]) -> list[EngineLine]:
 
 
 def mean_age(ages: Mapping[int, int]) -> float | None:
-    """The mean of ages by their counts; None of none."""
+    """The mean of ages by their counts; None without any."""
     count = sum(ages.values())
     return sum(age * tokens for age, tokens in ages.items()) / count if count else None
 

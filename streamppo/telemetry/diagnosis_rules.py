@@ -1,8 +1,8 @@
 """Signs of bad learning, each a small function of a run's numbers. Pure: no disk, no clock.
 
 A rule gets an `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy default run. A
-nearly solved task is no fault, although its entropy is low, its groups are equal and no variance is left to explain.
-Low entropy of a policy that still improves is no fault either, nor is a single evaluation below the one before.
+nearly solved task is not a fault, although its entropy is low, its groups are equal and no variance is left to explain.
+Nor is low entropy of a policy that still improves, or a single evaluation below the previous one.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def _kl_spikes(seen: Evidence) -> str | None:
     for name in ("proximal_kl", "behavior_kl", "reference_kl"):
         values = seen.series(name)
         high = [value for value in values if value > max(SPIKE_KL, SPIKE * median(values))]
-        # A KL is a heavy-tailed mean: a rare token that has become likely is no fault by itself.
+        # A KL is a heavy-tailed mean: a rare token that has become likely is not a fault by itself.
         if len(high) >= SPIKES or (high and _falls_after_the_largest(seen, name)):
             return f"{name} was {max(values):.3g} nats, {median(values):.3g} in the median"
     return None
@@ -84,7 +84,7 @@ def _gradient_spikes(seen: Evidence) -> str | None:
     if bad:
         return f"{bad:g} optimizer steps were left out: their gradient was not finite"
     high = [norm for norm in norms if norm > SPIKE * median(norms) > 0]
-    # A gradient is a heavy-tailed sum, and it is clipped: one that is large is no fault by itself. If nearly all groups
+    # A gradient is a heavy-tailed sum, and it is clipped: a large one is not a fault by itself. If nearly all groups
     # are correct, most gradients are almost 0 and those of the rare wrong answers are large by comparison.
     many = len(high) >= SPIKES and seen.right < SOLVED
     if many or (high and _falls_after_the_largest(seen, "grad_norm")):
@@ -140,15 +140,15 @@ def _worse_than_at_first(seen: Evidence) -> str | None:
     )
 
 
-def _held_out_falls(seen: Evidence) -> str | None:
-    known = progress.evaluations_with_score(seen.evaluations)
-    if not known or not seen.windows:
+def _held_out_falls(evidence: Evidence) -> str | None:
+    known = progress.evaluations_with_score(evidence.evaluations)
+    if not known or not evidence.windows:
         return None
     best = max(known, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
     # A single evaluation may be of an unlucky version; two in a row are a fall.
     later = [evaluation for evaluation in known if evaluation.version > best.version][-2:]
-    then = seen.windows[min(max(best.version - 1, 0) // WINDOW, len(seen.windows) - 1)].get("reward")
-    reward = seen.mean("reward")
+    then = evidence.windows[min(max(best.version - 1, 0) // WINDOW, len(evidence.windows) - 1)].get("reward")
+    reward = evidence.mean("reward")
     falls = len(later) == 2 and all(progress.is_below(evaluation, best) for evaluation in later)
     if not falls or then is None or reward is None or reward <= then:
         return None
@@ -203,7 +203,7 @@ def _equal_groups(seen: Evidence) -> str | None:
     share = seen.mean("equal_groups") or 0.0
     if seen.config.algorithm.compares_samples is None or share < EQUAL or seen.is_solved:
         return None
-    return f"{share:.0%} of the trajectories are in groups that all scored the same, and teach nothing"
+    return f"{share:.0%} of the trajectories are in groups of equal scores, which have no signal"
 
 
 def _rewards_fail(seen: Evidence) -> str | None:
@@ -226,7 +226,8 @@ def _nothing_to_learn(seen: Evidence) -> str | None:
 
 def _starved(seen: Evidence) -> str | None:
     share = seen.share("wait_s", "update_s")
-    # Engines without GPUs have the learner's cores: it waits while they sample, and no actor more makes that shorter.
+    # Engines without GPUs have the learner's cores: it waits while they sample, and more actors would not shorten the
+    # wait.
     most = WAITS if seen.config.rollout.gpus else WAITS_CPU
     return f"the learner waits {share:.0%} of its time" if share > most else None
 

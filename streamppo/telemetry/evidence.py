@@ -43,7 +43,7 @@ class Evidence(NamedTuple):
         return fmean(values) if (values := self.series(name)) else None
 
     def failures_by_length(self) -> str | None:
-        """The numbers by which failures depend on the length of a completion; None if they need not."""
+        """The numbers of a significant dependence of failures on the length of a completion, else None."""
         table = self.summary and self.summary.get("attempts")
         return attempts.dependence(table["length_test"]) if table else None
 
@@ -62,7 +62,7 @@ class Evidence(NamedTuple):
         """The share of correct answers: by the samples' mean reward, or by held-out accuracy if that is lower.
 
         A single evaluation may be of an unlucky version, so the better of the last two counts. Evaluations older than
-        about `RISE_WINDOWS` windows say nothing about the present policy and are ignored.
+        about `RISE_WINDOWS` windows are not of the present policy and are ignored.
         """
         share = self._share(self.mean("reward"))
         known = progress.evaluations_with_score(self.evaluations)[-2:]

@@ -195,14 +195,14 @@ class Tail:
                 self.written_s = status.st_mtime
                 file.seek(self.end)
                 # A line that is being written may be read in two pieces: stop at the first one without a newline.
-                whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
+                complete = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         except FileNotFoundError:
             self.written_s = 0.0
             return []
         except OSError as error:
             raise RunError(f"{self.path}: cannot be read: {error}") from error
-        self.end += sum(map(len, whole))
-        return whole
+        self.end += sum(map(len, complete))
+        return complete
 
     def _recognize(self, file: tuple[int, int], size: int) -> None:
         if self._file not in (None, file) or size < self.end:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EvaluationLine
 
 SIGMAS = 3.0
-"""Two accuracies differ if their difference is more than so many of its standard errors."""
+"""Two accuracies differ if their difference is more than this many of its standard errors."""
 
 WORSE = "worse than at the start"
 
@@ -68,10 +68,14 @@ def is_better(evaluations: Sequence[EvaluationLine]) -> bool:
 
 def verdict(evaluations: Sequence[EvaluationLine]) -> str:
     """Compare the last evaluation with the first and with the best; empty with fewer than two."""
-    known = evaluations_with_score(evaluations)
-    if len(known) < 2:
+    evaluated = evaluations_with_score(evaluations)
+    if len(evaluated) < 2:
         return ""
-    first, last, best = known[0], known[-1], max(known, key=lambda scored: (scored.accuracy, scored.version))
+    first, last, best = (
+        evaluated[0],
+        evaluated[-1],
+        max(evaluated, key=lambda scored: (scored.accuracy, scored.version)),
+    )
     if is_below(last, first):
         change = WORSE
     elif is_below(first, last):

@@ -79,7 +79,7 @@ class RunRecord:
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
         self.evaluated = {line["evaluation"] for line in before if "evaluation" in line}
-        """The versions after which an evaluation was started and has been answered."""
+        """The versions of all answered evaluations."""
         self.diagnosis = diagnosis
         self._sinks = sinks
         for line in before:
@@ -92,7 +92,7 @@ class RunRecord:
         for sentence in damage[:DAMAGE_SHOWN]:
             log.info(sentence)
         if len(damage) > DAMAGE_SHOWN:
-            log.info(f"{len(damage)} lines of {metrics_file.METRICS} are damaged: summary.json is about the others")
+            log.info(f"{len(damage)} lines of {metrics_file.METRICS} are damaged: summary.json covers the others")
         metrics_file.mend(folder)
         for line in before:
             self.display.line(line)
@@ -136,17 +136,17 @@ class RunRecord:
         """Record the known part of an update's lost line."""
         self._write("remade", version, {**metrics, "lag_histogram": _named(lag_histogram)})
 
-    def evaluation(self, asked: int, parts: Sequence[EvaluationReport]) -> None:
-        """Record the answers of all actors to the evaluation that was started after update `asked`."""
+    def evaluation(self, version: int, parts: Sequence[EvaluationReport]) -> None:
+        """Record the answers of all actors to the evaluation that was started after update `version`."""
         count, failed = sum(part.count for part in parts), sum(part.failed for part in parts)
         accuracy = sum(part.correct for part in parts) / count if count else None
         versions = [min(part.min_version for part in parts), max(part.max_version for part in parts)]
         answers = {"accuracy": accuracy, "count": count, "failed": failed, "versions": versions}
-        self._write("evaluation", asked, answers)
-        self.evaluated.add(asked)
-        begin = f"[{self.wall_s:6.1f}s] version {asked:4d}:"
+        self._write("evaluation", version, answers)
+        self.evaluated.add(version)
+        begin = f"[{self.wall_s:6.1f}s] version {version:4d}:"
         if accuracy is None:
-            why = f"all {failed} held-out prompts failed" if failed else "the task holds no prompt out"
+            why = f"all {failed} held-out prompts failed" if failed else "the task has no held-out prompts"
             log.info(f"{begin} no accuracy: {why}")
             return
         without = f", {failed} without a score" if failed else ""
@@ -204,9 +204,9 @@ class RunRecord:
     def _write(self, kind: str, value: int | str, more: Mapping[str, object] | None = None) -> None:
         self._show_event(kind, value, more or {}, written=True)
 
-    def _show_event(self, kind: str, value: int | str, more: Mapping[str, object], *, written: bool) -> None:
+    def _show_event(self, kind: str, value: int | str, content: Mapping[str, object], *, written: bool) -> None:
         """Show an event, and if `written` append it to metrics.jsonl and send it to the trackers."""
-        line = cast(Line, {kind: value, "wall_s": self.wall_s, **more})
+        line = cast(Line, {kind: value, "wall_s": self.wall_s, **content})
         self.display.line(line)
         if not written:
             return

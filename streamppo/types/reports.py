@@ -46,7 +46,8 @@ class ScorerReport(WireStruct, frozen=True):
 
 
 class Sample(WireStruct, frozen=True):
-    """A scored completion for display and its version: the last `LENGTH` characters of the prompt, its own first."""
+    """A scored completion for display, with its version: the prompt's last `LENGTH` characters, the completion's
+    first."""
 
     LENGTH: ClassVar[int] = 300
     prompt: str
@@ -60,10 +61,9 @@ class EngineReport(WireStruct, frozen=True):
 
     `too_long` counts prompts that were skipped or truncated when the task was loaded, `restarts` the restarts of the
     engine's processes, `stalls` environment steps that blocked the actor, by file and line, `agents` the requests of
-    agents by outcome. `prompted` counts prompt tokens, `reused` those of them from the engine's cache, and `kv_ages`
-    these by the versions since they were computed; of the `context` tokens that earlier turns of an episode had,
-    `context_reused` were. `sample` is the
-    newest completion.
+    agents by outcome. `prompted` counts prompt tokens, `reused` those from the engine's cache, and `kv_ages` the reused
+    ones by age in versions; `context` counts tokens of earlier turns of an episode, `context_reused` those from the
+    cache. `sample` is the newest completion.
     """
 
     actor: str

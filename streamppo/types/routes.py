@@ -4,8 +4,8 @@
     2        int16          -1 in each layer
     1        uint8          255 in each number
 
-Example: 48 layers with 8 of 128 experts are 384 numbers a token, and 384 bytes with a width of 1. Numbers that a width
-of 1 cannot tell, such as expert 256 or a single missing layer, have a width of 2.
+Example: 48 layers with 8 of 128 experts are 384 numbers a token, and 384 bytes with a width of 1. Numbers that do not
+fit a width of 1, such as expert 256 or a single missing layer, have a width of 2.
 """
 
 from typing import TypeAlias
@@ -28,13 +28,13 @@ def column(routes_SE: Routes) -> tuple[bytes, int]:
 
 
 def read(column: bytes, width: int, tokens: int) -> tuple[Numbers, Flags]:
-    """[tokens, E] the numbers, without a copy, and whether each token has experts."""
+    """[tokens, E] the numbers, without a copy, and True for each token with experts."""
     numbers_SE = np.frombuffer(column, dtype=DTYPES[width]).reshape(tokens, -1)
     return numbers_SE, (numbers_SE != (UNKNOWN if width == 1 else -1)).any(axis=1)
 
 
 def flaw(column: bytes, width: int, tokens: int) -> str | None:
-    """Why a column is not a number of experts for each of so many `tokens`; or None."""
+    """The reason why a column is not valid for this number of `tokens`; or None."""
     if width not in DTYPES:
         return f"routes of {width} bytes a number"
     if len(column) % (width * tokens):
@@ -44,7 +44,7 @@ def flaw(column: bytes, width: int, tokens: int) -> str | None:
 
 
 def _fits(routes_SE: Routes) -> bool:
-    """True if `read` tells the same tokens with a width of 1."""
+    """True if a width of 1 keeps which tokens have experts."""
     if routes_SE.max(initial=0) > UNKNOWN:
         return False
     lowest_S, highest_S = routes_SE.min(axis=1, initial=UNKNOWN), routes_SE.max(axis=1, initial=-1)

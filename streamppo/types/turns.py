@@ -1,8 +1,8 @@
-"""The turns of a row: their places, what of their contexts was reused, and if they were received. Pure: numpy alone.
+"""The turns of a row: their tokens, the reused part of their contexts, and their delivery. Pure: numpy alone.
 
 A turn is the tokens `start` to `end` - 1 of a row (types/branches.py), sampled one after another. Of its context
-`reused` tokens came from the engine's cache. A turn that nobody received is `delivered` = 0: its tokens are context
-alone, and not trained on.
+`reused` tokens came from the engine's cache. `delivered` is 0 for a turn that was not received: its tokens are only
+context, and not trained on.
 
     row      0  1  2  3  4  5  6  7       prompt 0 and 1, turn (2, 4, 0, 1), message 4 and 5, turn (6, 8, 3, 1)
 """
@@ -37,7 +37,7 @@ def read(column: bytes) -> list[TurnPlace]:
 
 
 def undelivered(column: bytes) -> int:
-    """Count the sampled tokens that nobody received."""
+    """Count the sampled tokens of turns that were not received."""
     return sum(one.end - one.start for one in read(column) if not one.delivered) if column else 0
 
 
@@ -57,7 +57,7 @@ def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
         at = int(np.argmax(out))
         return f"a turn that begins at token {starts[at]} reused {reused[at]} tokens"
     if (out := (delivered < 0) | (delivered > 1)).any():
-        return f"a turn says {delivered[np.argmax(out)]} of its delivery, which is neither yes nor no"
+        return f"a turn has delivered = {delivered[np.argmax(out)]}, which is neither 0 nor 1"
     own = np.zeros(len(mask), np.bool_)
     for start, end in zip(starts[delivered == 1] - prompt, ends[delivered == 1] - prompt, strict=True):
         own[start:end] = True

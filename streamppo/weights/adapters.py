@@ -19,7 +19,7 @@ def pair_adapters(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Ten
     """(A, B) by the name of their W. Raises `WeightsError` for a tensor that is neither, or lacks its partner."""
     names = {name.removesuffix(A).removesuffix(B) for name in adapters}
     if wrong := [name for name in names if {name + A, name + B} - adapters.keys()]:
-        raise WeightsError(f"{sorted(wrong)[0]} is no adapter, or has one of its two tensors alone")
+        raise WeightsError(f"{sorted(wrong)[0]} is not an adapter, or lacks the other of its two tensors")
     return {name + WEIGHT: (adapters[name + A], adapters[name + B]) for name in sorted(names)}
 
 

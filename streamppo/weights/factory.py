@@ -48,7 +48,7 @@ def receiver(config: Config) -> Receiver:
 
 
 def with_run_folder(config: Config, run: Path) -> Config:
-    """The configuration for ranks and actors of `run`: a folder transport gets a folder of this run alone."""
+    """The configuration for ranks and actors of `run`: a folder transport gets a folder of its own for this run."""
     match config.learner.transport:
         case Folder(path=path):
             run_folder = (

@@ -96,7 +96,7 @@ class FolderReceiver:
 
 
 def _read(file: File) -> Bytes:
-    """Read a bucket, or what is left of a truncated one. It is not memory-mapped: a shrinking file would be fatal."""
+    """Read a bucket, or the rest of a truncated one. It is not memory-mapped: a shrinking file would be fatal."""
     bucket, at = np.empty(file.nbytes, dtype=np.uint8), 0
     into = bucket.data
     with open(file.path, "rb", buffering=0) as source:

@@ -40,8 +40,8 @@ class Ledger(Generic[T]):
 
         Raises `WeightsError` if the version was published with other weights.
         """
-        known = self._entries.get(push.version)
-        if known is not None and known.push.digest != push.digest:
+        previous = self._entries.get(push.version)
+        if previous is not None and previous.push.digest != push.digest:
             raise WeightsError(f"version {push.version} was published again with other weights")
         self._entries[push.version] = LedgerEntry(push, handle)
         whole = max(

@@ -107,8 +107,8 @@ def owns(names: Sequence[str], run: Path) -> bool:
 
 
 def forget(run: Path) -> str:
-    """A sentence that tells users how to continue a copy as a separate run."""
-    return f"to continue with it as a run of its own, delete {run / ADDRESS}: it gets another address"
+    """A sentence on how to continue a copy as a separate run."""
+    return f"to continue with it as a separate run, delete {run / ADDRESS}: it gets another address"
 
 
 def _written(run: Path) -> list[str]:

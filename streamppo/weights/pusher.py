@@ -84,9 +84,9 @@ class Pusher:
         filled: Buckets,
         learned: bytes = b"",
         admitted_lag: int | None = None,
-        written: Callable[[], None] = lambda: None,
+        wait_for_copy: Callable[[], None] = lambda: None,
     ) -> PushedVersion:
-        """Start pushing the content of `filled` once `written` returns. Returns the previous push.
+        """Start pushing the content of `filled` once `wait_for_copy` returns. Returns the previous push.
 
         The push includes `learned`, the record of the version's batch, and `admitted_lag`. Raises the error of the
         previous push.
@@ -95,7 +95,7 @@ class Pusher:
         before = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
         self._sets.append(filled)
         self._described = Future()
-        self.last = self._thread.submit(self._push, version, filled, before, learned, admitted_lag, written)
+        self.last = self._thread.submit(self._push, version, filled, before, learned, admitted_lag, wait_for_copy)
         return pushed
 
     def republish(self) -> list[Future[PublishReply]]:
@@ -118,11 +118,11 @@ class Pusher:
         before: Buckets | None,
         learned: bytes,
         admitted_lag: int | None,
-        written: Callable[[], None],
+        wait_for_copy: Callable[[], None],
     ) -> PushedVersion:
         start = time.perf_counter()
         try:
-            written()
+            wait_for_copy()
             push, arrays = filled.push(version, before, rank=self._rank, ranks=self._ranks)
         finally:
             self._described.set_result(None)

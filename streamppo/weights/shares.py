@@ -70,14 +70,14 @@ class ShareCollector(Generic[T, R]):
             self._begun[version] = asyncio.get_running_loop().create_future()
             self._begun.pop(version - REMEMBERED, None)
             self._brought.pop(version - REMEMBERED, None)
-        begun = self._begun[version]
-        if not begun.done() and (shares := self._shares.add(share)):
-            begun.set_result(asyncio.create_task(self._make(shares)))
-        task = await asyncio.shield(begun)
+        task_future = self._begun[version]
+        if not task_future.done() and (shares := self._shares.add(share)):
+            task_future.set_result(asyncio.create_task(self._make(shares)))
+        task = await asyncio.shield(task_future)
         try:
             return await asyncio.shield(task)
         finally:
-            if task.done() and task.exception() is not None and self._begun.get(version) is begun:
+            if task.done() and task.exception() is not None and self._begun.get(version) is task_future:
                 del self._begun[version]
 
     async def _make(self, shares: Sequence[RankShare[T]]) -> R:

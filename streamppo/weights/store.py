@@ -124,7 +124,7 @@ class Store:
             return file.read()
 
     def _reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file there. A folder may be a stranger's, with a pipe in it."""
+        """Open a file there. The folder may be another user's, with a pipe in it."""
         if isinstance(self._files, LocalFileSystem):
             return durable.reading(Path(path))
         return self._files.open(path, "rb")

@@ -120,7 +120,7 @@ def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_r
     assert [row["lr"] for row in rows[1:]] == [5e-4] * 4
     assert [row.get("kl_beta") for row in rows[:2]] == [None, 0.05]
     done = replay(run)
-    assert "17 versions, all of them bit for bit as they were" in done.stdout, done.stderr
+    assert "17 versions, all of them bit for bit as recorded" in done.stdout, done.stderr
     done = replay(run, "--to", "6", "--set", "learner.lr=1e-5")
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "replays" / "2.json").read_text())

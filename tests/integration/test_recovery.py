@@ -426,7 +426,7 @@ def test_old_batches_are_dropped_and_replay_begins_with_the_oldest_checkpoint_th
     assert 0 < first <= 16 and last == 23
     output = replayed(tmp_path)
     assert f"batches before version {first} were not kept" in output
-    assert "versions, all of them bit for bit as they were" in output
+    assert "versions, all of them bit for bit as recorded" in output
     resumed(tmp_path, "updates=28")
     assert summary(tmp_path)["updates"] == 28
     early = command("replay", str(tmp_path / "math"), "--to", "2")
@@ -541,8 +541,8 @@ def test_a_critic_that_learned_from_an_earlier_run_is_replayed_with_what_it_lear
     taught = (*SHORT, "model.tiny.max_steps=200")
     finished(first, *taught)
     output = finished(second, *taught, f"algorithm.critic.pretrain={first / 'math'}")
-    assert "the critic has learned from 12 batches" in output
+    assert "the critic was trained on 12 batches" in output
     # A head of zeros explains exactly nothing.
     assert updates(first)[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
     assert abs(updates(second)[0]["explained_variance"]) > 1e-3
-    assert "13 versions, all of them bit for bit as they were" in replayed(second)
+    assert "13 versions, all of them bit for bit as recorded" in replayed(second)

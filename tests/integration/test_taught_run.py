@@ -61,7 +61,7 @@ def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_wh
         resumed(tmp_path, "updates=5", f"algorithm.teacher.url={other.url}")
         assert other.asked
     _columns_are_the_models(run, taught_by)
-    assert "6 versions, all of them bit for bit as they were" in replayed(tmp_path)
+    assert "6 versions, all of them bit for bit as recorded" in replayed(tmp_path)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_run_whose_teacher_does_not_answer_ends_before_it_begins_with_the_reas
     teacher = "algorithm.teacher={url='http://127.0.0.1:9', attempts=2}"
     done = command("run", str(MATH), "--runs", str(tmp_path), *SHORT, teacher)
     output = done.stdout + done.stderr
-    assert done.returncode == 1 and "the teacher cannot be asked: Retryable: http://127.0.0.1:9/generate" in output
+    assert done.returncode == 1 and "the teacher cannot be reached: Retryable: http://127.0.0.1:9/generate" in output
     assert updates(tmp_path) == []
 
 

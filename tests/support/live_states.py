@@ -42,6 +42,6 @@ def busy(versions: int = 40, completion: str = NASTY) -> RunState:
     state.add(engine("rollout-0", 1000, 10.0, 91.0))
     state.add(engine("rollout-0", 3000, 20.0, 101.0, completion))
     state.add({"restart": "learner", "wall_s": 102.0, "reason": "it was killed"})
-    state.warn("[bold]learner-0[/bold]: killed by the kernel for memory\x1b[31m " + "and so on " * 40)
+    state.warn("[bold]learner-0[/bold]: killed by the kernel, out of memory\x1b[31m " + "and so on " * 40)
     state.memory, state.doing, state.line = (5.0, 16.0), "update 41", "[ 102.0s] update   40/100  reward 0.400"
     return state

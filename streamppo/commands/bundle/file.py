@@ -1,4 +1,4 @@
-"""The file of a bundle: a safetensors file, which holds tensors and text and nothing that could be executed.
+"""The file of a bundle: a safetensors file, with tensors and text but no code.
 
     header        the facts and the batch's words as JSON, the configuration of the update as TOML
     batch.*       the columns of the batch, as in the archive (queue/store/columns.py)
@@ -7,7 +7,7 @@
     files.*       the bytes of config.json and of the tokenizer's files
 
 `read` accepts untrusted files. The library checks that every shape has its bytes in the file, so that a file takes
-no more memory than it has bytes; what is derived from its numbers is bounded here.
+no more memory than it has bytes; sizes derived from its numbers are bounded here.
 """
 
 import re
@@ -41,19 +41,19 @@ FILE = re.compile(r"[A-Za-z0-9_.-]+\.(json|txt|model|tiktoken)")
 NAME = re.compile(rf"(batch|policy|optimizer|reference|model)\.[A-Za-z0-9_.]+|files\.{FILE.pattern}|rng")
 """The names of a bundle's tensors."""
 MOST_ENTRIES = 2**26
-"""Rows times tokens of the longest row, to which all are padded."""
+"""The most rows times tokens of the longest row, to which all are padded."""
 MOST_STEPS = 10_000
-"""Optimizer steps of one update."""
+"""The most optimizer steps of one update."""
 UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:score")
-"""In place of a run's scorers: an update has its rewards in the batch."""
+"""Replaces a run's scorers: the batch has the rewards."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The facts of a bundle: `state` of the version before the update, `digest` of the version after it.
 
-    `kept` are the rows of the run's batch that are in the file, and all of `rows` if it is empty; `digest` is then "".
-    An `exact` run makes the same bits again on the same `software`, and on a GPU if its ranks had one (`gpu`). `model`
-    is the name of the run's first model.
+    `kept` are the rows of the run's batch in the file, `digest` is then ""; if it is empty the file has all `rows`
+    rows. A replay of an `exact` run has the same bits with the same `software`, and on a GPU if its ranks had one
+    (`gpu`). `model` is the name of the run's first model.
     """
 
     format: Literal[1] = 1
@@ -69,7 +69,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Bundle(NamedTuple):
-    """An update to be made: its facts, its configuration as TOML, its batch, and all other tensors."""
+    """An update to replay: its facts, its configuration as TOML, its batch, and all other tensors."""
 
     facts: Facts
     config: str
@@ -82,7 +82,7 @@ class Bundle(NamedTuple):
 
 
 def write(path: Path, bundle: Bundle) -> dict[str, int]:
-    """Write the file durably; return the bytes of each part. Raises `BundleError` if the disk refuses."""
+    """Write the file durably; return the bytes of each part. Raises `BundleError` if it cannot be written."""
     arrays, attributes = columns.batch_columns(bundle.batch, TokenRecord())
     tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(one.copy()) for name, one in arrays.items()}}
     header = {"bundle": bundle.facts, "batch": attributes}
@@ -104,9 +104,9 @@ def sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read(path: Path) -> Bundle:
-    """Read the file at `path`. Raises `BundleError` for one that `write` has not written."""
+    """Read the file at `path`. Raises `BundleError` for any other file than `write` makes."""
     try:
-        # Nothing but a regular file: a pipe would block, and a device has no end.
+        # Only a regular file: a pipe would block, and a device never ends.
         with durable.reading(path), safe_open(path, "pt") as opened:
             header = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -124,14 +124,14 @@ def read(path: Path) -> Bundle:
 
 
 def _verify(facts: Facts, batch: Batch) -> None:
-    """Raise `ValueError` for numbers that no run has."""
+    """Raise `ValueError` for numbers that are impossible in a run."""
     longest = max(len(one.prompt_tokens) + len(one.tokens) for one in batch.trajectories) // 4
     if len(batch.trajectories) * longest > MOST_ENTRIES:
         raise ValueError(f"{len(batch.trajectories):,} rows of up to {longest:,} tokens: too many to be padded")
     if not 0 <= batch.version == facts.state.version < 2**31 or not -(2**31) <= batch.min_version < 2**31:
         raise ValueError(f"a batch of version {batch.version} with weights of version {facts.state.version}")
     if len(facts.kept or range(facts.rows)) != len(batch.trajectories):
-        raise ValueError(f"{len(batch.trajectories)} rows, and not those that it names")
+        raise ValueError(f"{len(batch.trajectories)} rows, which are not those that it names")
 
 
 # --- the configuration ---------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def configurations(bundle: Bundle, folder: Path, changes: Sequence[str]) -> tupl
             raise
         raise BundleError(f"no configuration of an update: {error}") from error
     if recorded.algorithm.critic.model not in CRITICS or recorded.algorithm.teacher.model:
-        raise BundleError("its configuration names models elsewhere, which no bundle does")
+        raise BundleError("its configuration names models outside the bundle")
     for config in (recorded, changed):
         learner, critic = config.learner, config.algorithm.critic
         steps = learner.epochs * learner.minibatches + critic.epochs * (critic.minibatches or learner.minibatches)

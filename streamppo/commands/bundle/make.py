@@ -76,7 +76,7 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
     """Write the update that made version `update` of `run` to the file `to`, with only these `rows` if any are given.
 
     With `adapter`, frozen weights are left out. Raises `JournalError` for an update that was not made or whose batch
-    was not kept, `ConfigError` for one that no bundle can hold, and `BundleError` if the disk refuses.
+    was not kept, `ConfigError` for one that no bundle can hold, and `BundleError` if it cannot be written.
     """
     began = time.perf_counter()
     past = versions.look(run, update - 1)
@@ -129,7 +129,7 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
         raise ConfigError(f"a bundle has one model, and algorithm.teacher.model is {config.algorithm.teacher.model!r}")
     if not past.version and config.algorithm.critic.pretrain:
         raise ConfigError(
-            "update 1 begins with a critic of algorithm.critic.pretrain, in no checkpoint: take --update 2"
+            "update 1 begins with a critic of algorithm.critic.pretrain, which is in no checkpoint: take --update 2"
         )
     if adapter and config.model.lora is None:
         raise ConfigError("--adapter is for a run with model.lora: this one trains all weights")
@@ -143,7 +143,7 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
 
 
 def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
-    """The version that the checkpoint before the update was made of, and its folder; None for the first model."""
+    """The version and the folder of the checkpoint before the update; None for the first model."""
     if not past.version:
         return 0, None
     durable.folder(aside / "checkpoints")
@@ -151,7 +151,7 @@ def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
 
 
 def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[str, Tensor]]:
-    """The state of the version before the update, and room for its tensors: none for the first model."""
+    """The state of the version before the update, and empty tensors for it; none for the first model."""
     if checkpoint is None:
         ranks = past.history.at(0).learner.ranks
         return CheckpointState(version=0, digest=past.digests[0], ranks=ranks, beta=0.0, bad_steps=(0, 0)), {}
@@ -159,7 +159,7 @@ def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[s
 
 
 def _name(stored: str) -> str:
-    """The name in a bundle of a checkpoint's tensor; "" for one that only another rank or a GPU has."""
+    """The name in a bundle of a checkpoint's tensor; "" for a tensor that belongs to another rank or a GPU."""
     own = stored.removeprefix("own.rank-0.")
     if own == "rng.cpu":
         return "rng"
@@ -173,7 +173,7 @@ def _first_model(config: Config, state: CheckpointState, start: str, *, adapter:
     lora, kl = config.model.lora, config.algorithm.kl
     if adapter or (state.version and lora is None and (not kl.on or state.reference_moved)):
         return {}
-    # Frozen weights are in the type of computation; those that move, or will, are float32.
+    # Frozen weights are in the type of computation; those of a moving reference are float32.
     moves = lora is None and (not state.version or kl.follow_every)
     return weights.model_weights(start, "float32" if moves else config.model.dtype)
 
@@ -188,7 +188,7 @@ def _files(start: str) -> dict[str, Tensor]:
 
 
 def software() -> dict[str, str]:
-    """What the bits of an update depend on, besides its data."""
+    """The software and hardware on which the bits of an update depend."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
     return {
         "streamppo": streamppo.__version__,

@@ -1,4 +1,4 @@
-"""`streamppo replay FILE`: the update of a bundle once more, alone, and every number of its tokens."""
+"""`streamppo replay FILE`: replays the update of a bundle, and shows every number of its tokens."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from streamppo.types import ints
 SHOWN = ("policy_loss", "value_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm", "lr")
 """The metrics that are printed; --json has all of them."""
 HIDDEN = ("row", "pass", "token", "version", "clipped", "dropped")
-"""Columns that only --json has; passes are shown of a row with several, the last two where they are not empty."""
+"""Columns of --json; `pass` is also shown for a row with several passes, the last two if they are not empty."""
 
 
 def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool, as_json: bool) -> int:
     """Replay the update of the bundle at `path`, and show the tokens of `rows`; by default row 0, as JSON all.
 
-    Raises the errors of `file.read` and `update.make`, and `Diverged`, but with JSON, if the new version is not the
-    run's although nothing is known on which its bits depend.
+    Raises the errors of `file.read` and `update.make`, and, without JSON, `Diverged` if the new version is not the
+    run's and no reason for other bits is known.
     """
     bundle = file.read(path)
     count = len(bundle.batch.trajectories)
@@ -44,7 +44,7 @@ def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bo
     _show(bundle, replayed, chosen)
     echo(_verdict(bundle, replayed, reasons))
     if replayed.digest != bundle.facts.digest and not reasons:
-        raise Diverged(f"{path}: version {bundle.facts.state.version + 1} has other weights than it had")
+        raise Diverged(f"{path}: version {bundle.facts.state.version + 1} has other weights than in the run")
     return 0
 
 
@@ -70,7 +70,7 @@ def _verdict(bundle: Bundle, replayed: UpdateAgain, reasons: Sequence[str]) -> s
         return f"version {version} replayed bit for bit: its digest {replayed.digest[:12]} is that of the journal"
     expected = f", first {bundle.facts.digest[:12]}" if bundle.facts.digest else ""
     why = "; ".join(reasons) or "no reason known"
-    return f"version {version} made otherwise ({replayed.digest[:12]}{expected}): {why}"
+    return f"version {version} replayed with other bits ({replayed.digest[:12]}{expected}): {why}"
 
 
 def _json(path: Path, bundle: Bundle, replayed: UpdateAgain, reasons: Sequence[str]) -> str:
@@ -119,7 +119,7 @@ def _show_row(replayed: UpdateAgain, row: int) -> None:
         column.justify = "left" if name in ("text", "dropped") else "right"
     for entry in zip(*(replayed.tokens[name][at].tolist() for name in names), strict=True):
         shown.add_row(*map(_cell, entry))
-    # A token is a line, whatever the terminal's width.
+    # A token has one line at any width of the terminal.
     wide = console()
     wide.width = PLAIN_WIDTH
     wide.print(shown)

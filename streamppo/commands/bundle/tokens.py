@@ -28,7 +28,7 @@ EQUAL = "equal rewards"
 
 
 class RowPass(NamedTuple):
-    """A pass of the policy's loss over a row, the number `number` of this row; without `terms` it had none."""
+    """Pass number `number` of the policy's loss over a row; `terms` is None if the pass had no loss."""
 
     row: int
     number: int

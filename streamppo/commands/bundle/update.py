@@ -39,7 +39,7 @@ from streamppo.weights.models import folder as model_folder
 COUNTS = re.compile(r"layer|expert|block|depth")
 """Finds the fields of config.json that say how many modules a model has."""
 MODULES, MOST_BUFFERS = 1000, 2**30
-"""Most modules of a kind, unless the file has more tensors; and bytes of a model's buffers, which no file has."""
+"""The most modules of a kind, unless the file has more tensors; and the most bytes of a model's buffers."""
 MOST_THREADS, MOST_TEXT = 256, 400
 
 
@@ -57,7 +57,7 @@ def make(
     """Make the update of `bundle`, read from `path`, with `changes`; the numbers are those of the tokens of `rows`.
 
     With `debug` it stops in pdb where the update begins. Raises `BundleError` for a file that is not a whole update,
-    and `ConfigError` for changes that no update can have, and for code that nobody agreed to.
+    and `ConfigError` for changes that an update cannot have, and for code without consent.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -75,7 +75,7 @@ def make(
         except (StreamppoError, *settings.REFUSALS) as error:
             kind = "" if isinstance(error, StreamppoError) else f"{type(error).__name__}: "
             reason = " ".join(str(error).split()).replace(f"{folder}/", "")[:MOST_TEXT]
-            raise BundleError(f"{path}: its update cannot be made: {kind}{reason}") from error
+            raise BundleError(f"{path}: its update cannot be replayed: {kind}{reason}") from error
 
 
 def _here(config: Config) -> Config:
@@ -139,30 +139,31 @@ def digest_of(learner: Learner) -> str:
 
 
 def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
-    """Write the model's folder as `build` reads it; or the one that --set model.path names, for adapters alone."""
+    """Write the model's folder in the form that `build` reads; with only adapters, take the folder of --set
+    model.path."""
     files, weights = bundle.part("files"), bundle.part("model") or bundle.part("policy.lm")
     named = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
     if config.model.lora is not None and not bundle.part("model"):
         if not named:
             raise ConfigError(
-                f"the file has adapters alone: name the folder of their model, which was {bundle.facts.model!r}, with "
+                f"the file has only adapters: name the folder of their model, which was {bundle.facts.model!r}, with "
                 "--set model.path=FOLDER"
             )
         return named[-1].strip("\"'")
     if named:
-        raise ConfigError("--set model.path is for a bundle of adapters alone: this file has its model")
+        raise ConfigError("--set model.path is for a bundle with only adapters: this file has its model")
     folder.mkdir()
     allowed = ("config.json", "generation_config.json", *tokenizer.FILES)
     for name, content in files.items():
         if not any(Path(name).match(pattern) for pattern in allowed):
-            raise BundleError(f"a file {name!r}, which belongs to no model or tokenizer")
+            raise BundleError(f"a file {name!r}, which is not of a model or tokenizer")
         (folder / name).write_bytes(content.numpy().tobytes())
     _write_weights(folder, weights, len(bundle.tensors))
     return str(folder)
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) -> None:
-    """Write the model's weights, once every size in its config.json is one that the file has."""
+    """Write the model's weights, after a check of every size in its config.json against the file."""
     # Before transformers, whose configuration has an entry for each layer.
     if large := next(_large(model_folder.kind(folder), max(MODULES, tensors)), ""):
         raise BundleError(f"config.json: {large} in a file of {tensors} tensors")
@@ -176,7 +177,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) ->
             shape = list(weights[name].shape) if name in weights else "missing"
             raise BundleError(f"{name!r} is {shape}, and in the model of its config.json {list(parameter.shape)}")
     if sum(buffer.nbytes for buffer in lm.buffers()) > MOST_BUFFERS:
-        raise BundleError("config.json: a model with larger buffers than any has")
+        raise BundleError("config.json: a model with too large buffers")
     lm.load_state_dict(weights, assign=True, strict=False)
     lm.tie_weights()
     with fit.quiet():

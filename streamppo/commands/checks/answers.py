@@ -1,4 +1,4 @@
-"""The check of the rows' answers against the tokens that a completion may have."""
+"""The check of the rows' answers against the token limit of a completion."""
 
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
@@ -40,7 +40,7 @@ def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings
             f"rollout.max_tokens ({bound}) is little for a model of {model.parameters:,} parameters, which writes "
             "before it answers: completions are cut off",
         )
-    # A long answer may be a solution, and the reward may read its end alone.
+    # A long answer may be a solution, of which the reward may read only the end.
     if (
         lengths
         and min(lengths) - 1 > bound

@@ -1,9 +1,9 @@
 """`streamppo check`: mistakes in a configuration, found before anything is started. No Ray, no GPU, no network.
 
-ok         looked at, and as a run needs it
-note       works, and is probably not meant
+ok         checked, and as a run needs it
+note       works, and is probably not intended
 later      known when a run starts
-not here   not on this machine, where no run starts without it; it may be elsewhere
+not here   missing on this machine, so no run can start here; it may be elsewhere
 error      no run is possible
 
 Checks without torch come first. Memory, the tokenizer and scores of rows are checked if they find no error.

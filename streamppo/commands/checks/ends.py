@@ -44,7 +44,7 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
 
 
 def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
-    """Note a chat template that ends no turn, as GLM's, where the token that begins the next one ends nothing."""
+    """Note a chat template that ends no turn, as GLM's, if the token that begins the next turn is not a stop."""
     if not tokenizer.hf.chat_template or tokenizer.turn_end() is not None:
         return
     try:
@@ -57,7 +57,7 @@ def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
             "stop",
             "note",
             f"the chat template writes no token after an assistant's turn, and {begins!r}, which begins the next one, "
-            f"ends no completion: the policy writes the other side's words too; rollout.stop = [{begins!r}] ends them",
+            f"ends no completion: the policy writes the next message too; rollout.stop = [{begins!r}] ends them",
         )
 
 
@@ -79,7 +79,9 @@ def _misspelt(strings: Sequence[str]) -> Findings:
     looks = [string for string in strings if string.startswith("<|") and string.endswith("|>")][:SHOWN]
     for string in looks:
         yield Finding(
-            "stop", "note", f"rollout.stop has {string!r}, which is not a token here: it ends where it is spelt out"
+            "stop",
+            "note",
+            f"rollout.stop has {string!r}, which is not a token here: a completion ends where it spells this string",
         )
 
 

@@ -15,7 +15,7 @@ from streamppo.weights.models import headers
 OWN_CRITICS = ("head", "policy", "scratch")
 """Values of critic.model that are not folders."""
 EAGER = ("bloom", "codegen", "gpt_neo", "gptj", "mpt", "openai-gpt")
-"""Values of model_type that transformers has with one attention alone, its eager one."""
+"""Values of model_type for which transformers has only eager attention."""
 CAP = "attn_logit_softcapping"
 """The entry of config.json that bounds scores of attention."""
 
@@ -81,7 +81,7 @@ def _content(folder: Path, config: Config) -> Findings:
         text = f"{folder} is a {kind}; the embedded engine runs {', '.join(FAMILIES)}: use another rollout.engine"
         yield Finding("model", "error", text)
     elif kind in EAGER and config.model.attention != "eager":
-        text = f"{folder} is a {kind}, which transformers computes with eager attention alone: "
+        text = f"{folder} is a {kind}, which transformers computes only with eager attention: "
         yield Finding("model", "error", f'{text}model.attention = "eager"')
     elif content.get(CAP) and config.model.attention == "sdpa":
         text = f"{folder} caps the scores of its attention ({CAP}), which SDPA leaves out: "
@@ -121,12 +121,12 @@ def teacher(teacher: Teacher) -> Findings:
     if teacher.url:
         missing = teacher.key_env and not os.environ.get(teacher.key_env)
         key = f"; the environment has no {teacher.key_env} here" if missing else ""
-        yield Finding("teacher", "later", f"{teacher.url} is asked when the run starts{key}")
+        yield Finding("teacher", "later", f"{teacher.url} is contacted when the run starts{key}")
 
 
 def _pretraining(run: str) -> Finding:
     if not Path(run).is_dir():
-        text = f"{run!r}, whose batches are to teach it, is not a folder here (looked at {Path(run).absolute()})"
+        text = f"{run!r}, whose batches are to train it, is not a folder here (looked at {Path(run).absolute()})"
         return Finding("critic", "not here", text)
     # zarr is slow to import, and few runs pretrain their critic on another run.
     from streamppo.queue.store import archive
@@ -136,5 +136,5 @@ def _pretraining(run: str) -> Finding:
     except JournalError as error:
         return Finding("critic", "error", str(error))
     if not batches:
-        return Finding("critic", "error", f"{run} has no archived batch to teach it")
+        return Finding("critic", "error", f"{run} has no archived batch to train it on")
     return Finding("critic", "ok", f"learns from the {batches} batches of {run}")

@@ -27,7 +27,7 @@ def engine(config: Config) -> Finding:
         case EmbeddedEngine():
             return Finding("engine", "ok", f"embedded, {config.rollout.slots} completions at once in each actor")
         case SGLangEngine(url=url) if url:
-            return Finding("engine", "later", f"{url} is asked when the run starts")
+            return Finding("engine", "later", f"{url} is contacted when the run starts")
         case SGLangEngine():
             return _sglang(config)
 

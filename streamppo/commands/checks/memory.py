@@ -128,7 +128,7 @@ def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
     if load.taken <= load.borne:
         yield Finding("queue", "ok", text)
     else:
-        yield Finding("queue", "note", f"{text}: queue.shards = {load.shards} would bear them")
+        yield Finding("queue", "note", f"{text}: queue.shards = {load.shards} would suffice")
 
 
 def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:

@@ -20,17 +20,17 @@ COPIES = 2
 TOKEN = 13
 """Bytes of a token of a completion in journal and archive: its id, log-prob, version and mask."""
 QUEUE_BYTES_PER_S = 60e6
-"""Bytes of tokens a second that one process bears (docs/results.md, the queue under thousands of engines)."""
+"""The most bytes of tokens per second of one process (docs/results.md, the queue under thousands of engines)."""
 SHARD = 0.7
-"""The share of it that each of several shards bears."""
+"""The share of that rate for each of several shards."""
 OPERATIONS_PER_S = 989e12 / 2
 """Half of an H100's peak in bfloat16, which a learner on GPUs hardly exceeds."""
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one engine on one GPU (or in the actor, on a CPU), and how many tokens its cache holds.
+    """Bytes of one engine on one GPU (or in the actor, on a CPU), and the capacity of its cache in tokens.
 
-    Rows that wait between two turns are in the cache; `copied` are those of one layer on their way to other places.
+    Rows that wait between two turns are in the cache; `copied` are rows of one layer that are being moved.
     """
 
     weights: int
@@ -66,7 +66,7 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
 
 
 def object_store(model: ModelSizes) -> int:
-    """Bytes that the versions on their way from learner to engines take in Ray's object store."""
+    """Bytes in Ray's object store of the versions in transit from learner to engines."""
     return VERSIONS * model.trained * model.element
 
 
@@ -149,7 +149,7 @@ def machine(
 
 
 class QueueLoad(NamedTuple):
-    """Bytes of a token in the queue, and tokens a second: what its shards bear, and what ranks take at most."""
+    """Bytes of a token in the queue, and tokens per second: the most of its shards, and the most that ranks take."""
 
     token_bytes: int
     borne: float
@@ -157,13 +157,13 @@ class QueueLoad(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """The shards that bear what ranks take."""
+        """The number of shards that suffice for the ranks."""
         queues = self.taken * self.token_bytes / QUEUE_BYTES_PER_S
         return 1 if queues <= 1 else math.ceil(queues / SHARD)
 
 
 def queue(config: Config, model: ModelSizes) -> QueueLoad:
-    """The load of the queue with a learner on H100s that waits for nothing: six operations a parameter and token."""
+    """The load of the queue with a learner on H100s that never waits: six operations per parameter and token."""
     size = TOKEN + (model.routes if config.rollout.engine.routes else 0)
     size += candidate_bytes(config, model) if config.rollout.cuts else 0
     shards = config.queue.shards

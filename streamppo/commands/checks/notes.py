@@ -1,4 +1,4 @@
-"""Notes about settings that work and are probably not meant."""
+"""Notes about settings that work and are probably not intended."""
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.correction import NoCorrection, Truncate
@@ -30,8 +30,8 @@ def notes(config: Config, task: Task | None) -> Findings:
             yield _note(f"{name}.warmup_updates ({updates.warmup_updates}) is the whole run ({config.updates} updates)")
     if rollout.in_flight < rollout.slots:
         yield _note(
-            f"rollout.in_flight ({rollout.in_flight}) is below rollout.slots ({rollout.slots}): so many slots of an "
-            "engine are never used"
+            f"rollout.in_flight ({rollout.in_flight}) is below rollout.slots ({rollout.slots}): the other slots of "
+            "an engine are never used"
         )
     if not learner.exact:
         yield _note("learner.exact is false: updates that are replayed have weights near the recorded ones, not equal")
@@ -43,7 +43,7 @@ def notes(config: Config, task: Task | None) -> Findings:
 
 
 def _age(config: Config) -> Findings:
-    """Note old data with a correction that does not weigh them."""
+    """Note old data whose correction gives no weights."""
     algorithm, max_lag = config.algorithm, config.queue.bound
     steps = config.learner.epochs * config.learner.minibatches
     if isinstance(algorithm.correction, NoCorrection) and algorithm.proximal != "behavior" and max_lag:
@@ -55,7 +55,7 @@ def _age(config: Config) -> Findings:
         if algorithm.kl.loss_beta:
             yield _note(
                 f'algorithm.kl.loss_beta ({algorithm.kl.loss_beta:g}) with correction "off" and max_lag ({max_lag}): '
-                "the KL to the reference is that of the policies that sampled, and not of the learner's"
+                "the KL to the reference is then that of the behavior policy, not the learner's"
             )
     if isinstance(algorithm.correction, Truncate) and algorithm.correction.cap < 1:
         yield _note(
@@ -74,7 +74,7 @@ def _bound(config: Config) -> Findings:
 
 
 def _cuts(config: Config) -> Findings:
-    """Note cuts by a number of tokens alone."""
+    """Note cuts by number of tokens."""
     segments, longest = config.queue.segments, longest_completion(config)
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
@@ -85,7 +85,7 @@ def _cuts(config: Config) -> Findings:
 
 
 def _loss(config: Config) -> Findings:
-    """Note losses that reduce to a different one: without a ratio, or by the average."""
+    """Note losses that reduce to another one: without a ratio, or by the aggregation."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()

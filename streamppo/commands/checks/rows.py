@@ -92,7 +92,7 @@ class _Read:
 
 
 def is_for(scorer: Scorer, prompt: Prompt) -> bool:
-    """Tell if the scorer scores prompts of this source."""
+    """True if the scorer scores prompts of this source."""
     return not scorer.sources or prompt.source in scorer.sources
 
 

@@ -62,7 +62,7 @@ def _absent(place: str) -> Finding:
     if find_spec("datasets") is None:
         text += "; to load it by that name from the hub, pip install 'streamppo[data]'"
         return Finding("task", "not here", text)
-    return Finding("task", "later", f"{text}; as a name on the hub it is asked when the run starts")
+    return Finding("task", "later", f"{text}; as a name on the hub it is contacted when the run starts")
 
 
 def mib(config: Config) -> float:
@@ -124,7 +124,7 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
         case ServiceScorer() | JudgeScorer():
             missing = scorer.key_env and not os.environ.get(scorer.key_env)
             key = f"; the environment has no {scorer.key_env} here" if missing else ""
-            return Finding(subject, "later", f"{scorer.url} is asked when the run starts{key}")
+            return Finding(subject, "later", f"{scorer.url} is contacted when the run starts{key}")
 
 
 def environment(config: Config) -> Findings:

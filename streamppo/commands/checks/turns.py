@@ -28,7 +28,7 @@ AGENT_S = 20.0
 
 
 class Answers:
-    """An engine that gives the row's answer in every turn."""
+    """An engine that samples the row's answer in every turn."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         answer = prompt.columns.get("answer")

@@ -1,4 +1,5 @@
-"""`streamppo bisect`: the first version at which a condition holds. Recorded data need neither Ray nor torch.
+"""`streamppo bisect`: the first version at which a condition holds. Questions about recorded data need neither Ray nor
+torch.
 
 bisect_replay.py replays versions for other questions.
 """
@@ -46,8 +47,8 @@ def bisect(run: Path, question: Question, *, as_json: bool) -> int:
 def find(run: Path, question: Question) -> Answer:
     """Find the first version at which the condition of `question` holds.
 
-    Raises `ConfigError` for a metric or a test that cannot be asked, `JournalError` for batches that were not kept,
-    and `TaskError` for a test that fails.
+    Raises `ConfigError` for an unknown metric or an unusable test, `JournalError` for batches that were not kept, and
+    `TaskError` for a test that fails.
     """
     question.refuse()
     test = _load(question.test) if question.test is not None else None

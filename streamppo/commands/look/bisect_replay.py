@@ -6,8 +6,8 @@
                                before the first that holds, up to one that holds          answer
     the same with --set        each version from the first, under the changes             from the first to the answer
 
-The weights of a version cost all updates before it. One pass from a checkpoint, version by version, makes fewer updates
-than a binary search.
+The weights of a version take a replay of all updates before it. One pass from a checkpoint, version by version, makes
+fewer updates than a binary search.
 """
 
 import tempfile

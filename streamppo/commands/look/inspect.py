@@ -64,7 +64,7 @@ def inspect_dead_letters(run: Path, count: int) -> int:
 
 
 def inspect_prompt(run: Path, prompt: int) -> int:
-    """Print the end or the present place of every attempt at a prompt.
+    """Print the end or the present state of every attempt at a prompt.
 
     Raises `JournalError` for a prompt that was never issued, or whose traces were not kept.
     """

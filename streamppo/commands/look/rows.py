@@ -42,14 +42,14 @@ class RunRows:
         if task is None or tokenizer is None:
             return DataRow([], missing)
         prompt = task.prompt(trajectory.identity.prompt)
-        # An environment writes the beginning of a trajectory itself.
+        # An environment writes the beginning of a trajectory.
         if self._config.environment is None:
             try:
                 same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))
             except StreamppoError as error:
                 return DataRow([], f"its row cannot be read: {error}")
             if not same:
-                return DataRow([], "its row is not known: the task's data differ from the run's")
+                return DataRow([], "its row is unknown: the task's data differ from the run's")
         names = sorted(prompt.columns, key=lambda name: name != "answer")
         return DataRow([(name, _short(prompt.columns[name])) for name in names])
 

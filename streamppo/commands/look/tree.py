@@ -7,7 +7,7 @@
     tokens 11 to 13      message     '46='
     tokens 14 to 15      turn 2      '46': reward 1, versions 2 x 5; 11 of the 14 tokens before it were reused
       tokens 16 to 20    branch      after token 8: '[user]and 1+1?[assistant]'
-      tokens 21 to 22    turn 3      '2': nobody received it; versions 2 x 5
+      tokens 21 to 22    turn 3      '2': not received; versions 2 x 5
 
 A node whose parent is not the token before it begins a branch, and is indented below its parent's node. Turns come from
 the trajectory's column `turns`, with reused and received tokens; without the column they are inferred from the mask.
@@ -26,18 +26,18 @@ from streamppo.types.turns import TurnPlace
 
 Kind: TypeAlias = Literal["prompt", "turn", "message", "again"]
 Spell: TypeAlias = Callable[[Ints], str]
-"""The text of tokens, special ones too."""
+"""The text of tokens, special ones included."""
 NO_BRANCH = -2
 UNKNOWN = -1
-"""Reused tokens of a context, where no column has the number."""
+"""The number of reused tokens of a context without a column for it."""
 
 
 class TreeNode(NamedTuple):
     """Tokens `start` to `end` - 1 of a row. `number` is that of a turn; `context` tokens are before it in its path.
 
-    `parent` is the token that the first one follows, if that is not the one before it (-1: it follows nothing). The
-    node "again" repeats the last token of a context that is answered once more. `versions` are (tokens, version) of a
-    turn, and `too_old` its tokens that are beyond max_lag.
+    `parent` is the token that the first one follows, if not the previous one (-1: none). The node "again" repeats the
+    last token of a context that is answered once more. `versions` are (tokens, version) of a turn, `too_old` the number
+    of its tokens beyond max_lag.
     """
 
     kind: Kind
@@ -62,14 +62,14 @@ class TreeNode(NamedTuple):
 
     @property
     def behind(self) -> str:
-        """What a branch follows, in words; "" for another node."""
+        """The token that a branch follows, in words; "" for another node."""
         if not self.is_branch:
             return ""
         return "after nothing" if self.parent < 0 else f"after token {self.parent}"
 
     @property
     def name(self) -> str:
-        """Its name for the reader: the kind, and a turn's number."""
+        """Its displayed name: the kind, and a turn's number."""
         if self.kind == "turn":
             return f"turn {self.number}"
         return "branch" if self.is_branch and self.kind == "message" else self.kind
@@ -81,7 +81,7 @@ class TreeNode(NamedTuple):
         if self.kind != "turn":
             return
         if not self.delivered:
-            yield "nobody received it, and it is not trained on"
+            yield "not received, and not trained on"
         else:
             yield f"reward {self.reward:g}"
         yield f"versions {', '.join(f'{count} x {version}' for count, version in self.versions)}"
@@ -100,7 +100,7 @@ class TreeTotals(NamedTuple):
 
     def words(self) -> str:
         """Write them down."""
-        lost = f", {self.undelivered} tokens that nobody received" if self.undelivered else ""
+        lost = f", {self.undelivered} tokens not received" if self.undelivered else ""
         return f"{_count(self.turns, 'turn')}, {_count(self.branches, 'branch')}{lost}"
 
 
@@ -179,7 +179,7 @@ def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
 
 
 def _cuts(start: int, end: int, prompt: int, turn_places: list[TurnPlace]) -> list[tuple[int, int]]:
-    """The parts of a piece: turns and the messages between them; the prompt is a part of its own."""
+    """The parts of a piece: the prompt, turns, and the messages between them."""
     edges = {start, end, *(edge for turn in turn_places for edge in (turn.start, turn.end) if start < edge < end)}
     edges |= {prompt} if start < prompt < end else set()
     ordered = sorted(edges)

@@ -1,4 +1,4 @@
-"""`streamppo verify`: the records of a run against each other, and some of its updates replayed.
+"""`streamppo verify`: compares the records of a run with each other, and replays some of its updates.
 
 record                  differs from
 ----------------------  --------------------------------------------------------------------------------------
@@ -51,7 +51,8 @@ from streamppo.types import Batch, Identity, UpdateReport, ints
 PENDING = 3
 """Newest updates whose lines a running or killed driver may not have written."""
 NEAR = 1e-5
-"""Relative difference of a metric: sums over several ranks are rounded otherwise than those over a whole batch."""
+"""Relative difference of a metric: sums over several ranks are rounded in another order than those over a whole
+batch."""
 OF_MACHINE = ("learner_tokens_per_s", "learner_tflops", "mfu", "peak_memory_mib")
 """Metrics, besides those in seconds and MiB, that a replay does not reproduce."""
 FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
@@ -98,7 +99,7 @@ def check(run: Path, updates: int, expect: str = "", chance: random.Random | Non
     link = records.made[records.newest].link
     digest = records.digest(link)
     if expect and expect not in (digest, *(one.link for one in records.made.values())):
-        records.faults.append(Fault(".", f"its digest is {digest}, and not {expect}"))
+        records.faults.append(Fault(".", f"its digest is {digest}, not {expect}"))
     counts = len(records.made), len(records.archive.versions()), len(whole)
     return Verification(digest, link, *counts, remade, records.faults, records.notes)
 
@@ -133,7 +134,7 @@ class Records:
         self._add(*_split(self.run, error))
 
     def digest(self, link: str) -> str:
-        """The digest of the run: of its last link, the endings of attempts, and the files beside the chain."""
+        """The digest of the run: of its last link, the endings of attempts, and the files outside the chain."""
         there = [name for name in FILES if (self.run / name).is_file()]
         content = [f"link {link}", f"ended {hashlib.sha256(self._ended).hexdigest()}"]
         content += [f"{name} {durable.sha256(self.run / name)}" for name in there]
@@ -158,7 +159,7 @@ class Records:
             places |= {one.identity: version for one in batch.trajectories}
             self._numbers[version + 1] = rebuild_metrics.batch_numbers(self.past.at(version), batch)
         for path in sorted(self.archive.folder.glob("*.zarr.zip")):
-            # A batch's file exists a moment before its version is in the journal.
+            # A batch's file exists shortly before its version is in the journal.
             if path.name not in names and path.name < f"{self.newest:08d}":
                 self._add(f"archive/{path.name}", "no batch of the journal")
         if len(self._numbers) == self.newest and len(places) != self.consumed:
@@ -235,7 +236,7 @@ class Records:
     # --- weights ---------------------------------------------------------------------------------------------
 
     def check_checkpoints(self) -> list[Path]:
-        """Compute the digest of the weights of each checkpoint; return those that hold their version."""
+        """Compute the digest of each checkpoint's weights; return the checkpoints that match their version."""
         whole: list[Path] = []
         for path in manifest.complete(self.run / "checkpoints"):
             version = int(path.name)
@@ -245,7 +246,7 @@ class Records:
                 if version == self.newest and (self.run / "final").is_dir():
                     self._check_final(policy.tensors)
             except StreamppoError as error:
-                # A running run drops those that it keeps no longer.
+                # A running run may have dropped them meanwhile.
                 if path.is_dir():
                     self._name(error)
         return whole
@@ -257,7 +258,7 @@ class Records:
             self._add("final", f"{len(names)} tensors are not those of version {self.newest}")
 
     def check_updates(self, whole: Sequence[Path], updates: int, chance: random.Random) -> list[int]:
-        """Replay updates, each from the checkpoint before it; compare and return all versions on the way."""
+        """Replay updates, each from the checkpoint before it; compare and return all replayed versions."""
         archived = set(self.archive.versions())
         starts = {
             version: max((path for path in whole if int(path.name) < version), default=None) for version in self.made
@@ -304,7 +305,7 @@ def _split(run: Path, error: Exception) -> tuple[str, str]:
 
 
 def _other(line: Mapping[str, object], metrics: Mapping[str, float], lags: Mapping[int, int] | None = None) -> str:
-    """The first name of an update's line with another number than in `metrics` or `lags`; empty if there is none."""
+    """The first metric of an update's line that differs from `metrics` or `lags`; empty if none does."""
     if lags is not None and line.get("lag_histogram") != {str(lag): count for lag, count in lags.items()}:
         return "lag_histogram"
     return next((name for name, value in metrics.items() if not _is_near(line.get(name), value)), "")

@@ -20,7 +20,7 @@ from streamppo.telemetry.report.view import attempt
 def report(paths: Sequence[Path], to: Path | None, *, as_json: bool = False) -> int:
     """Write the report of runs and replays to `to`: by default into the folder of a single run, else here.
 
-    Print the differences of runs with a common past; with `as_json` print them alone, without a page.
+    Print the differences of runs with a common past; with `as_json` print only these, without a page.
     """
     if as_json:
         echo(

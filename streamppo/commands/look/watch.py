@@ -21,7 +21,7 @@ ANYWHERE = ("0.0.0.0", "::")
 
 
 def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int:
-    """Answer requests until Ctrl-C. Raises `RunError` if nothing can listen at `host` and `port`.
+    """Answer requests until Ctrl-C. Raises `RunError` if it cannot listen at `host` and `port`.
 
     `run` is a folder; `others` are folders or files of replays. Raises `ConfigError` for another `run`.
     """
@@ -29,9 +29,9 @@ def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int
         raise ConfigError(f"{run}: the first RUN is the folder of one; a replay can be compared with it")
     listener = listening(host, port)
     token, key = None if host in server.LOOPBACK else secrets.token_urlsafe(), secrets.token_urlsafe()
-    echo(f"{run.name}: {address(listener, host, token)}#key={key}   (Ctrl-C ends this page, and nothing else)")
+    echo(f"{run.name}: {address(listener, host, token)}#key={key}   (Ctrl-C ends only this page)")
     if token is not None:
-        echo("It goes over the network as it is, not encrypted: `ssh -L` to a page on loopback is safer.")
+        echo("It goes over the network unencrypted: `ssh -L` to a page on loopback is safer.")
     app = server.application(run, list(others), token, key)
     settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=ENDING_S)
     with suppress(KeyboardInterrupt):
@@ -47,7 +47,7 @@ def listening(host: str, port: int | None) -> socket.socket:
     try:
         return _listening(host, port or 0)
     except OSError as error:
-        raise RunError(f"{host}:{port or PORT}: nothing can listen there: {error.strerror}") from error
+        raise RunError(f"{host}:{port or PORT}: cannot listen there: {error.strerror}") from error
 
 
 def _listening(host: str, port: int) -> socket.socket:

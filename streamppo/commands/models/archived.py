@@ -14,7 +14,7 @@ from streamppo.types import Floats, Identity, Ints, Trajectory, flags, ints
 
 
 class ArchivedCompletion(NamedTuple):
-    """A completion, with the versions that sampled its tokens, and the critic's values where they were kept.
+    """A completion, with the versions that sampled its tokens, and the critic's values if they were kept.
 
     `update` is the version that its batch made, or the batch of its last segment; the `reward` is None if that is cut.
     """
@@ -28,7 +28,7 @@ class ArchivedCompletion(NamedTuple):
     reward: float | None
 
     def refuse(self, at: int) -> None:
-        """Raise `ConfigError` for a token that the policy did not sample, or that there is not."""
+        """Raise `ConfigError` for a token that does not exist, or that the policy did not sample."""
         count, turns = len(self.recorded.tokens), self.recorded.turns
         if at >= count:
             raise ConfigError(f"--at {at}: the completion has {count} tokens, 0 to {count - 1}")
@@ -37,7 +37,7 @@ class ArchivedCompletion(NamedTuple):
             raise ConfigError(f"--at {at}: that token was not sampled; the nearest turn begins at token {nearest}")
 
     def sampled_by(self, version: int) -> bool:
-        """True if the completion is whole, and `version` alone has sampled it."""
+        """True if the completion is whole, and sampled only by `version`."""
         sampled = self.versions[self.recorded.mask]
         return self.reward is not None and self.versions_known and bool((sampled == version).all())
 

@@ -1,4 +1,4 @@
-"""`streamppo try`: what versions of a run sample from a token of an archived completion, by an engine in this process.
+"""`streamppo try`: versions of a run continue an archived completion from a token, in an engine in this process.
 
 numbers of a continuation   seed_of_retry(seed of the archived completion, 0 .. n - 1): each version has the same
 numbers of the proof        the archived completion's own: at lag 0 its version samples it again, token for token
@@ -73,9 +73,8 @@ def try_versions(run: Path, question: TrialQuestion, *, as_json: bool) -> int:
 def find(run: Path, question: TrialQuestion) -> Trial:
     """Have each version continue a completion.
 
-    Raises `ConfigError` for a question that no run, or not this one, can answer; `JournalError` for a version or a
-    completion that is not kept; `RunError` if the prompt or the environment are not what they were; and as
-    `versions.remake` does.
+    Raises `ConfigError` for a question that this run cannot answer; `JournalError` for a version or a completion that
+    is not kept; `RunError` if the prompt or the environment has changed; and as `versions.remake` does.
     """
     question.refuse()
     plugins.export_path()
@@ -111,7 +110,7 @@ def _embedded(config: Config, rows: int) -> Config:
 
 
 def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights:
-    """The weights of a version: the model that the run began with, a checkpoint, or one that is replayed."""
+    """The weights of a version: the run's first model, a checkpoint, or a replayed version."""
     version, start = past.version, model_path(config, past.run)
     if not version:
         tensors = weights.model_weights(start, config.model.dtype)
@@ -175,7 +174,7 @@ class _Continuations:
         )
 
     def _prompt(self, task: Task) -> Prompt:
-        """The prompt of a number, or of a text: a message after the system's, if the run's own prompts are chats."""
+        """The prompt with this number, or of this text: a message after the system's if the run's prompts are chats."""
         if (number := self._question.number) is not None:
             return task.prompt(number)
         alike, text = task.prompt(0), self._question.prompt
@@ -184,7 +183,7 @@ class _Continuations:
         return structs.replace(alike, text=text, columns={}, messages=messages)
 
     async def _version(self, subject: VersionWeights, prompt: Prompt, *, replayable: bool) -> VersionTrial:
-        """The continuations of a version, and the archived completion again where the version has sampled it."""
+        """The continuations of a version, and the archived completion sampled again if the version sampled it."""
         policy, source, question = subject.policy, self._source, self._question
         task = settings_of(self._config).task
         identity = source.identity if source else Identity(task=task, prompt=question.number or 0, sample=0)
@@ -213,7 +212,7 @@ class _Continuations:
         )
 
     def _spell(self, tokens: Ints) -> str:
-        """The text of tokens, with special ones: the last of them may be why it ended."""
+        """The text of tokens, special ones included: the last may be the end token."""
         return self._tokenizer.spell(tokens.tolist())
 
     def _context(self, episode: Episode) -> Ints:

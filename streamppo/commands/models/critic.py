@@ -34,7 +34,7 @@ def value(config: Config, start: str, path: Path, policy: Weights, context: Ints
     saved |= {name: torch.empty(one.shape) for name, one in parameters.items()}
     state: dict[str, dict[str, Tensor]] = {"policy": saved}
     with warnings.catch_warnings():
-        # It warns about what is intended here.
+        # It warns about a load without a process group, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         distcp.load(state, path, alone=True)
     for name, parameter in parameters.items():

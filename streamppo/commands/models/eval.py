@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Subject(NamedTuple):
-    """A policy: the name of its run or model, its version, the folder of its settings and tokenizer, its weights."""
+    """A policy: the name of its run or model, its version, the folder with settings and tokenizer, its weights."""
 
     name: str
     version: int
@@ -96,9 +96,8 @@ def evaluate(
 ) -> int:
     """Evaluate the run or the model called `name`, and print a table or JSON. The exit code is 1 without any score.
 
-    A run has the configuration `run_config`, of which `config` replaces all but the model; a model has `config` alone.
-    Without
-    `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
+    A run has the configuration `run_config`, of which `config` replaces all but the model; a model has only `config`.
+    Without `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
     """
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
@@ -149,7 +148,7 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
     task = tasks.build(config.task, config.seed, tokenizer)
     prompts = task.held_out(config.evaluation.prompts)
     if not prompts:
-        raise TaskError("the task holds no prompt out")
+        raise TaskError("the task has no held-out prompts")
     await rewards.start(task.sources())
     try:
         async with standalone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
@@ -167,7 +166,7 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
 
 
 class _AnswersUnderWay:
-    """Answers under way, at most `rollout.in_flight` at once."""
+    """Runs at most `rollout.in_flight` answers at once."""
 
     def __init__(self, config: Config, player: Player, rewards: Rewards, total: int) -> None:
         self._player, self._rewards = player, rewards

@@ -12,7 +12,7 @@ from streamppo.learner.model import adapters, hf_files
 def export(config: Config, run: Path, version: int | None, folder: Path, *, adapter: bool) -> int:
     """Write the policy of `version`, by default the newest checkpoint, and its tokenizer at `folder`.
 
-    With `adapter` its adapters alone, as peft loads them. Raises `ConfigError` if it has none, `CheckpointError` if
+    With `adapter` only its adapters, in peft's format. Raises `ConfigError` if it has none, `CheckpointError` if
     `folder` exists, and as `weights.checkpoint_weights` does.
     """
     lora, start = config.model.lora, model_path(config, run)

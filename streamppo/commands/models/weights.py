@@ -30,9 +30,8 @@ class Weights(NamedTuple):
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    Raises `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its weights are
-    not those that were pushed, as the journal has them too; `ModelError` if the run's first model, whose settings say
-    the shapes, is not there.
+    Raises `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its digest is not
+    the journal's; `ModelError` if the run's first model, which gives the shapes, is missing.
     """
     past = _run_history(config, run)
     return weights_in(_checkpoint(run, version, past), config, model_path(config, run), past)
@@ -65,12 +64,12 @@ def _run_history(config: Config, run: Path) -> History | None:
     try:
         return history.read_history(run, config)
     except JournalError as error:
-        echo(f"{error}: the weights are compared with their checkpoint alone")
+        echo(f"{error}: the weights are compared only with their checkpoint")
         return None
 
 
 def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
-    """The checkpoint of `version`, else the newest one of this run; of several that are not, the newest is refused."""
+    """The checkpoint of `version`, else the newest one of this run; if all are of other runs, the newest is refused."""
     folder, address = run / "checkpoints", remote.known_address(run)
     checkpoints = {int(path.name): path for path in manifest.complete(folder)}
     whole = [number for number in checkpoints if version is None and manifest.is_of(checkpoints[number], past)]
@@ -104,6 +103,6 @@ def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
     try:
         distcp.load(state, path, alone=True)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: does not hold the weights of {start}: {error}") from error
+        raise CheckpointError(f"{path}: does not fit the model {start}: {error}") from error
     dtype = getattr(torch, model.dtype)
     return {adapters.published_name(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}

@@ -1,8 +1,8 @@
-"""`streamppo bench`: the quick benchmarks of the repository in one table, beside an earlier result.
+"""`streamppo bench`: the quick benchmarks of the repository in one table, compared with an earlier result.
 
 Every part is a script of benchmarks/ in a process of its own. All parts follow one another, `rounds` times, so that
-each number has a median and a range. Numbers are costs: less is better. A fixed piece of work before each part tells
-how fast the machine is; an earlier result is compared as if the machine had been as fast then as it is now.
+each number has a median and a range. Numbers are costs: lower is better. A fixed piece of work before each part
+measures the machine's speed; an earlier result is scaled to the machine's present speed.
 """
 
 import statistics

@@ -129,7 +129,7 @@ def _enough(subject: str, mib: int, least: int, more: str, remedy: str) -> Findi
 
 
 def _loopback() -> Finding:
-    """A run of this machine alone speaks over loopback, on ports that the system chooses."""
+    """A run on one machine communicates over loopback, on ports chosen by the system."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as here:
             return Finding("ports", "ok", f"127.0.0.1 can be listened at, as at {here.getsockname()[1]}")
@@ -141,7 +141,7 @@ def _loopback() -> Finding:
 
 
 def places(runs: Path) -> Findings:
-    """The disk on which runs would be: of this machine, writable, with room, and with this machine's time."""
+    """Check the disk for runs: local, writable, with room, and with this machine's time."""
     folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
     try:
         disk.refuse_network(folder)

@@ -1,8 +1,8 @@
-"""`streamppo fork`: a new run that begins as another one was at a version, whatever became of that one since.
+"""`streamppo fork`: a new run that begins from a version of another run, whatever its later course.
 
     RUN at version N                      the fork
     the checkpoint of N, or replayed    checkpoints/N, with the recorded digest
-    journal and archive up to N           the same, and what was to come is to come (queue/rewind.py)
+    journal and archive up to N           the same, and later prompts in their order (queue/rewind.py)
     the lines of its updates up to N      the same
     the configuration that held at N      the same, changed by --set, with an origin
 
@@ -43,13 +43,13 @@ from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import Line
 
 WAITS = "Interrupted: a fork that was not resumed yet"
-"""The end of its lines, so that it is not taken for a run that was killed."""
+"""The end of its lines, so that it does not count as a killed run."""
 REWARD = "reward.py"
 """The source of a reward of a script or notebook, in the run's folder."""
 
 
 class Fork(NamedTuple):
-    """A fork, and how it came to be: `begin` is the checkpoint that the `remade` updates were made of."""
+    """A fork, and its origin: `begin` is the checkpoint from which `remade` updates were replayed."""
 
     folder: Path
     version: int
@@ -77,7 +77,8 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
     """Make a fork of `run` at version `at` under runs/NAME, with `changes` to the configuration.
 
     Raises `JournalError` for a version that was never made, or whose batches were not kept; `ConfigError` for changes
-    that no fork can have; `CheckpointError` for damage; `Diverged` if the version has other weights than it had.
+    that are impossible in a fork; `CheckpointError` for damage; `Diverged` if the version's weights differ from the
+    recorded ones.
     """
     began = time.perf_counter()
     past = versions.look(run, at)
@@ -107,7 +108,7 @@ def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
 
 
 def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
-    """Refuse what no resume could continue with, before anything is written."""
+    """Refuse a fork that `resume` could not continue, before anything is written."""
     before = past.history.at(past.version)
     resume_checks.refuse_other(before, config)
     if settings_of(config).shape != settings_of(before).shape:
@@ -143,7 +144,7 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
             durable.write(aside / inputs.INPUTS, file.read())
         durable.write(aside / metrics_file.METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
     if past.version:
-        # The weights themselves, whatever the manifest says of them.
+        # The digest of the weights themselves, not the manifest's.
         weights.checkpoint_weights(past.history.at(past.version), aside, past.version)
     return begin
 
@@ -151,7 +152,7 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
 def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) -> Path:
     """Give the folder its name, with a number appended if that is taken, and write its configuration.
 
-    Until then no command takes it for a run.
+    Until then it does not count as a run.
     """
     for number in count(1):
         folder = aside.parent / (config.name if number == 1 else f"{config.name}-{number}")
@@ -223,7 +224,7 @@ def _lines(past: Past) -> Iterator[Line]:
 
 
 def checkpoint_of(past: Past, aside: Path) -> int:
-    """Have the checkpoint of the version under `aside`; returns the version that it was made of, which may be its own.
+    """Make the checkpoint of the version under `aside`; returns the version from which it was made, perhaps its own.
 
     Raises `JournalError`, `CheckpointError` or `Diverged`, as `make` does.
     """

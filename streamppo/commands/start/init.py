@@ -1,4 +1,5 @@
-"""Begin a project: one that sorts letters and runs at once on a CPU, or a configuration for what people bring.
+"""Begin a project: one that sorts letters and runs at once on a CPU, or a configuration for a user's model, data and
+reward.
 
 project/     the files as they are written (NAME in them becomes the project's name), and how a configuration is chosen
 """
@@ -27,7 +28,7 @@ from streamppo.tasks import plugins
 from streamppo.terminal import harmless
 
 LETTERS, LENGTH = "abcdefgh", 4
-"""The problems are all texts of so many of these letters."""
+"""The problems are all texts of this many of these letters."""
 HELD_OUT = 256
 FILES = ("run.toml", "rewards.py", "README.md")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -41,7 +42,7 @@ def init(folder: Path) -> int:
     """
     name = folder.resolve().name
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name for a project: take letters, digits, dots, dashes and underscores")
+        raise ConfigError(f"{name!r} cannot name a project: take letters, digits, dots, dashes and underscores")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: already exists; a project begins in a new folder")
     with durable.naming(folder, RunError):
@@ -69,7 +70,7 @@ def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:
 
 
 class UserInputs(NamedTuple):
-    """The model, data and reward that people bring, and the columns of prompt and answer where they name them."""
+    """A user's model, data and reward, and the columns of prompt and answer if named."""
 
     model: str
     data: str
@@ -87,7 +88,7 @@ def bring(file: Path, given: UserInputs) -> int:
     """
     file = file if file.suffix == ".toml" else file.with_name(f"{file.name}.toml")
     if not NAME.fullmatch(file.stem):
-        raise ConfigError(f"{file.stem!r} is no name for a run: take letters, digits, dots, dashes and underscores")
+        raise ConfigError(f"{file.stem!r} cannot name a run: take letters, digits, dots, dashes and underscores")
     if file.exists():
         raise ConfigError(f"{file}: already exists; choose another name")
     plugins.export_path()

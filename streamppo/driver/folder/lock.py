@@ -1,4 +1,4 @@
-"""A run's driver seen by other commands: the lock that shows that it lives, and requests for rollout actors.
+"""The link between a run's driver and other commands: a lock while the driver lives, and requests for rollout actors.
 
 RUN                the driver holds a lock (flock) on the folder while it lives, whatever is deleted in it; the kernel
                    releases the lock however the driver ends
@@ -104,9 +104,9 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
     while (folder / SCALE).exists() or (folder / ACCEPTED).exists():
         if not is_running(folder):
             (folder / SCALE).unlink(missing_ok=True)
-            raise RunError(f"{folder}: the run has ended before it took the number over")
+            raise RunError(f"{folder}: the run has ended before it applied the number")
         if time.monotonic() > deadline:
-            raise RunError(f"{folder}: no answer within {within_s:g} s; the run takes the number over when it can")
+            raise RunError(f"{folder}: no answer within {within_s:g} s; the run applies the number when it can")
         time.sleep(POLL_S)
 
 

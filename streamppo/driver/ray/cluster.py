@@ -166,7 +166,7 @@ def _in_a_sentence() -> Generator[None]:
         yield
     finally:
         if (error := sys.exception()) is not None and TOO_LATE in str(error):
-            raise RunError("Ray has not started within its 30 s: this machine does too much else; try again") from error
+            raise RunError("Ray has not started within its 30 s: this machine is too busy; try again") from error
 
 
 def here() -> NodeAffinitySchedulingStrategy:

@@ -6,7 +6,7 @@ driver or the block ends, for whatever reason, the watcher kills every process t
 identifies them, because orphans have lost their parent. A program that was started with another environment is not
 found.
 
-This file runs as a script, with Python's standard library alone. The watcher needs Linux; elsewhere only Ray's own
+This file runs as a script, with only Python's standard library. The watcher needs Linux; elsewhere only Ray's own
 cleanup works.
 """
 

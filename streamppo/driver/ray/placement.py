@@ -60,10 +60,10 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
 
 
 def ranks_together(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Count the neighbouring ranks that the `nodes` of a cluster, by their resources, can have on one node each.
+    """Count the neighbouring ranks that fit on one node, by the resources of a cluster's `nodes`.
 
-    The ranks of a copy of the model, where there are several copies; else those that exchange tokens in every layer
-    (`learner.mesh`: context, tensor, expert); else 1. Ray orders equal bundles as it likes: of 32 ranks on four nodes
+    The ranks of a replica of the model, if there are several replicas; else those that exchange tokens in every layer
+    (`learner.mesh`: context, tensor, expert); else 1. Ray orders equal bundles arbitrarily: of 32 ranks on four nodes
     with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
     """
     learner, mesh = config.learner, config.learner.mesh
@@ -72,8 +72,8 @@ def ranks_together(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
     copy = mesh.shards(learner.ranks) if mesh.replicate > 1 else 1
     for size in sorted({copy, exchanging(config)}, reverse=True):
         bundle = _bundle(size * learner.thread_count, size * learner.gpus)
-        held = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
-        if held * size >= learner.ranks:
+        num_bundles = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
+        if num_bundles * size >= learner.ranks:
             return size
     return 1
 
@@ -88,7 +88,7 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
 
 
 def shortage(wanted: PlacementPlan, there: Mapping[str, float]) -> str:
-    """Describe the resources that `wanted` needs beyond `there`; "" if they suffice."""
+    """Describe the resources of `wanted` that `there` lacks; "" if they suffice."""
     missing = [
         f"{wanted.total(resource):g} {resource}s (there are {there.get(resource, 0):g})"
         for resource in ("GPU", "CPU")
@@ -107,13 +107,13 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
         resources = {**resources, "CPU": math.inf}
     if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), resources)):
         raise RunError(
-            f"the configuration asks for {missing}: learner.gpus, rollout.gpus, rollout.actors and cluster.cpus say "
+            f"the configuration needs {missing}: learner.gpus, rollout.gpus, rollout.actors and cluster.cpus say "
             "how many, `streamppo check` says why"
         )
 
 
 def _ranks_together(config: Config) -> int:
-    """Ask the cluster's nodes, and say so where ranks that exchange tokens may be on several."""
+    """Ask the cluster's nodes, and log if ranks that exchange tokens may be on several nodes."""
     import ray
 
     if config.cluster.address == LOCAL:
@@ -166,7 +166,7 @@ class Placement:
         if placement_group_table(self._group)["state"] == "CREATED":
             return ""
         missing = shortage(self._plan, ray.cluster_resources()) or "its bundles in one piece on any node"
-        return f"; Ray has no place for the run: it asks for {missing}"
+        return f"; Ray has no room for the run: it needs {missing}"
 
     def _options(self, bundle: int, cpus: int, gpus: float) -> Options:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

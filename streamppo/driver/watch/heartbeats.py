@@ -36,11 +36,11 @@ class Heartbeats:
         """Ask the queue which of `actors`, by their names, are silent; at most four times within `limit_s`."""
         if time.monotonic() - self._checked < self._limit_s / 4:
             return
-        asked = self._checked = time.monotonic()
+        asked_s = self._checked = time.monotonic()
 
         def tell(silent: list[str]) -> None:
             # A queue that answers late was itself stopped, and has not yet read the heartbeats of that time.
-            if time.monotonic() - asked < self._limit_s / 4:
+            if time.monotonic() - asked_s < self._limit_s / 4:
                 for name in silent:
                     self._on_silence(name, f"silent for more than {self._limit_s:g} s")
 

@@ -32,7 +32,7 @@ class MemoryKills:
             return ""
         limits = [limit for level in self._levels if (limit := _limit(level)) is not None]
         much = f": the limit of the cgroup is {min(limits) / 2**30:.2f} GiB" if limits else ""
-        return f"killed by the kernel for memory{much}"
+        return f"killed by the kernel, out of memory{much}"
 
     def _count(self) -> int:
         return sum(map(_kills, self._levels))

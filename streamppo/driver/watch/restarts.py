@@ -9,7 +9,7 @@ from collections import deque
 from streamppo.config.sections import Watchdog
 
 TOGETHER_S = 30.0
-"""Ray declares the nodes lost by one failure dead within so many seconds of each other."""
+"""Nodes lost by one failure are declared dead by Ray within this many seconds of each other."""
 
 
 class Restarts:

@@ -8,7 +8,7 @@ shared    [G, W], for sdpa if it is less work than `padded`: the samples of a pr
 
 tree      [G, W] or [1, N], for rows whose tokens are a tree: one line for each root or for each leaf (tree.py)
 
-A context without gradient has a pass of its own before the completions (prefix_kv.py).
+A context without gradient is computed in a separate pass before the completions (prefix_kv.py).
 """
 
 import logging
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
-"""Newest first; the major compute capabilities on which each has a deterministic backward pass."""
+"""Newest first, each with the major compute capabilities on which its backward pass is deterministic."""
 PROBED = (5, 7)
 """Lengths of the two rows that `leak` passes together and alone: longer than a convolution's window."""
 LEAK = 1e-3
-"""The largest difference of the two passes that counts as rounding, as a share of the largest entry, in float32."""
+"""The largest difference of the two passes that counts as rounding, relative to the largest entry, in float32."""
 CAP = "attn_logit_softcapping"
 """transformers' field for a bound on attention scores: flash-attn and eager attention apply it, SDPA does not."""
 
@@ -54,9 +54,9 @@ class Reading(NamedTuple):
     `arguments` are on the transformer's device, `place_BL` in the host's memory.
 
     Indices beyond the end of a row are undefined; -1 is a token of another rank (context_parallel.py).
-    With a `context`, whose pass comes first and without gradient, only the tokens after it have an index. Where a row
-    has branches (tree.py), `source_N` are the indices in the flattened rows of the tokens of the input, -1 for padding;
-    some tokens are there several times.
+    With a `context`, which is computed first and without gradient, only the tokens after it have an index. Where a row
+    has branches (tree.py), `source_N` are the input tokens' indices in the flattened rows, -1 for padding; an index may
+    appear several times.
     """
 
     arguments: dict[str, Any]
@@ -153,7 +153,7 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
         f"its hidden states change by up to {largest[0]:.0%}"
     )
     if config.attention != "auto":
-        raise ModelError(f'{why}; model.attention = "sdpa" reads every row alone')
+        raise ModelError(f'{why}; model.attention = "sdpa" computes every row separately')
     _warn(f"{why}; the learner uses SDPA, which computes padding too")
     return "sdpa"
 
@@ -174,7 +174,7 @@ def fall_back_to_eager(chosen: str, config: Model, configs: "Iterable[Pretrained
 
 @torch.no_grad()
 def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
-    """Pass two rows `together` and alone; return the largest difference, as a share of the largest hidden state.
+    """Pass two rows `together` and alone; return the largest difference, relative to the largest hidden state.
 
     The rows begin with the same token. Attention respects the bounds of rows. Convolutions and recurrent states of
     hybrid models may not: their state can carry over from one row to the next.

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Checkpointing: TypeAlias = Literal["off", "full", "offloaded"]
-"""Layers keep their activations, or their input alone, which may be in the CPU's memory."""
+"""Layers keep their activations, or only their input, which may be in CPU memory."""
 PLACES = ("layers", "h", "language_model.layers", "blocks")
-"""The names of the layers: of most models, of GPT-2 and its like, of the text part of those that see, of MPT."""
+"""The attribute of the layers: in most models, in GPT-2 and similar, in the text part of vision models, in MPT."""
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
@@ -25,11 +25,11 @@ def layers_of(transformer: Any) -> Iterable[nn.Module]:
         with suppress(AttributeError):
             return transformer.get_submodule(place)
     where = ", ".join(PLACES)
-    raise ModelError(f"{type(transformer).__name__} keeps its layers elsewhere than under {where}: not supported")
+    raise ModelError(f"{type(transformer).__name__} has its layers elsewhere than under {where}: not supported")
 
 
 def kind(config: Model) -> Checkpointing:
-    """The checkpointing of `config`; all is kept where no rank has chosen."""
+    """The checkpointing of `config`; "auto" that no rank has resolved keeps all activations."""
     return "off" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
 
 

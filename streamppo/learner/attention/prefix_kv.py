@@ -67,8 +67,8 @@ def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
     for transformer in transformers:
         if not attention.looks_at_all(transformer.config):
             raise ModelError(
-                f"queue.segments.prefix = 'detached' knows models of {', '.join(FAMILIES)} without a sliding window, "
-                f"and {transformer.name_or_path!r} ({transformer.config.model_type}) is another: choose 'attached'"
+                f"queue.segments.prefix = 'detached' needs one of {', '.join(FAMILIES)}, without a sliding window, "
+                f"and {transformer.name_or_path!r} is {transformer.config.model_type}: choose 'attached'"
             )
         for layer in layers.layers_of(transformer):
             module: Any = layer.self_attn

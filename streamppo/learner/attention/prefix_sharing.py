@@ -40,7 +40,8 @@ class SharingPlan(NamedTuple):
 
 
 def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
-    """True if all `transformers` compute samples in one row as they compute them alone. A collective.
+    """True if packing the samples of a prompt into one row leaves the outputs of all `transformers` unchanged. A
+    collective.
 
     `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
     """
@@ -101,15 +102,15 @@ def number(rows_BL: Tensor) -> Tensor:
 
 
 def shared(
-    inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: SharingPlan, device: torch.device = CPU
+    inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, plan: SharingPlan, device: torch.device = CPU
 ) -> Reading:
-    """Lay out one row for each prompt by the plan `made`. Only padding sees padding; it sees the prompt too."""
-    G, W = len(made.width_G), int(made.width_G.max())
+    """Lay out one row for each prompt by `plan`. Only padding sees padding; it sees the prompt too."""
+    G, W = len(plan.width_G), int(plan.width_G.max())
     position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     is_prompt_BL = position_BL < start_B[:, None]
     inside_BL = position_BL < width_B[:, None]
-    in_row_BL = torch.where(is_prompt_BL, position_BL, made.begin_B[:, None] + position_BL - start_B[:, None])
-    place_BL = made.row_B[:, None] * W + in_row_BL
+    in_row_BL = torch.where(is_prompt_BL, position_BL, plan.begin_B[:, None] + position_BL - start_B[:, None])
+    place_BL = plan.row_B[:, None] * W + in_row_BL
     # Samples of a prompt write equal tokens to the prompt's indices.
     place_N, prompt = place_BL[inside_BL], len(inputs_BL)
     branch_BL = torch.arange(prompt)[:, None].masked_fill(is_prompt_BL, prompt)

@@ -11,10 +11,9 @@ B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a li
              0  1  2  5  6  7
              8
 
-SDPA masks a tree where that is less work than its paths: W * W pairs of tokens may be more than those of many short
-paths. Other attention, sliding windows, and models with other state than keys and values compute paths. Both give the
-same scores and gradients. A token's result is taken from the first line that has it; in other lines it is context
-alone.
+SDPA masks a tree if that costs less than its paths: many short paths may have fewer than W * W pairs of tokens. Other
+attention, sliding windows, and models with other state than keys and values compute paths. Both give the same scores
+and gradients. A token's result is taken from its first line; in other lines it is only context.
 """
 
 from itertools import groupby
@@ -61,13 +60,13 @@ def sizes(host: Host, layout: Layout, hidden: int | None) -> TreeSizes:
 
 
 def _lengths(column: bytes, width: int, hidden: int | None) -> list[int]:
-    """The tokens of each of a row's lines."""
+    """The length of each line of a row, in tokens."""
     trees = branches.sizes(column, width)
     return [length for tree in trees for length in ([tree.tokens] if _is_masked(tree, hidden) else tree.paths)]
 
 
 def _is_masked(tree: Size, hidden: int | None) -> bool:
-    """True if a tree may be masked, and is less work so than its paths; a single path is as it is."""
+    """True if a tree may be masked and the mask costs less than its paths; False for a single path."""
     return (
         hidden is not None
         and len(tree.paths) > 1
@@ -78,7 +77,7 @@ def _is_masked(tree: Size, hidden: int | None) -> bool:
 def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> Reading:
     """Lay out the rows of `host`, which has branches. Trees may be masked for a model of width `hidden`, if not None.
 
-    Paths alone are in `layout`, which is `padded` where trees may be masked.
+    Single paths use `layout`, which is `padded` where trees may be masked.
     """
     assert host.branches is not None
     lines, masked = _lines(host.branches, (host.start_B + host.length_B).tolist(), hidden)
@@ -100,7 +99,7 @@ def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = 
 
 
 def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[TreeLine], bool]:
-    """The lines of all rows, and whether one of them is more than a path."""
+    """The lines of all rows, and True if one of them is a masked tree."""
     lines, masked = list[TreeLine](), False
     for row, (column, width) in enumerate(zip(columns, widths, strict=True)):
         paths = branches.paths(column, width)

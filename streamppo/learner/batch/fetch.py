@@ -58,7 +58,7 @@ class Fetcher:
         """
         versions = ray.get(self._source.archived_versions.remote(run))
         if not versions:
-            raise JournalError(f"{run}: no archived batch to teach the critic")
+            raise JournalError(f"{run}: no archived batch to train the critic on")
         for version in versions:
             yield pad(decode(ray.get(self._source.archived_batch.remote(run, version)), Batch))
 
@@ -89,8 +89,8 @@ class Fetcher:
             return None
         outline = batch_parts.merge_outlines([decode(piece.data, Outline) for piece in ray.get(refs)])
         rows = own_rows(pad(batch_parts.join(outline, [])))
-        asked = np.array(rows, dtype="<i4").tobytes()
-        if (refs := ray.get(self._source.tokens.remote(version, asked))) is None:
+        row_bytes = np.array(rows, dtype="<i4").tobytes()
+        if (refs := ray.get(self._source.tokens.remote(version, row_bytes))) is None:
             return None
         return batch_parts.join(
             outline, [piece for part in ray.get(refs) for piece in decode(part.data, tuple[Tokens, ...])]

@@ -24,7 +24,7 @@ from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 MUCH = 1 / 16
-"""Padding of a micro-batch, as a share of its budget, above which it takes no row of at most half of its width."""
+"""If padding would exceed this share of a micro-batch's budget, a row of at most half its width begins another one."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def pad(batch: Batch) -> PaddedBatch:
 
 
 def _some(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
-    """The columns, or None if none of them has anything."""
+    """The columns, or None if all of them are empty."""
     return tuple(columns) if any(columns) else None
 
 
@@ -178,10 +178,10 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
     # Rows of other ranks have candidate counts but no candidate ids.
     has_ids = np.repeat([bool(trajectory.candidates) for trajectory in trajectories], length_B.numpy())
     counts = ints(joined).astype(np.int64)
-    held = counts * has_ids
+    num_ids = counts * has_ids
     return Candidates(
         tokens_M=torch.from_numpy(np.concatenate([ints(trajectory.candidates) for trajectory in trajectories])),
-        starts=_pad_column(np.cumsum(held) - held, length_B, 0),
+        starts=_pad_column(np.cumsum(num_ids) - num_ids, length_B, 0),
         counts=_pad_column(counts, length_B, 0),
     )
 
@@ -216,7 +216,7 @@ def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
 
 
 def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
-    """The order of rows in an epoch: a function of these numbers alone, equal in every process and Python version.
+    """The order of rows in an epoch: a function of only these numbers, equal in every process and Python version.
 
     The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
     """
@@ -241,8 +241,8 @@ def micro_batches(
 
     Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
     Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
-    one row. A row longer than the budget gets a micro-batch of its own. Under a heavy tail of lengths, padding would be
-    most of the work, so short rows get micro-batches apart from long ones.
+    one row. A row longer than the budget is alone in its micro-batch. With a heavy tail of lengths, padding would be
+    most of the work, so short and long rows get separate micro-batches.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
@@ -253,8 +253,8 @@ def micro_batches(
         else _split_joined(mine, tokens_B[mine].tolist(), budget)
         for mine in dealt
     ]
-    most = max(map(len, shares))
-    return [share + [by_length[:0]] * (most - len(share)) for share in shares]
+    num_batches = max(map(len, shares))
+    return [share + [by_length[:0]] * (num_batches - len(share)) for share in shares]
 
 
 def _dealt(
@@ -279,12 +279,12 @@ def _split_padded(rows: Tensor, tokens: list[int], lines: list[int], budget: int
     pieces: list[Tensor] = []
     start = 0
     while start < len(tokens):
-        width, end, padding, used = tokens[start], start, 0, 0
+        width, end, padding, num_lines = tokens[start], start, 0, 0
         while end < len(tokens):
-            used += lines[end]
+            num_lines += lines[end]
             padding += (width - tokens[end]) * lines[end]
             is_much = padding > MUCH * budget and 2 * tokens[end] <= width
-            if end > start and (is_much or used * width > budget):
+            if end > start and (is_much or num_lines * width > budget):
                 break
             end += 1
         pieces.append(rows[start:end])

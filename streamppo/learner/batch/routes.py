@@ -18,10 +18,10 @@ from streamppo.types.routes import Numbers
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """The numbers of M tokens, rows end to end, and whether each token has experts.
+    """The expert numbers of M tokens, rows end to end, and True for each token with experts.
 
-    Row b has those of its first `count_B[b]` tokens, from `begin_B[b]` on. `largest` is an upper bound of the experts.
-    Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
+    Row b has those of its first `count_B[b]` tokens, beginning at entry `begin_B[b]`. `largest` is an upper bound of
+    the experts. Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
     """
 
     numbers_ME: Tensor
@@ -35,24 +35,25 @@ class RowRoutes:
         return replace(self, begin_B=self.begin_B[rows], count_B=self.count_B[rows])
 
     def at(self, row_N: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, E] the numbers of tokens by row and place in it, and whether each has experts; none at a place of -1."""
+        """[N, E] the expert numbers of tokens by row and index in it, and True where a token has some; index -1 has
+        none."""
         has_N = (token_N >= 0) & (token_N < self.count_B[row_N])
         place_N = torch.where(has_N, self.begin_B[row_N] + token_N, 0)
         return self.numbers_ME[place_N], has_N & self.known_M[place_N]
 
 
 def of_rows(trajectories: Sequence[Trajectory]) -> RowRoutes | None:
-    """The routes of all rows that have some; None if none has."""
+    """The routes of all rows with routes; None if no row has any."""
     counts = [(len(one.prompt_tokens) // 4 + one.num_tokens - 1) * bool(one.routes) for one in trajectories]
-    found = [
+    parts = [
         routes.read(one.routes, one.route_bytes, count)
         for one, count in zip(trajectories, counts, strict=True)
         if one.routes
     ]
-    if not found:
+    if not parts:
         return None
-    known_M = np.concatenate([known for _, known in found])
-    numbers_ME = _joined([numbers for numbers, _ in found])
+    known_M = np.concatenate([known for _, known in parts])
+    numbers_ME = _joined([numbers for numbers, _ in parts])
     count_B = torch.tensor(counts)
     return RowRoutes(
         torch.from_numpy(numbers_ME),

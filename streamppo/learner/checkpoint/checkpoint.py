@@ -88,7 +88,7 @@ class Saver:
         self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads, copies=copies)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Raises `CheckpointError` if the disk refused it."""
+        """Wait until the last checkpoint is complete. Raises `CheckpointError` if it could not be written."""
         if self._under_way is not None:
             self._under_way.result()
 
@@ -168,8 +168,8 @@ def load_newest(
 ) -> CheckpointState | None:
     """Load the checkpoint at `path` in place, or the newest intact one before it. A collective.
 
-    A checkpoint is passed over if a file is damaged or if it is not of the run's `past`; None if all are. Ranks fetch
-    missing files from `address`, if set. Raises the other errors of `load`.
+    A checkpoint is skipped if a file is damaged or if it is not of the run's `past`; None if all are skipped. Ranks
+    fetch missing files from `address`, if set. Raises the other errors of `load`.
     """
     copies = CheckpointStore(address) if address else None
     local = [folder.name for folder in manifest.complete(path.parent)]
@@ -186,7 +186,7 @@ def load_newest(
 
 
 def _complete_copies(copies: CheckpointStore) -> list[str]:
-    """The names of the whole copies; none if the address does not answer: a missing file then raises in `load`."""
+    """The names of the complete copies; empty if the address does not answer: a missing file then raises in `load`."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
     except CheckpointError as error:
@@ -195,7 +195,7 @@ def _complete_copies(copies: CheckpointStore) -> list[str]:
 
 
 def reference_has_moved(path: Path) -> bool:
-    """True if the checkpoint at `path` has a reference, or its manifest is damaged or not here. A collective.
+    """True if the checkpoint at `path` has a reference, or its manifest is damaged or missing. A collective.
 
     In the second case an older checkpoint with a reference may be loaded in its place.
     """
@@ -237,25 +237,25 @@ def load(
 
 
 def restore(trained: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill `trained`, which is not sharded, from the whole tensors of a checkpoint by their flat names (`distcp.room`).
+    """Fill `trained`, which is not sharded, from a checkpoint's unsharded tensors by their flat names (`distcp.room`).
 
     Without any moment the optimizer stays new. Raises `CheckpointError` for a tensor that is missing or does not fit.
     """
     policy, optimizer, reference = trained
-    named = dict(policy.named_parameters())
-    places = {f"policy.{name}": one for name, one in named.items() if one.requires_grad}
+    parameters = dict(policy.named_parameters())
+    places = {f"policy.{name}": one for name, one in parameters.items() if one.requires_grad}
     if any(name.startswith("optimizer.") for name in tensors):
-        moments = {name: optimizer.state.get(one, {}) for name, one in named.items()}
+        moments = {name: optimizer.state.get(one, {}) for name, one in parameters.items()}
         places |= {f"optimizer.{name}.{kind}": one for name, kept in moments.items() for kind, one in kept.items()}
     if reference is not None and any(name.startswith("reference.") for name in tensors):
         places |= {f"reference.{name}": one for name, one in reference.named_parameters()}
     for name, into in places.items():
-        found = tensors.get(name)
-        if found is None or (found.shape, found.dtype) != (into.shape, into.dtype):
-            lacks = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+        saved = tensors.get(name)
+        if saved is None or (saved.shape, saved.dtype) != (into.shape, into.dtype):
+            lacks = "is missing" if saved is None else f"is {saved.dtype} {list(saved.shape)}"
             raise CheckpointError(f"{name!r} {lacks}, and the model has {into.dtype} {list(into.shape)}")
         with torch.no_grad():
-            into.copy_(found)
+            into.copy_(saved)
     if (rng := tensors.get("rng")) is not None:
         torch.set_rng_state(rng)
 

@@ -44,7 +44,7 @@ NAMED = {
 """All names that `.metadata` may contain, besides tensor dtypes."""
 MOST_PARTS = 10**8
 GROWS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-"""Opcodes that change the object below what they take."""
+"""Opcodes that change the stack object below their operands."""
 MARK = [0]
 
 
@@ -69,16 +69,17 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
 
 @contextmanager
 def _without_warning() -> Generator[None]:
-    """Let torch not warn that it is alone: this is asked for."""
+    """Silence torch's warning about a load without a process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def room(path: Path) -> dict[str, torch.Tensor]:
-    """An empty tensor for each tensor of the checkpoint at `path`, whole and by its flat name; memory at first use.
+    """An empty tensor for each tensor of the checkpoint at `path`, unsharded, by its flat name; memory is allocated at
+    first use.
 
-    `load` fills them. Raises `CheckpointError` as it does.
+    `load` fills them. Raises `CheckpointError` as `load` does.
     """
     stored = Reader(path).read_metadata().state_dict_metadata
     return {
@@ -89,7 +90,8 @@ def room(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:
-    """False for torch's traceback, on the root logger, of metadata that cannot be read: the error says it."""
+    """A log filter: False for torch's traceback of unreadable metadata on the root logger, which the raised error
+    repeats."""
     return record.module != "state_dict_loader"
 
 
@@ -121,9 +123,9 @@ class Planner(DefaultLoadPlanner):
 
 
 def _refuse_repeats(content: bytes) -> None:
-    """Raise `ValueError` for a pickle whose values, written out at every place, are more than `MOST_PARTS`.
+    """Raise `ValueError` for a pickle that expands to more than `MOST_PARTS` values.
 
-    A pair of one pair of one pair, and so on, takes a few bytes, and hashing it as a key takes for ever.
+    Nested pairs (x, x) take a few bytes each, and hashing them as a key takes exponential time.
     """
     stack, memo = list[list[int]](), dict[int, list[int]]()
     for opcode, argument, _ in pickletools.genops(content):
@@ -144,19 +146,19 @@ def _refuse_repeats(content: bytes) -> None:
 
 
 def _reduce(stack: list[list[int]], opcode: pickletools.OpcodeInfo, *, grows: bool) -> None:
-    """Replace what an opcode takes by what it makes; the number of parts of an object that grows is changed itself."""
-    taken = opcode.stack_before
+    """Replace an opcode's operands by its result; for an opcode that extends an object, add to that object's count."""
+    operands = opcode.stack_before
     parts = 0
-    if pickletools.markobject in taken:
+    if pickletools.markobject in operands:
         while (part := stack.pop()) is not MARK:
             parts += part[0]
-        taken = taken[: taken.index(pickletools.markobject)]
+        operands = operands[: operands.index(pickletools.markobject)]
     if grows:
-        for _ in taken[1:]:
+        for _ in operands[1:]:
             parts += stack.pop()[0]
         stack[-1][0] += parts
         return
-    parts += sum(stack.pop()[0] for _ in taken)
+    parts += sum(stack.pop()[0] for _ in operands)
     stack.extend([1 + parts] for _ in opcode.stack_after)
 
 
@@ -167,4 +169,4 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of streamppo does")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint of streamppo")

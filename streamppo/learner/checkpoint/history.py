@@ -16,7 +16,7 @@ from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store.journal import Journal
 
 ANY = ""
-"""In place of a digest: a redo of this version may give slightly different weights."""
+"""Stands for a digest if a redo of the version may give slightly different weights."""
 
 
 class History(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class History(msgspec.Struct, frozen=True):
         if not self.digests:
             return ""
         if (known := self.digests.get(version)) is None:
-            return f"of another run: the journal knows no version {version}"
+            return f"of another run: the journal has no version {version}"
         if known not in (ANY, digest):
             return (
                 f"of another run: its weights are {digest[:12]}, and version {version} of the journal has {known[:12]}"
@@ -70,10 +70,10 @@ def digests(recorded: Mapping[int, Config], made: Mapping[int, PublishedVersion]
 
 
 def encode(history: History) -> bytes:
-    """The history as bytes, for `decode` on a rank."""
+    """Encode the history for `decode` on a rank."""
     return msgspec.msgpack.encode(history)
 
 
 def decode(history: bytes) -> History:
-    """The history in these bytes."""
+    """Decode a history from `encode`."""
     return msgspec.msgpack.decode(history, type=History)

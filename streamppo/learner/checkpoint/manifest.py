@@ -117,7 +117,7 @@ def verify(
     if fetch is not None and not (path / MANIFEST).is_file():
         fetch(path.name, MANIFEST, path)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: not on the disk of rank {rank}, which reads a part of it")
+        raise CheckpointError(f"{path}: missing on the disk of rank {rank}, which reads a part of it")
     manifest = read(path, past)
     writers = {rank, rank if shards_of is None else shards_of}
     read_here = [manifest.files.ranks[writer] for writer in writers if writer < manifest.state.ranks]
@@ -134,7 +134,7 @@ def verify(
 
 def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
     if not file.is_file():
-        return CheckpointError(f"{file}: not on the disk of rank {rank}, which reads it")
+        return CheckpointError(f"{file}: missing on the disk of rank {rank}, which reads it")
     if durable.sha256(file) != expected:
         return DamagedFile(f"{file}: damaged (its SHA-256 is not the manifest's)")
     return None
@@ -201,9 +201,9 @@ def complete(folder: Path) -> list[Path]:
 
 
 def seconds_to_write(folder: Path, model: Path) -> float:
-    """The seconds that a checkpoint may take: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
+    """The time limit of a checkpoint in seconds: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
 
-    Without a checkpoint its size is taken as six times the files of `model`: float32 weights and two moments.
+    Without a checkpoint, six times the size of `model`'s files is assumed: float32 weights and two moments.
     """
     written = [_bytes(path) for path in complete(folder)[-1:]] or [6 * _bytes(model)]
     return 6.0 + written[0] / 1e8

@@ -1,7 +1,7 @@
 """Low-rank adapters of the policy, by peft: small trained matrices on frozen weights.
 
-In a version a weight keeps its name without adapters; its adapter is `NAME.lora_A.weight` and `NAME.lora_B.weight`, as
-in peft's own files.
+In a version a weight has the same name as without adapters; its adapter is `NAME.lora_A.weight` and
+`NAME.lora_B.weight`, as in peft's own files.
 """
 
 import shutil
@@ -57,7 +57,7 @@ def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:
     """Write `adapters` of the model `start` to `folder`, in peft's format.
 
-    Raises `ModelError` if the disk refuses.
+    Raises `ModelError` if it cannot be written.
     """
     aside, names = durable.aside(folder), {name.rpartition(".lora_")[0] for name in adapters}
     settings = _settings(lora, sorted({name.rpartition(".")[2] for name in names}))
@@ -66,9 +66,9 @@ def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) 
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         settings.save_pretrained(aside)
-        held = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapters.items()}
+        by_file_name = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapters.items()}
         try:
-            save_file(held, aside / "adapter_model.safetensors", {"format": "pt"})
+            save_file(by_file_name, aside / "adapter_model.safetensors", {"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
         for path in aside.iterdir():

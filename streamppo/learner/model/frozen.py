@@ -37,7 +37,7 @@ class NoReferenceWeights:
             self._count(1.0)
 
     def _count(self, share: float) -> None:
-        """Set the scale of every adapter to `share` of its own."""
+        """Multiply the scale of every adapter by `share`."""
         from peft.tuners.lora import LoraLayer
 
         for module in self._policy.lm.modules():
@@ -46,12 +46,19 @@ class NoReferenceWeights:
 
 
 def load_reference(
-    config: Config, model_path: str, mesh: DeviceMesh, leader: Policy, known: Policy | None, *, has_moved: bool = False
+    config: Config,
+    model_path: str,
+    mesh: DeviceMesh,
+    leader: Policy,
+    present: Policy | None,
+    *,
+    has_moved: bool = False,
 ) -> Policy | NoReferenceWeights | None:
     """The reference of `config`; `leader` is the policy that trains. A collective. None without a KL.
 
-    Without adapters the reference has weights of its own, which are read only if it is not `known`. They are float32
-    if it follows the policy or `has_moved` (a checkpoint then has its weights), else in the type of computation.
+    Without adapters the reference has separate weights, which are read unless a `present` reference is given. They are
+    float32 if it follows the policy or `has_moved` (a checkpoint then has its weights), else in the type of
+    computation.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
@@ -59,9 +66,9 @@ def load_reference(
     if config.model.lora is not None:
         return NoReferenceWeights(leader)
     master = has_moved or kl.follow_every > 0
-    if known is not None and master and next(known.lm.parameters()).dtype != torch.float32:
-        known = None
-    reference = known or load_policy.load(
+    if present is not None and master and next(present.lm.parameters()).dtype != torch.float32:
+        present = None
+    reference = present or load_policy.load(
         config.model, model_path, temperature, mesh, offload=kl.offload, master=master, slices=leader.slices
     )
     reference.temperature, reference.float32_head = temperature, config.model.float32_head
@@ -69,7 +76,7 @@ def load_reference(
 
 
 def separate_reference(reference: Policy | NoReferenceWeights | None) -> Policy | None:
-    """The reference if it has weights of its own, else None."""
+    """The reference if it has separate weights, else None."""
     return reference if isinstance(reference, Policy) else None
 
 
@@ -92,9 +99,9 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
 
 
 def load_teacher(
-    config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None, slices: Slices
+    config: Config, model_path: str, mesh: DeviceMesh, present: Policy | None, slices: Slices
 ) -> Policy | None:
-    """Load the teacher of `config`; it is read only if it is not `known`. A collective.
+    """Load the teacher of `config`, or return the `present` one. A collective.
 
     None without a teacher, and for a teacher at a url: its log-probs come with the trajectories. Rows are split into
     `slices`.
@@ -104,13 +111,13 @@ def load_teacher(
     chosen, temperature = config.algorithm.teacher, config.rollout.temperature
     if not chosen.model:
         return None
-    if known is None:
+    if present is None:
         check_teacher_tokens(chosen.model, model_path)
-        known = load_policy.load(
+        present = load_policy.load(
             config.model, chosen.model, temperature, mesh, offload=chosen.offload, master=False, slices=slices
         )
-    known.temperature, known.float32_head = temperature, config.model.float32_head
-    return known
+    present.temperature, present.float32_head = temperature, config.model.float32_head
+    return present
 
 
 def check_teacher_tokens(teacher: str, model_path: str) -> None:

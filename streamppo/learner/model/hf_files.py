@@ -56,9 +56,9 @@ def write(
 ) -> tuple[str, ...]:
     """Write a model and its tokenizer to `folder`, which exists only when it is complete.
 
-    A defect of the other files never stops the weights. A generation_config.json that transformers refuses to write is
-    left out; a tokenizer that it would change is copied from the model at `start`. The result has a sentence about
-    each. Without a tokenizer its files at `start` are copied. Raises `ModelError` if the disk refuses.
+    A defect of the other files does not prevent writing the weights. A generation_config.json that transformers refuses
+    to write is left out; a tokenizer that it would change is copied from the model at `start`. The result has a
+    sentence about each. Without a tokenizer its files at `start` are copied. Raises `ModelError` if the disk refuses.
     """
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
@@ -100,7 +100,7 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     lm = models.load(start, dtype=getattr(torch, dtype)).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
     if differing := sorted(parameters.keys() ^ weights.keys()):
-        raise ModelError(f"the weights are not those of a model as {start!r}: {differing[0]!r} is only in one of them")
+        raise ModelError(f"the weights do not fit the model {start!r}: {differing[0]!r} is in only one of them")
     with torch.no_grad():
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
@@ -146,9 +146,9 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
             return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
             start = _at(path, attention, weights)
-    known, needed = start.transformer.config.vocab_size, settings(policy).vocab_size
-    if known < needed:
-        raise ModelError(f"the critic {path!r} knows {known} tokens, and the policy writes {needed}")
+    critic_tokens, policy_tokens = start.transformer.config.vocab_size, settings(policy).vocab_size
+    if critic_tokens < policy_tokens:
+        raise ModelError(f"the critic {path!r} has {critic_tokens} tokens, and the policy {policy_tokens}")
     return start
 
 

@@ -140,7 +140,7 @@ def shard_without_weights(
 
 
 def is_whole(ranks: int, *, offload: bool) -> bool:
-    """True if a policy on so many ranks needs no FSDP: on a single rank without offload."""
+    """True if a policy on this many ranks needs no FSDP: on a single rank without offload."""
     return ranks == 1 and not offload
 
 
@@ -232,6 +232,6 @@ def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
     for at, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             source = modules[at].get_buffer(name) if modules else torch.empty_like(buffer)
-            sent = source.to(device)
-            dist.broadcast(sent, src=0)
-            setattr(module, name, sent)
+            on_device = source.to(device)
+            dist.broadcast(on_device, src=0)
+            setattr(module, name, on_device)

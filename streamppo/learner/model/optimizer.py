@@ -90,7 +90,7 @@ def lr_share(config: Learner, version: int, updates: int) -> float:
 
 
 def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
-    """Scale all gradients to a common norm of at most `bound`; returns the norm before. NaN gives inf or NaN.
+    """Scale all gradients to a common norm of at most `bound`; return the norm before scaling. NaN gives inf or NaN.
 
     The max-norm is the largest absolute entry. A collective of all ranks. Parameters without a gradient are left out.
     """

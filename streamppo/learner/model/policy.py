@@ -79,13 +79,13 @@ class Laid(NamedTuple):
 class Policy(nn.Module):
     """Log-probs and entropies at `temperature`, and values, of given completions.
 
-    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Policy
+    The critic is a value head on the policy's hidden states, or on those of `critic`, a separate transformer. Policy
     and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass when that is
-    cheaper (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context` computes the context
-    of completions without gradient (prefix_kv.py). Rows are split into `slices`, and each of their ranks gets the
-    scores of all tokens (context_parallel.py). With `replays_routes`, tokens go to the engine's experts
-    (routing.py). `unknown_V` excludes tokens from the distribution (lm_head.py). A `working_copy` has the
-    weights in the type of computation, unless FSDP casts them for each pass (working_copy.py).
+    cheaper (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context` computes the context of
+    completions without gradient (prefix_kv.py). Rows are split into `slices`, and each of their ranks gets the scores
+    of all tokens (context_parallel.py). With `replays_routes`, tokens go to the engine's experts (routing.py).
+    `unknown_V` excludes tokens from the distribution (lm_head.py). A `working_copy` has the weights in the type of
+    computation, unless FSDP casts them for each pass (working_copy.py).
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Policy(nn.Module):
     def set_routes(self, *, replayed: bool) -> None:
         """Use the engine's experts or the routers' own. Raises `ModelError` for replay in a model without experts."""
         if replayed and not self.routers:
-            raise ModelError("rollout.engine.routes is for a mixture of experts, and the model is none")
+            raise ModelError("rollout.engine.routes needs a mixture of experts, which the model is not")
         self.replays_routes = replayed
 
     @property

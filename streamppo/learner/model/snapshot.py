@@ -20,7 +20,7 @@ from streamppo.process import phase
 
 
 class WeightSnapshots:
-    """Copies the weights of `policy`, which `optimizer` changes. Weights in the host's memory need no stream."""
+    """Copies the weights of `policy`, which `optimizer` changes. Weights in host memory need no stream."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         self._policy = policy

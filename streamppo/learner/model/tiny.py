@@ -1,6 +1,6 @@
 """builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
 
-A short supervised warm start teaches it the format and some right answers: reinforcement learning needs rewards that
+A short supervised warm start trains it on the format and some right answers: reinforcement learning needs rewards that
 are not all zero. Its tokens are the task's characters (tasks/warmup_data.py). It is saved as an ordinary Hugging Face
 folder.
 """
@@ -104,7 +104,7 @@ def _warm_up(
     config: Tiny,
     seed: int,
 ) -> None:
-    """Train on answers until a check of greedy ones reaches the target, or for `max_steps`; no clock decides."""
+    """Train on answers until greedy ones reach the target accuracy, or for `max_steps`; time has no influence."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, learned)
     # Fewer problems if they are long: memory and time do not grow with the length.
     part = min(1.0, LONG / learned.longest)
@@ -168,7 +168,7 @@ def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
 
 
 def _right(logits_BLV: Tensor, problems: Problems) -> float:
-    """The share of answers whose every token is the most likely one after the right prefix: greedy accuracy."""
+    """Greedy accuracy: the share of answers of which every token is the most likely one after the right prefix."""
     best_BL = logits_BLV[:, :-1].argmax(-1)
     wanted_BL = problems.labels_NL[:, 1:]
     right_BL = (best_BL == wanted_BL) | (wanted_BL == IGNORED)

@@ -1,4 +1,4 @@
-"""A model's weights from its safetensors files: every rank reads only its own rows, and no rank the whole model.
+"""A model's weights from its safetensors files: each rank reads only its own rows.
 
 first layers    rank 0 loads them with transformers and compares them with its own reading; if they differ (a family
                 with another file format), rank 0 reads everything and sends it
@@ -87,10 +87,10 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     0 also for files of another model.
     """
     files = None if adapted or critic not in ("head", "policy") else _files(path)
-    mine = "" if files is None else _digest(files)
-    seen = [""] * dist.get_world_size()
-    dist.all_gather_object(seen, mine)
-    if files is None or seen.count(mine) < len(seen):
+    digest = "" if files is None else _digest(files)
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if files is None or digests.count(digest) < len(digests):
         return None
     if dist.get_rank() == 0:
         fit.check(fetch(path), settings(path))
@@ -98,21 +98,22 @@ def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
         whole = hf_files.read(path, "eager", weights=False)
     sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
     config = _of_first_layers(settings(path), whole)
-    known = {name: one for name, one in sources.items() if one and _has(files, one)}
-    sees = [config is not None and len(known) == len(sources)]
+    available = {name: one for name, one in sources.items() if one and _has(files, one)}
+    sees = [config is not None and len(available) == len(sources)]
     first: Any = None
     if dist.get_rank() == 0 and sees[0]:
-        first = _first(config, files, known)
-        sees = [_is_read_alike(first, files, known)]
+        first = _first(config, files, available)
+        sees = [_is_read_alike(first, files, available)]
     dist.broadcast_object_list(sees, src=0)
     if not sees[0]:
         _log_progress(path)
         return None
-    return LoadPlan(files, known, whole.base_model_prefix, first)
+    return LoadPlan(files, available, whole.base_model_prefix, first)
 
 
 def _digest(files: TensorFiles) -> str:
-    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors: equal for equal models."""
+    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors, to compare the models of all
+    ranks."""
     digest = hashlib.blake2b("\n".join(sorted(files.names)).encode())
     names = [name for name in sorted(files.names) if files.tensor(name).get_shape()]
     for name in names[:: -(-len(names) // SAMPLED)]:
@@ -139,7 +140,7 @@ def _files(path: str) -> TensorFiles | None:
 
 
 def _source(whole: Any, name: str, parameter: Tensor) -> ParameterSource | None:
-    """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are not known.
+    """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are unknown.
 
     For experts the conversion lists all tensors of one kind, then all of the next.
     """

@@ -15,7 +15,7 @@ from streamppo.learner.model.policy import PolicyOutput
 
 
 def go_on(config: Config, lag: AdmittedLag | None) -> AdmittedLag | None:
-    """The lag under a new `config`, from the `lag` under the one before; None if the lag is not adaptive."""
+    """The lag under a new `config`, from the `lag` under the previous one; None if the lag is not adaptive."""
     first, at_most = config.queue.first_lag, config.queue.flow_lag
     if first is None:
         return None
@@ -27,13 +27,13 @@ def lag_after_update(
 ) -> AdmittedLag:
     """The lag after the update that starts at `version`; `metrics` are those of its batch.
 
-    It stays as it is while the policy is frozen (`critic.warmup_updates`): the data is then on-policy at any lag.
+    It is unchanged while the policy is frozen (`critic.warmup_updates`): the data is then on-policy at any lag.
     """
     chosen = config.queue.max_lag
     if not isinstance(chosen, AdaptiveLag) or version < config.algorithm.critic.warmup_updates:
         return lag
-    named = {name: metrics[f"ess_lag_{name}"] for name in LAG_BUCKETS if f"ess_lag_{name}" in metrics}
-    return next_lag(lag, named, tokens_by_lag, at_most=config.queue.flow_lag, ess=chosen.ess)
+    ess_by_bucket = {name: metrics[f"ess_lag_{name}"] for name in LAG_BUCKETS if f"ess_lag_{name}" in metrics}
+    return next_lag(lag, ess_by_bucket, tokens_by_lag, at_most=config.queue.flow_lag, ess=chosen.ess)
 
 
 def is_lowered_by_ess(config: Config) -> bool:
@@ -51,7 +51,7 @@ def lower_by_ess(
         rate *= sqrt(sum(W)^2 / (n sum(W^2)))
 
     The factor is the root of the effective sample size: AdamW's step is to grow with the root of the number of samples
-    behind a gradient (VCPO, https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
+    in a gradient (VCPO, https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
     """
     if not is_lowered_by_ess(config):
         return None

@@ -33,7 +33,7 @@ COMPARES = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
 
 
 class IdleRows(NamedTuple):
-    """The rows [B] of a batch that its steps pass over, and the rows scored before the first step; on the CPU.
+    """The rows [B] of the steps' forward passes, and the rows scored before the first step; on the CPU.
 
     `idle_B` are rows with tokens in the loss, all without a gradient: a minibatch of idle rows still makes a step.
     """
@@ -43,15 +43,15 @@ class IdleRows(NamedTuple):
     idle_B: Tensor
 
     def select(self, rows: Tensor) -> Tensor:
-        """Return the `rows` that the steps pass over."""
+        """Return the `rows` of the steps' forward passes."""
         return rows[self.taught_B[rows]]
 
 
 def find(config: Config, batch: PaddedBatch) -> IdleRows:
     """Find the trained and the scored rows of `batch`. If no row has a gradient, all rows pass, for the metrics."""
     # Other rules need a pass of the truncated completions too: their shares are over all.
-    known = _has_no_other_rule(config.algorithm)
-    algorithm = config.algorithm if known else structs.replace(config.algorithm, filters=())
+    has_no_other_rule = _has_no_other_rule(config.algorithm)
+    algorithm = config.algorithm if has_no_other_rule else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
     every_B = torch.ones_like(trained_B)
     if _needs_whole_batch(config):

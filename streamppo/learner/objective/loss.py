@@ -27,13 +27,13 @@ from streamppo.learner.objective.targets import Targets
 from streamppo.process import phase
 
 NO_COUNTS = Denominators(tokens=1.0, sequences=1.0)
-"""In place of a minibatch's counts, where nothing is averaged."""
+"""Stands for a minibatch's counts if nothing is averaged."""
 
 
 class MicroBatchLoss(NamedTuple):
     """A micro-batch's share of its minibatch: a differentiable scalar, and sums to add over micro-batches and ranks.
 
-    `policy_pass` is None for an empty micro-batch and for the critic alone.
+    `policy_pass` is None for an empty micro-batch and for a pass of only the critic.
     """
 
     loss: Tensor

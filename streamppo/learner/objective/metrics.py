@@ -75,7 +75,7 @@ class Minibatch(NamedTuple):
 
     `rows`, on the CPU, are the rows of all ranks; `idle` are rows that were left out of its passes. `grad_norm` is None
     if no step was due, and not finite if the step was skipped. `stopped_early`: the policy had moved too far, and its
-    steps ended before this one. `is_empty`: no step was made, because no token was left to learn from.
+    steps ended before this one. `is_empty`: no step was made, because no token was left in the loss.
     """
 
     part: Part
@@ -186,8 +186,8 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Metrics of the batch before its first step; importance weights are before any truncation.
 
-    `learner` are the proximal policy's scores of the rows `passed_B`, or those of each row's first pass. `age` is its
-    distance from the behavior policy, if it is already known.
+    `learner` are the proximal policy's scores of the rows `passed_B`, or those of each row's first pass. `age` is the
+    proximal policy's distance from the behavior policy, if already computed.
     """
     mask_BT = batch.mask_BT
     compared_BT = mask_BT & passed_B[:, None]
@@ -272,8 +272,8 @@ def dropped_shares(
     """The share of sampled tokens that each rule leaves out, and as `NAME_responses` of responses that lose a token.
 
     Shares are over all passes of the policy's loss; for truncated completions also over the idle rows, which have no
-    pass. A share of nothing is 0. A token that several rules leave out counts for each. A collective, unless there is
-    no rule.
+    pass. Without tokens a share is 0. A token that several rules leave out counts for each. A collective, unless there
+    is no rule.
     """
     if not names_N:
         return {}
@@ -297,7 +297,7 @@ def _counts(mask_bT: Tensor) -> Tensor:
 
 
 def _idle_counts(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-    """The counts of the idle rows that were truncated, and of all idle rows."""
+    """The tokens and responses of truncated idle rows, and of all idle rows."""
     idle = [minibatch.idle for minibatch in minibatches if minibatch.part != "critic" and minibatch.idle is not None]
     rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *idle]), batch.mask_BT.device)
     mask_bT = batch.mask_BT[rows]

@@ -51,9 +51,9 @@ class Targets(NamedTuple):
     `trained_BT` are the tokens in the loss (`Objective.trained`). Without a `correction`, each step computes proximal
     log-probs and weights from its own pass (`Objective.anchor`). `chosen_BT` are the tokens that
     `Objective.exploration` selects, None without it. `right_BT` are the trained tokens of right answers, None without
-    `positive_nll`. `explained` is how far the critic knows outcomes (`outcomes_explained`), where a length cuts
-    segments. `policy_waits`: that is too little, and the critic alone learns from the batch. To leave out the segments
-    that are cut would not do: the others teach how to end, and nothing of what comes before.
+    `positive_nll`. `explained` is the share of outcomes that the critic explains (`outcomes_explained`), if segments
+    are cut by length. `policy_waits`: the share is too small, and only the critic is trained on the batch. Masking only
+    the cut segments would not help: the others train the end of completions, not their beginning.
     """
 
     scored: PolicyOutput
@@ -121,7 +121,7 @@ def compute_targets(
 def per_token_record(
     objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor
 ) -> TokenRecord:
-    """The per-token numbers to archive, as far as the pass before the first step computes them.
+    """The per-token numbers for the archive, if the pass before the first step computes them.
 
     Log-probs of rows outside `scored_B` are NaN.
     """
@@ -152,7 +152,7 @@ def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen
 
 
 def _explained(config: Config, batch: PaddedBatch, scored: PolicyOutput, rewards_BT: Tensor) -> float | None:
-    """The critic's share of known outcomes; None where nothing, or nothing but age, cuts."""
+    """The share of outcomes that the critic explains; None unless segments are cut by length."""
     choice, segments = config.algorithm.advantage, config.queue.segments
     if segments is None or not segments.max_tokens or not isinstance(choice, Bootstrapped):
         return None

@@ -42,8 +42,8 @@ class Slices(NamedTuple):
     """The groups of context parallelism: rows are split over `ranks` ranks; this rank has slice `number`.
 
     `within`: the ranks with slices of the same rows. `across`: the ranks with the same slice of other rows. Without
-    groups rows are not split. `heads`: the ranks that exchange slices for heads, all of `within`; with tensor
-    parallelism those with the same share of the heads, or None for a single one. `cut`: the meshes that split weights.
+    groups rows are not split. `heads`: the ranks of the exchange. These are all of `within`; with tensor parallelism
+    those with the same share of the heads, or None for a single rank. `cut`: the meshes that split weights.
     """
 
     ranks: int = 1
@@ -90,9 +90,7 @@ def refusal(config: Any, ranks: int) -> str:
     choice, model = f"learner.mesh.context * tensor = {ranks}", repr(config.name_or_path)
     if not attention.looks_at_all(config, KNOWN):
         known = ", ".join(KNOWN)
-        return (
-            f"{choice} knows models of {known} without a sliding window, and {model} ({config.model_type}) is another"
-        )
+        return f"{choice} needs one of {known}, without a sliding window, and {model} is {config.model_type}"
     if config.num_key_value_heads % ranks:
         return f"{choice} must divide the {config.num_key_value_heads} heads of keys and values of {model}"
     return ""
@@ -102,7 +100,7 @@ def name_of(implementation: str, slices: Slices) -> str:
     """Register `implementation` wrapped for context parallelism; return its name for transformers.
 
     A flash-attn keeps its name, by which transformers imports it: models without slices pass through the wrapper. SDPA
-    and eager attention get one of their own, for which transformers makes no mask: it would be a slice's.
+    and eager attention get a new name, for which transformers makes no mask: it would mask only a slice.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -129,7 +127,7 @@ def _attend(
     """Attention of a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
     compute: Any = _wrapped[module.config._attn_implementation]
     if slices.ranks > 1:
-        # They are those of a slice.
+        # These tensors are of one slice.
         others.pop("position_ids", None)
     if slices.heads is None:
         return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)
@@ -146,22 +144,22 @@ def slice_reading(reading: Reading, slices: Slices) -> Reading:
     assert isinstance(tokens_BW, Tensor) and reading.context is None, "rows of tokens"
     width, missing = tokens_BW.shape[1], -tokens_BW.shape[1] % slices.ranks
     size = (width + missing) // slices.ranks
-    mine = slice(slices.number * size, (slices.number + 1) * size)
+    own_slice = slice(slices.number * size, (slices.number + 1) * size)
     arguments: dict[str, Any] = {**reading.arguments, NAME: slices}
-    arguments["input_ids"] = pad(tokens_BW, (0, missing))[:, mine]
+    arguments["input_ids"] = pad(tokens_BW, (0, missing))[:, own_slice]
     positions = arguments.get("position_ids", torch.arange(width, device=tokens_BW.device)[None].expand_as(tokens_BW))
     begins_again = torch.arange(missing, device=positions.device).expand(len(positions), missing)
-    arguments["position_ids"] = torch.cat([positions, begins_again], 1)[:, mine]
+    arguments["position_ids"] = torch.cat([positions, begins_again], 1)[:, own_slice]
     if missing and "cu_seq_lens_q" in arguments:
-        # The padding after the last row is a row of its own.
+        # The padding after the last row is a separate row.
         bounds = pad(arguments["cu_seq_lens_q"], (0, 1), value=width + missing)
         longest = max(arguments["max_length_q"], missing)
         arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         arguments |= {"max_length_q": longest, "max_length_k": longest}
     if missing and "attention_mask" in arguments:
-        seen = pad(arguments["attention_mask"], (0, missing, 0, missing))
+        mask = pad(arguments["attention_mask"], (0, missing, 0, missing))
         # Padding sees itself: attention over no token gives NaN.
-        arguments["attention_mask"] = seen | torch.eye(width + missing, dtype=torch.bool, device=seen.device)
+        arguments["attention_mask"] = mask | torch.eye(width + missing, dtype=torch.bool, device=mask.device)
     row, place = reading.place_BL // width, reading.place_BL % width
     here_BL = place // size == slices.number
     return Reading(arguments, torch.where(here_BL, row * size + place % size, -1))

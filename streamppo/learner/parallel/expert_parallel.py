@@ -28,7 +28,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 UNEVEN = 1.5
 """The largest share of the pairs that a rank gets in one round, in shares of an even division."""
 FEW = 4096
-"""Pairs that a rank gets in one round whatever their share."""
+"""A rank always gets up to this many pairs in one round."""
 
 
 class Round(NamedTuple):
@@ -58,7 +58,7 @@ def dispatch_to_experts(
         found_MD = _exchange(compute, group, hidden_ND, weights_Nk, rounds[0])
     else:
         run = partial(checkpoint, _exchange, compute, group, use_reentrant=False, preserve_rng_state=False)
-        # Without early stop: all ranks make the exchange back again, or none does.
+        # Without early stop: either all ranks recompute the exchange back, or none does.
         with set_checkpoint_early_stop(False):
             found_MD = torch.cat([run(hidden_ND, weights_Nk, one) for one in rounds])
     order_M = torch.cat([one.order_M for one in rounds])
@@ -67,7 +67,7 @@ def dispatch_to_experts(
 
 def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Round]:
     """Divide a rank's pairs into rounds, equally many on all ranks of `group`. A collective."""
-    ranks, own, index_M = dist.get_world_size(group), dist.get_rank(group), index_Nk.flatten()
+    ranks, rank, index_M = dist.get_world_size(group), dist.get_rank(group), index_Nk.flatten()
     rank_M = index_M // experts
     order_M, sent_R = rank_M.argsort(stable=True), rank_M.bincount(minlength=ranks)
     counts = [torch.empty_like(sent_R) for _ in range(ranks)]
@@ -77,34 +77,36 @@ def _rounds(group: dist.ProcessGroup, experts: int, index_Nk: Tensor) -> list[Ro
     received = [sum(column) for column in zip(*sent_RR, strict=True)]
     number = max(1, math.ceil(max(received) / max(FEW, UNEVEN * sum(received) / ranks)))
     parts = [[_parts(pairs, number) for pairs in row] for row in sent_RR]
-    for_rank = order_M.split(sent_RR[own])
-    divided = [pairs_M.split(sizes) for pairs_M, sizes in zip(for_rank, parts[own], strict=True)]
+    for_rank = order_M.split(sent_RR[rank])
+    divided = [pairs_M.split(sizes) for pairs_M, sizes in zip(for_rank, parts[rank], strict=True)]
     rounds: list[Round] = []
     for n in range(number):
         pairs_M = torch.cat([part[n] for part in divided])
-        here, there = [row[own][n] for row in parts], [sizes[n] for sizes in parts[own]]
-        rounds.append(Round(pairs_M, pairs_M // index_Nk.shape[1], index_M[pairs_M] % experts, here, there))
+        num_received, num_sent = [row[rank][n] for row in parts], [sizes[n] for sizes in parts[rank]]
+        rounds.append(Round(pairs_M, pairs_M // index_Nk.shape[1], index_M[pairs_M] % experts, num_received, num_sent))
     return rounds
 
 
 def _parts(pairs: int, number: int) -> list[int]:
-    """The sizes of so many `pairs` in a `number` of parts, which differ by one at most."""
+    """The sizes of `number` parts of `pairs` pairs, which differ by one at most."""
     return [pairs * (n + 1) // number - pairs * n // number for n in range(number)]
 
 
-def _exchange(compute: Compute, group: dist.ProcessGroup, hidden_ND: Tensor, weights_Nk: Tensor, one: Round) -> Tensor:
+def _exchange(
+    compute: Compute, group: dist.ProcessGroup, hidden_ND: Tensor, weights_Nk: Tensor, exchange: Round
+) -> Tensor:
     """The results of a round's pairs, in their order. A collective."""
 
     def exchanged(tensor: Tensor) -> Tensor:
-        return _ExchangeTokens.apply(tensor, group, one.received, one.sent)  # pyright: ignore[reportReturnType]
+        return _ExchangeTokens.apply(tensor, group, exchange.received, exchange.sent)  # pyright: ignore[reportReturnType]
 
-    hidden_PD, expert_P = exchanged(hidden_ND[one.token_M]), exchanged(one.expert_M)
-    weights_P = exchanged(weights_Nk.flatten()[one.order_M])
+    hidden_PD, expert_P = exchanged(hidden_ND[exchange.token_M]), exchanged(exchange.expert_M)
+    weights_P = exchanged(weights_Nk.flatten()[exchange.order_M])
     if not len(hidden_PD):
         # One zero row, so that unused weights have a gradient too: all ranks reduce the same tensors.
         hidden_PD, expert_P, weights_P = (_empty_experts(values) for values in (hidden_PD, expert_P, weights_P))
-    found_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(one.received)]
-    return _ExchangeTokens.apply(found_PD, group, one.sent, one.received)  # pyright: ignore[reportReturnType]
+    found_PD = compute(hidden_PD, expert_P[:, None], weights_P[:, None])[: sum(exchange.received)]
+    return _ExchangeTokens.apply(found_PD, group, exchange.sent, exchange.received)  # pyright: ignore[reportReturnType]
 
 
 def _empty_experts(rows: Tensor) -> Tensor:

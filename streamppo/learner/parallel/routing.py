@@ -60,7 +60,7 @@ class Routers:
         tokens, place_M = tokens_BL.numel(), place_BL[real_BL]
         real_N = torch.zeros(tokens, dtype=torch.bool)
         real_N[place_M] = self.counts
-        real_N, known, most = to_device(real_N, tokens_BL.device), None, -1
+        real_N, known, highest = to_device(real_N, tokens_BL.device), None, -1
         if routes is not None:
             # Tokens that are computed several times have the same experts each time.
             entry_N = reading.source_N
@@ -70,12 +70,12 @@ class Routers:
             width = place_BL.shape[1]
             token_N = torch.where(entry_N < 0, -1, entry_N % width)
             numbers_NE, known_N = routes.at(entry_N.clamp(min=0) // width, token_N)
-            known, most = (
+            known, highest = (
                 KnownRoutes(*(to_device(one, tokens_BL.device) for one in (numbers_NE, known_N))),
                 routes.largest,
             )
         for router in self._routers:
-            router.expect(known, most, real_N)
+            router.expect(known, highest, real_N)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
         """The load of the experts over all passes since the last call. A collective of all ranks."""
@@ -94,7 +94,7 @@ class Routers:
 
 
 class KnownRoutes(NamedTuple):
-    """[N, entries] the experts of a pass's tokens, of all layers or of one, and the tokens that have some."""
+    """[N, entries] the experts of a pass's tokens, of all layers or of one, and True for tokens with experts."""
 
     numbers: Tensor
     known_N: Tensor
@@ -119,42 +119,42 @@ class Router:
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
-    def expect(self, routes: KnownRoutes | None, most: int, real_N: Tensor) -> None:
-        """See `Routers.expect`; `most` is an upper bound of the experts."""
-        own = None
+    def expect(self, routes: KnownRoutes | None, highest: int, real_N: Tensor) -> None:
+        """See `Routers.expect`; `highest` is an upper bound of the experts."""
+        layer_routes = None
         if routes is not None:
-            own = KnownRoutes(
+            layer_routes = KnownRoutes(
                 routes.numbers[:, self._layer * self.top_k : (self._layer + 1) * self.top_k], routes.known_N
             )
-            if own.numbers.shape[1] != self.top_k or most >= self.experts:
+            if layer_routes.numbers.shape[1] != self.top_k or highest >= self.experts:
                 raise ModelError(
-                    f"the engine's routes, {routes.numbers.shape[1]} for each token and to expert {most}, are not of "
-                    f"this model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
+                    f"the engine's routes, {routes.numbers.shape[1]} for each token and to expert {highest}, do not "
+                    f"fit this model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
                 )
-        self._pass = Pass(own, real_N)
+        self._pass = Pass(layer_routes, real_N)
 
     def take(self) -> Tensor:
         """[X + 2] counts since the last call: each expert's tokens; replayed choices equal to the router's; all."""
         counts, self._counts = self._counts, None
         return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 
-    def answer(self, scores: Tensor, own: Any) -> Any:
-        """The result of the router's topk of [N, X] `scores`: the engine's choice where it is known, else `own`."""
-        if self._pass is None or own.indices.shape != (len(self._pass.real_N), self.top_k):
-            return own
+    def answer(self, scores: Tensor, router_choice: Any) -> Any:
+        """The result of the router's topk of [N, X] `scores`: the engine's choice if known, else the router's."""
+        if self._pass is None or router_choice.indices.shape != (len(self._pass.real_N), self.top_k):
+            return router_choice
         if scores.shape[-1] != self.experts:
-            return own
+            return router_choice
         routes, real_N = self._pass
         # A layer recomputed in the backward pass counts once.
         self._pass = self._pass._replace(real_N=torch.zeros_like(real_N))
         if routes is None:
-            self._count(own.indices, real_N)
-            return own
+            self._count(router_choice.indices, real_N)
+            return router_choice
         routes_Nk = routes.numbers.long()
         known_Nk = routes.known_N[:, None] & (routes_Nk >= 0)
-        chosen_Nk = torch.where(known_Nk, routes_Nk, own.indices)
+        chosen_Nk = torch.where(known_Nk, routes_Nk, router_choice.indices)
         counts = self._count(chosen_Nk, real_N)
-        is_own_Nk = (chosen_Nk[:, :, None] == own.indices[:, None]).any(-1)
+        is_own_Nk = (chosen_Nk[:, :, None] == router_choice.indices[:, None]).any(-1)
         given_Nk = known_Nk & real_N[:, None]
         counts[-2:] += torch.stack([(is_own_Nk & given_Nk).sum(), given_Nk.sum()])
         return torch.return_types.topk((scores.gather(-1, chosen_Nk), chosen_Nk))

@@ -81,7 +81,7 @@ def refusal(config: Any, ranks: int) -> str:
         return ""
     choice, model = f"learner.mesh.expert = {ranks}", repr(config.name_or_path)
     if not _names(config, EXPERTS):
-        return f"{choice} is for families whose experts transformers knows how to cut: {model} is not of one"
+        return f"{choice} needs a family for which transformers can split experts: {model} is not of one"
     experts = experts_of(config)
     return f"{choice} must divide the {experts} experts of {model}" if experts % ranks else ""
 
@@ -193,7 +193,7 @@ def _cut_parameter(module: nn.Module, own: str, name: str, dimension: int, mesh:
     parameter, parts = module.get_parameter(own), mesh[PART].size()
     if parameter.shape[dimension] % parts:
         size = parameter.shape[dimension]
-        raise ModelError(f"learner.mesh: {name}.{own} has {size} entries to cut, which {parts} ranks cannot share")
+        raise ModelError(f"learner.mesh: {name}.{own} has {size} entries, which cannot be split between {parts} ranks")
     distributed = distribute_tensor(parameter, mesh[PART], [Shard(dimension)], src_data_rank=None)
     module.register_parameter(own, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
@@ -232,7 +232,7 @@ def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -
 
 
 def _gather_arguments(
-    group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], by_keyword: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace this rank's slice of tokens in a block's arguments by all tokens of `group`."""
 
@@ -241,7 +241,7 @@ def _gather_arguments(
             return tuple(gathered(item) for item in value)
         return _Collective.apply(value, group, _gather_slices, _reduce_slices)
 
-    by_name = {name: gathered(item) if name in BY_TOKEN else item for name, item in named.items()}
+    by_name = {name: gathered(item) if name in BY_TOKEN else item for name, item in by_keyword.items()}
     return tuple(gathered(item) for item in arguments), by_name
 
 
@@ -314,7 +314,7 @@ def is_cut_by_columns(parameter: Tensor) -> bool:
 
 
 def own_rows(rows: int, parameter: DTensor) -> tuple[int, int]:
-    """(begin, end) in so many `rows`: the rows that this rank has whole after `whole_rows`."""
+    """(begin, end) of this rank's rows, of `rows` in all, after `whole_rows`."""
     bounds, mine = _bounds(rows, parameter), parameter.device_mesh[PART].get_local_rank()
     return bounds[mine], bounds[mine + 1]
 
@@ -330,7 +330,7 @@ def whole_rows(own_RC: Tensor, parameter: DTensor) -> Tensor:
 
 
 def _bounds(rows: int, parameter: DTensor) -> list[int]:
-    """The bounds that divide so many `rows` between the ranks that split `parameter`."""
+    """The bounds that divide `rows` rows between the ranks that split `parameter`."""
     parts = parameter.device_mesh[PART].size()
     return [at * rows // parts for at in range(parts + 1)]
 

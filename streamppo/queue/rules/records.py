@@ -94,8 +94,8 @@ class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
 def ended_attempt(slot: Slot, state: Ending, reason: str, version: int) -> EndedAttempt:
     """The record of the attempt at `slot`, before the slot is reopened or abandoned."""
     stage, tokens, oldest, source = slot.failed or ("", 0, -1, "")
-    if (known := slot.trajectory) is not None:
-        tokens, oldest, source = known.num_sampled, known.oldest_version, known.source
+    if (trajectory := slot.trajectory) is not None:
+        tokens, oldest, source = trajectory.num_sampled, trajectory.oldest_version, trajectory.source
     return EndedAttempt(
         number=slot.number,
         identity=slot.identity,

@@ -70,7 +70,7 @@ class QueueRules:
         A repeated `call` gets the same tickets. Raises `QueueError` for an actor that was marked dead.
         """
         if actor in self.state.fenced:
-            raise QueueError(f"{actor} was given up for dead: it gets no tickets")
+            raise QueueError(f"{actor} was marked dead: it gets no tickets")
         last, slots = self.state.calls.get(actor, NEVER)
         if call < last:
             return ()
@@ -130,7 +130,7 @@ class QueueRules:
         judged = list(zip(trajectories, reasons, strict=True))
         sound = [trajectory for trajectory, reason in judged if not reason]
         if sound and (newest := newest_version(sound)) > self.state.version:
-            raise QueueError(f"{sound[0].actor} sampled with version {newest}, which the ledger does not know")
+            raise QueueError(f"{sound[0].actor} sampled with version {newest}, which was not published")
         return sum([self._put(trajectory, reason) for trajectory, reason in judged])
 
     def _put(self, trajectory: Trajectory, reason: str | None) -> bool:
@@ -177,7 +177,7 @@ class QueueRules:
         issued = [slot for slot in self.state.slots.values() if slot.actor == actor]
         for slot in issued:
             self.state.counts["lost"] += 1
-            self._reopen(slot, "lost", f"{actor} was given up for dead")
+            self._reopen(slot, "lost", f"{actor} was marked dead")
 
     def lost_all(self) -> None:
         """Reopen all issued slots: all actors have ended."""

@@ -94,7 +94,7 @@ def _shape(trajectory: Trajectory) -> str | None:
     if trajectory.token_rewards and len(trajectory.token_rewards) != len(trajectory.tokens):
         return f"token rewards of {len(trajectory.token_rewards)} bytes for tokens of {len(trajectory.tokens)} bytes"
     if max(trajectory.mask) > 1:
-        return f"the mask says {max(trajectory.mask)}, which is neither yes nor no"
+        return f"the mask has {max(trajectory.mask)}, which is neither 0 nor 1"
     if not any(trajectory.mask):
         return "no token was sampled by the policy"
     return None
@@ -137,8 +137,8 @@ def _candidates(trajectory: Trajectory) -> str | None:
     if ((np.diff(candidates) <= 0) & (np.diff(token) == 0)).any():
         return "the candidates of a token are not in rising order"
     is_found = np.bincount(token[candidates == ints(trajectory.tokens)[token]], minlength=len(counts)) > 0
-    if (lost := flags(trajectory.mask) & (counts > 0) & ~is_found).any():
-        return f"token {int(np.argmax(lost))} is none of its {counts[np.argmax(lost)]} candidates"
+    if (is_missing := flags(trajectory.mask) & (counts > 0) & ~is_found).any():
+        return f"token {int(np.argmax(is_missing))} is none of its {counts[np.argmax(is_missing)]} candidates"
     return None
 
 
@@ -161,13 +161,13 @@ def _branches(trajectory: Trajectory) -> str | None:
 
 def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     if limits.candidates and not trajectory.candidate_counts:
-        return "sampled with top-p or top-k, and it does not say from which candidates"
+        return "sampled with top-p or top-k, without its candidates"
     if limits.teacher and not trajectory.teacher_logprobs:
         return "it has no log-probs of the teacher at algorithm.teacher.url"
     if limits.routes and not trajectory.routes:
-        return "it has no routes of a mixture of experts, and rollout.engine.routes asks for them"
+        return "it has no routes of a mixture of experts, and rollout.engine.routes requires them"
     if limits.linear and trajectory.branches:
-        return f"its tokens have branches, which {limits.linear[0]} does not take"
+        return f"its tokens have branches, which {limits.linear[0]} does not support"
     if lacking := sorted(limits.components - trajectory.components.keys()):
         components = ", ".join(trajectory.components) or "none"
         return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {components})"
@@ -178,7 +178,7 @@ def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     if so_far > limits.completion:
         return f"too long: a completion of {so_far} tokens, and {limits.completion} are allowed"
     candidates = ints(trajectory.candidates)
-    for what, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
+    for column_name, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
         if (strange := column[(column < 0) | (column >= limits.vocabulary)]).size:
-            return f"token {strange[0]} of the {what} is none of the model's {limits.vocabulary}"
+            return f"token {strange[0]} of the {column_name} is none of the model's {limits.vocabulary}"
     return None

@@ -34,18 +34,18 @@ def put(encoded: NDArray[np.uint8]) -> BatchRef:
 
 def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
     """As `encode(value)`, one trajectory at a time: it blocks the event loop's thread for one trajectory at most."""
-    whole = bytearray()
+    encoded = bytearray()
     match value:
         case Batch():
-            _add_batch(whole, value)
+            _add_batch(encoded, value)
         case Outline():
-            whole += b"\x82" + encode("batch")
-            _add_batch(whole, value.batch)
-            whole += encode("prompt_lengths") + encode(value.prompt_lengths)
+            encoded += b"\x82" + encode("batch")
+            _add_batch(encoded, value.batch)
+            encoded += encode("prompt_lengths") + encode(value.prompt_lengths)
         case tokens:
-            whole += _head(len(tokens))
-            _add(whole, tokens)
-    return np.frombuffer(whole, dtype=np.uint8)
+            encoded += _head(len(tokens))
+            _add(encoded, tokens)
+    return np.frombuffer(encoded, dtype=np.uint8)
 
 
 def _add_batch(whole: bytearray, batch: Batch) -> None:

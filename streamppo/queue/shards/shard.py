@@ -4,9 +4,9 @@
     rank          <--its part of a batch-- shard <--which trajectories-- queue
     archive       <--its part of a batch-- shard
 
-Prompt p belongs to shard p modulo K. So K processes receive, validate, journal, serve and archive tokens, while the
-queue alone applies the rules: admission, age and leases. A shard has no rules and no state but its journal: its calls
-may be repeated, also by two processes of one shard if one of them was marked dead but still runs.
+Prompt p belongs to shard p modulo K. So K processes receive, validate, journal, serve and archive tokens, while only
+the queue applies the rules: admission, age and leases. A shard has no rules and no state but its journal: its calls may
+be repeated, also by two processes of one shard if one of them was marked dead but still runs.
 
     a trajectory is in its shard's journal before its record is in the queue's journal
     it is dropped after the queue's journal records that it is in the archive, or will never be trained on

@@ -1,10 +1,10 @@
-"""The chain of a run's versions: the record of each has a link, a digest of its content and of the link before.
+"""The chain of a run's versions: each record has a link, a digest of its content and of the previous link.
 
     link(v) = SHA-256(v, digest of the weights, digest of the batch, SHA-256 of the configuration, link(v - 1))
 
-The configuration is the one that the update was made under. Whoever changes a record, or what it names, has to write
-every later link again; then the last link is another one. The chain has no key: the owner of a folder can do so, and
-only who knows the last link from elsewhere sees it.
+The configuration is the one that the update was made under. A change of a record, or of anything it names, requires a
+change of every later link, and so of the last one. The chain has no key: the owner of a folder can recompute it, which
+only a copy of the last link elsewhere reveals.
 """
 
 import hashlib

@@ -150,7 +150,7 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
 
 
 def _verify_trees(columns: Mapping[str, Column]) -> None:
-    """Raise `ValueError` for branches that make no tree of their row, and for turns that are not those of its mask."""
+    """Raise `ValueError` for branches that are not a tree, and for turns that do not fit the mask."""
     prompts = np.diff(columns["prompt_offsets"]).tolist()
     for name, flaw in (("branches", branches.flaw), ("turns", turns.flaw)):
         if name not in columns:
@@ -178,8 +178,8 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
     }
     if any(trajectory.source for trajectory in trajectories):
         words["source"] = [trajectory.source for trajectory in trajectories]
-    known = {name: sorted(set(column)) for name, column in words.items()}
-    known["finish"], words["finish"] = list(FINISH), [trajectory.finish for trajectory in trajectories]
+    vocabularies = {name: sorted(set(column)) for name, column in words.items()}
+    vocabularies["finish"], words["finish"] = list(FINISH), [trajectory.finish for trajectory in trajectories]
     columns: dict[str, Column] = {
         "prompt": np.array([trajectory.identity.prompt for trajectory in trajectories]),
         "sample": np.array([trajectory.identity.sample for trajectory in trajectories]),
@@ -192,16 +192,16 @@ def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column]
             name: read(b"".join(getattr(trajectory, name) for trajectory in trajectories))
             for name, read in FLAT.items()
         },
-        **{name: np.array([known[name].index(word) for word in column]) for name, column in words.items()},
+        **{name: np.array([vocabularies[name].index(word) for word in column]) for name, column in words.items()},
     }
     attributes = Attributes(
         version=batch.version,
         min_version=batch.min_version,
         rows=ints(batch.rows).tolist(),
-        tasks=known["task"],
-        actors=known["actor"],
+        tasks=vocabularies["task"],
+        actors=vocabularies["actor"],
         finishs=list(FINISH),
-        sources=known.get("source", []),
+        sources=vocabularies.get("source", []),
     )
     is_narrow = any(trajectory.route_bytes == 1 for trajectory in trajectories)
     for name, read in (RAGGED | {"routes": _bytes} if is_narrow else RAGGED).items():

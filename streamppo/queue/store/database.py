@@ -31,8 +31,8 @@ class Database:
     """One SQLite file with `tables`, whose format has this `number`; several threads may use it in turn.
 
     A reader sees the content as of opening.
-    Every method raises `JournalError`, which names the file, if SQLite or the disk refuses. Opening a file also raises
-    it if the file is damaged or was made by another version of streamppo.
+    Every method raises `JournalError`, which names the file, if SQLite or the disk fails. Opening a file also raises it
+    if the file is damaged or was made by another version of streamppo.
     """
 
     def __init__(self, path: Path, tables: str, number: int, *, read_only: bool = False) -> None:

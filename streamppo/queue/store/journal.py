@@ -46,7 +46,7 @@ ALL = range(2**62)
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"
 LOGS = ("-wal", "-shm")
-"""The ends of the names of SQLite's files beside a journal."""
+"""Suffixes of SQLite's files next to a journal."""
 TIP_READS = 3
 """Reads of a tip until it counts as damaged: a queue may be writing it during a read."""
 TABLES = """
@@ -87,14 +87,14 @@ class Journal(Database):
         path = run / "journal.sqlite"
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
-        # SQLite would wait at a pipe.
+        # SQLite would block on a pipe.
         for beside in (path.with_name(f"{path.name}{end}") for end in LOGS):
             if beside.exists() and not beside.is_file():
                 raise JournalError(f"{beside}: not a file")
         try:
             return cls(path, read_only=True)
         except JournalError as error:
-            # SQLite reads a log only with an index beside it, which it makes.
+            # SQLite reads a log only with an index next to it, which it creates.
             if path.with_name(f"{path.name}{LOGS[0]}").exists() and not os.access(run, os.W_OK):
                 raise JournalError(
                     f"{error}: the run was not ended, and its journal can be read only where files can be written: "
@@ -237,7 +237,7 @@ class Journal(Database):
                 if not self.path.exists():
                     raise JournalError(f"{self.path}: gone: the run's folder was moved or deleted while it is running")
                 if number != self._number and not fencing:
-                    raise JournalError(f"{self.path}: somebody else writes here: this queue was given up for dead")
+                    raise JournalError(f"{self.path}: another process writes here: this queue was marked dead")
                 if number == 0:
                     # Makes the tip's name and size durable; its later numbers are never ahead of the journal.
                     durable.write(self._tip, _tip(0))
@@ -268,9 +268,9 @@ class Journal(Database):
             return number
         if not _is_whole(tip):
             raise JournalError(f"{self._tip}: damaged")
-        if (known := TIP.unpack(tip)[0]) > number:
+        if (acknowledged := TIP.unpack(tip)[0]) > number:
             raise JournalError(
-                f"{self.path}: damaged: it ends with transaction {number}, and {known} were acknowledged "
+                f"{self.path}: damaged: it ends with transaction {number}, and {acknowledged} were acknowledged "
                 f"(its log {self.path.name}-wal is missing or damaged)"
             )
         return number

@@ -56,13 +56,13 @@ def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, ob
     contents = {name: _compress(column) for name, column in columns.items()}
     if _is_bomb(sum(array.nbytes for array in columns.values()), sum(map(len, contents.values()))):
         contents = {name: _store_raw(column) for name, column in columns.items()}
-    whole = io.BytesIO()
-    with zipfile.ZipFile(whole, mode="w") as file:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, mode="w") as file:
         _entry(file, "zarr.json", {"attributes": attributes, "zarr_format": 3, "node_type": "group"})
         for name, column in columns.items():
             _entry(file, f"{name}/zarr.json", _read_metadata(column.dtype, column.shape))
             file.writestr(_chunk(name, column.shape), contents[name])
-    return whole.getbuffer()
+    return content.getbuffer()
 
 
 def _compress(column: NDArray[np.generic]) -> bytes:

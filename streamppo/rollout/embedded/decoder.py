@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
 LEAST = 16
-"""Rows of a product from which on one thread of MKL computes each of them in the same way, in float32."""
+"""The least number of rows in a float32 product for which one thread of MKL computes every row in the same way."""
 
 
 class _Filling(NamedTuple):
-    """The rows that a prefill fills; `prompts_N` says with which of its prompts each of them."""
+    """The rows of a prefill; `prompts_N` has the index of each row's prompt."""
 
     rows_N: Tensor
     prompts_N: Tensor
@@ -53,7 +53,7 @@ class _Extending(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """A step: each row's position, and the spans of rows that attention is computed in, with masks [b, 1, 1, T]."""
+    """A step: each row's position, and the spans of rows for attention, with masks [b, 1, 1, T]."""
 
     at_B: Tensor
     spans: Sequence[Span]
@@ -95,7 +95,7 @@ class Decoder:
 
     @property
     def room(self) -> int:
-        """The tokens for which a row of the cache has room."""
+        """The capacity of a row of the cache, in tokens."""
         return self.cache.shape[2]
 
     def reserve(self, room: int) -> None:
@@ -109,7 +109,7 @@ class Decoder:
         except RuntimeError as error:
             size = math.prod(shape) * self.dtype.itemsize / 2**30
             raise ModelError(
-                f"there is no memory for a cache of {rows} completions of {room} tokens, {size:.1f} GiB: "
+                f"not enough memory for a cache of {rows} completions of {room} tokens, {size:.1f} GiB: "
                 "lower rollout.slots, rollout.max_tokens or max_prompt_tokens"
             ) from error
         if before:
@@ -267,9 +267,9 @@ class Decoder:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product of each row of `x` with `weight`, in one thread of a CPU the same bits whichever rows come with it.
+    """The product of each row of `x` with `weight`; in one thread of a CPU, its bits do not depend on the other rows.
 
-    For few rows the library takes other kernels, which add in another order.
+    For few rows the library uses other kernels, which add in another order.
     """
     rows = x.numel() // x.shape[-1]
     if rows >= LEAST or x.is_cuda:
@@ -290,9 +290,9 @@ def _refuse_unknown(config: "PreTrainedConfig") -> None:
         "a bias in the MLP": bool(getattr(config, "mlp_bias", False)),
         f"rope type {rope!r}": rope not in ROPE_TYPES,
     }
-    found = [name for name, present in problems.items() if present]
-    if found:
-        raise ModelError(f"the embedded engine does not run {' or '.join(found)}: use another rollout.engine")
+    reasons = [name for name, present in problems.items() if present]
+    if reasons:
+        raise ModelError(f"the embedded engine does not run {' or '.join(reasons)}: use another rollout.engine")
 
 
 def _rotation(config: "PreTrainedConfig", room: int, device: torch.device) -> Tensor:

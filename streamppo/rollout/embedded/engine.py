@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ADMIT_SHARE = 8
 """Stepping stops for a prefill when 1 / `ADMIT_SHARE` of the rows are free."""
 BURST_S = 0.01
-"""Stepping stops with the first step that ends after so long, so that completions do not wait to be handed over."""
+"""Stepping stops with the first step that ends after this time, so that ended completions are returned soon."""
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
@@ -44,8 +44,8 @@ Arguments = TypeVarTuple("Arguments")
 class EmbeddedEngine:
     """Implements `Engine`: `slots` rows of up to `max_total_tokens` tokens, prompt included.
 
-    The cache grows beyond the size of `reserve` when longer rows come. Make it in a running event loop, in which it
-    decodes until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not
+    The cache grows beyond the size of `reserve` when longer rows come. Construct it in a running event loop; it decodes
+    there until `stop`. Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not
     fit the model.
     """
 
@@ -132,14 +132,14 @@ class EmbeddedEngine:
         """See `Engine.update_weights`. Swaps are serialized; weights are copied while decoding continues."""
         async with self._one_swap:
             parameters = await asyncio.to_thread(self._decoder.fuse, tensors, contents)
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._wake()
-            self._swap = (version, parameters, done)
-            self._promised.add(done)
+            self._swap = (version, parameters, swapped)
+            self._promised.add(swapped)
             try:
-                await done
+                await swapped
             finally:
-                self._promised.discard(done)
+                self._promised.discard(swapped)
                 self._swap = None
 
     def usage(self) -> Usage:
@@ -157,7 +157,7 @@ class EmbeddedEngine:
     # --- the driver ------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Wake up `_run_loop`. Raises its error if it has ended; `CancelledError` after `stop`."""
+        """Wake up `_run_loop`. Raises the error that ended `_run_loop`, or `CancelledError` after `stop`."""
         if self._driver.done():
             self._driver.result()
         self._work.set()
@@ -171,9 +171,9 @@ class EmbeddedEngine:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
             # Several steps for each call into the thread, which costs about a tenth of a small model's step.
-            ended = await self._run(self._step_until_boundary, self._next_requests(), self._version)
+            ended_requests = await self._run(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
-            for request in ended:
+            for request in ended_requests:
                 request.resolve()
             self._busy_s += time.perf_counter() - begin
 
@@ -205,7 +205,7 @@ class EmbeddedEngine:
                 admitted.append(request)
         return admitted
 
-    async def _apply_swap(self, version: int, parameters: Parameters, done: asyncio.Future[None]) -> None:
+    async def _apply_swap(self, version: int, parameters: Parameters, swapped: asyncio.Future[None]) -> None:
         begin = time.perf_counter()
         self._rows.cut_before(version)
         self._rows.hand_over()
@@ -215,8 +215,8 @@ class EmbeddedEngine:
             await self._run(self._rows.recompute, version)
         self._swaps += 1
         self._swap_s += time.perf_counter() - begin
-        if not done.done():
-            done.set_result(None)
+        if not swapped.done():
+            swapped.set_result(None)
 
     async def _run(self, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
         """Call `function` in the engine's thread."""

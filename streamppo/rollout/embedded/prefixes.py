@@ -1,11 +1,11 @@
 """Rows whose completions have ended and whose keys and values stay in the cache, for prompts that continue them.
 
-A prompt begins from the tokens that it has in common with such a row if it continues a completion: if these reach
-beyond the row's root, the prompt from which its first completion was sampled. Samples of one prompt have no more than
-their root in common, and are prefilled together.
+The root of a row is the prompt of its first completion. A prompt that shares tokens with a row beyond its root
+continues a completion, and begins from the shared tokens. Samples of one prompt share only their root, and are
+prefilled together.
 
-Example: a row of prompt [1, 2], completion [3, 4], has the root 2, and the cache holds [1, 2, 3], because the last
-token was never fed. The prompt [1, 2, 3, 4, 5] begins from 3 tokens, [1, 2, 3, 9] from 3, and [1, 2, 5] from none.
+Example: a row of prompt [1, 2], completion [3, 4], has a root of 2 tokens, and the cache holds [1, 2, 3], because the
+last token was never fed. The prompt [1, 2, 3, 4, 5] begins from 3 tokens, [1, 2, 3, 9] from 3, and [1, 2, 5] from none.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import numpy as np
 from streamppo.types import Ints
 
 LEAST = 32
-"""Fewer tokens than this are computed anew: on a small model that is faster than to copy them."""
+"""Fewer tokens than this are recomputed, which is faster than a copy on a small model."""
 
 
 NONE: Ints = np.zeros(0, np.int32)
@@ -35,7 +35,7 @@ class Prefix(NamedTuple):
     computed: Ints
 
     def common(self, prompt: Ints) -> int:
-        """The number of cached tokens from which `prompt` can begin; one of its tokens at least is left to compute."""
+        """The number of cached tokens from which `prompt` can begin; at least one of its tokens is computed."""
         tokens, root = self.tokens, self.root
         # Most rows differ from most prompts in one of these two tokens.
         if min(len(prompt), len(tokens)) <= max(root, LEAST) or prompt[root] != tokens[root] or prompt[0] != tokens[0]:
@@ -48,7 +48,7 @@ class Prefix(NamedTuple):
 
 
 class Start(NamedTuple):
-    """`common` tokens of a prompt are in the cache of `row`, whose first prompt had `root` tokens; 0: in none.
+    """`common` tokens of a prompt, 0 for none, are in the cache of `row`, whose first prompt had `root` tokens.
 
     `computed` are the versions whose weights computed them.
     """
@@ -69,18 +69,19 @@ class Prefixes:
         return len(self._rows)
 
     def add(self, row: int, prefix: Prefix) -> None:
-        """Note that `row`, which has ended, holds `prefix`, if it is long enough to be of use."""
+        """Record that the ended `row` holds `prefix`, if it is at least `LEAST` tokens long."""
         if prefix.cached >= LEAST:
             self._rows[row] = prefix
 
     def clear(self) -> None:
-        """Forget all: the weights that computed them are no longer those of the model."""
+        """Drop all prefixes: older weights computed them."""
         self._rows.clear()
 
     def starts(self, prompts: Sequence[Ints], running: Sequence[tuple[int, Prefix]]) -> list[Start]:
-        """Where each of `prompts` begins; `running` are prefixes in rows that run. Several may begin from one row.
+        """The cached beginning of each of `prompts`; `running` are prefixes in running rows. Several may begin from one
+        row.
 
-        A row that is continued from its end is free from here on: the row that continues it holds all of it.
+        A row that is continued from its end becomes free: the continuing row has all its tokens.
         """
         starts = [self._start(prompt, running) for prompt in prompts]
         for row, common, *_ in starts:
@@ -91,9 +92,9 @@ class Prefixes:
         return starts
 
     def make_room(self, first: int, end: int, capacity: int) -> list[tuple[int, int, int]]:
-        """Leave rows `first` to `end - 1` without prefixes; the least recently used ones go if there is no room.
+        """Free rows `first` to `end - 1` of prefixes; without room the least recently used ones are dropped.
 
-        Returns the rows that are to be copied: from where, to where, and how many tokens.
+        Returns the copies to make: source row, target row, number of tokens.
         """
         while len(self._rows) > capacity - end:
             del self._rows[next(iter(self._rows))]

@@ -23,7 +23,7 @@ class EndTokens(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """One completion under way. `limit` is its most tokens.
+    """One completion under way. `limit` is its maximum number of tokens.
 
     With top-p or top-k, `candidates` has an array for every token; an empty one stands for the whole vocabulary.
     `handed` is the number of tokens in segments, `segment` included, which is cut and not yet handed over. With turns,

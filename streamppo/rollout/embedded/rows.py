@@ -26,7 +26,7 @@ from streamppo.types import Ints
 REORDER = 1.2
 """Long rows move to the front if attention would otherwise read more than `REORDER` times as many positions."""
 GROWTH = 4
-"""The cache grows to 1 + 1 / `GROWTH` times the room that it needs."""
+"""The cache grows to 1 + 1 / `GROWTH` times the required size."""
 LOOKS = 2**24
 """The most (new token, position) pairs, padding included, in one forward pass of prompts that continue rows."""
 PLAIN = np.array([1, 1, 0], np.float32)
@@ -34,10 +34,10 @@ PLAIN = np.array([1, 1, 0], np.float32)
 
 
 class DecodingRows:
-    """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each.
+    """Admits, steps and ends completions: at most one for each row of the decoder, of at most `most` tokens each.
 
     `prompted` is the number of prompt tokens; `reused` of them were in the cache or shared with another sample.
-    `kv_ages` counts these by the versions between the weights that computed them and the present ones.
+    `kv_ages` counts these by age: the engine's version minus the version that computed them.
     """
 
     def __init__(self, decoder: Decoder, ends: EndTokens, most: int) -> None:
@@ -88,7 +88,7 @@ class DecodingRows:
         """Prefill new rows and sample their first tokens. Returns the requests that end with these tokens."""
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
-            # Some more, so that the cache is rarely enlarged.
+            # More than required, so that the cache is rarely enlarged.
             self.reserve(min(longest + longest // GROWTH, self._most))
         first = self.count
         rows = np.arange(first, first + len(requests))
@@ -160,19 +160,19 @@ class DecodingRows:
     def _plan_spans(self) -> list[Span]:
         """Divide the running rows into spans for a step; move long rows to the front if that is cheaper."""
         lengths, most = self._at[: self.count] + 1, self._decoder.room
-        found = spans.divide(lengths, most)
-        if max(span.longest for span in found) <= spans.SHORT:
-            return found
+        in_place = spans.divide(lengths, most)
+        if max(span.longest for span in in_place) <= spans.SHORT:
+            return in_place
         first, best = spans.leaders(lengths, most)
-        if spans.cost(found) <= REORDER * spans.cost(best):
-            return found
+        if spans.cost(in_place) <= REORDER * spans.cost(best):
+            return in_place
         leads = np.isin(np.arange(self.count), first)
         front, back = np.flatnonzero(~leads[: len(first)]), np.flatnonzero(leads[len(first) :]) + len(first)
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
     def _begin(
-        self, requests: Sequence[RunningRequest], kept: Prefixes, version: int
+        self, requests: Sequence[RunningRequest], prefixes: Prefixes, version: int
     ) -> tuple[list[RunningRequest], np.ndarray]:
         """Copy the cached prefixes of prompts to their rows: prompts without one first, then by new tokens, rising.
 
@@ -184,29 +184,31 @@ class DecodingRows:
             for row, request in enumerate(self.requests)
             if self._root[row] < len(request.prompt)
         ]
-        found = kept.starts([request.prompt for request in requests], running)
-        for request, start in zip(requests, found, strict=True):
+        prefix_starts = prefixes.starts([request.prompt for request in requests], running)
+        for request, start in zip(requests, prefix_starts, strict=True):
             self._note_reuse(request, start, version)
-        new = [start.common and len(one.prompt) - start.common for one, start in zip(requests, found, strict=True)]
+        new = [
+            start.common and len(one.prompt) - start.common for one, start in zip(requests, prefix_starts, strict=True)
+        ]
         order = np.argsort(new, kind="stable")
-        starts = [found[n] for n in order]
+        starts = [prefix_starts[n] for n in order]
         self._root[first:end] = [start.root for start in starts]
         copies = [(start.row, row, start.common) for row, start in enumerate(starts, first) if start.common]
-        copies += kept.make_room(first, end, self._capacity)
+        copies += prefixes.make_room(first, end, self._capacity)
         if copies:
             sources, targets, lengths = (np.array(column) for column in zip(*copies, strict=True))
             self._copy_cache(sources, targets, int(lengths.max()))
         return [requests[n] for n in order], np.array([start.common for start in starts])
 
     def _note_reuse(self, request: RunningRequest, start: Start, version: int) -> None:
-        """Note which weights computed a prompt, and count what it has in the cache by age."""
+        """Record the weights that computed a prompt, and count its cached tokens by age."""
         new = np.full(len(request.prompt) - start.common, version, np.int32)
         request.computed, request.cached = np.concatenate([start.computed, new]), start.common
         ages, counts = np.unique(version - np.maximum(start.computed, self._recomputed), return_counts=True)
         self.kv_ages.update(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
 
     def _extend(self, prompts: Sequence[Ints], starts: np.ndarray, first: int) -> list[torch.Tensor]:
-        """Fill the cache from row `first` on with `prompts`, whose first `starts` tokens are there. Returns logits."""
+        """Fill the cache from row `first` on with `prompts`, whose first `starts` tokens are cached. Returns logits."""
         device, logits = self._decoder.device, list[torch.Tensor]()
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         new, begin = lengths - starts, 0
@@ -226,7 +228,7 @@ class DecodingRows:
     def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
         """Fill the cache from row `first` on with `texts`. Returns the logits after each.
 
-        Texts of one width are computed together: what attention adds up of a text depends on its width.
+        Texts of one width are computed together: the rounding of attention's sums depends on the width.
         """
         widths = np.array([spans.width(len(text)) for text in texts])
         if (widths == widths[0]).all():
@@ -277,13 +279,14 @@ class DecodingRows:
         stopped = self._ends[tokens]
         if self._completes is not None:
             stopped |= [self._completes(self._out[row, : self._length[row]]) for row in rows]
-        ended = stopped | (self._length[rows] >= self._limit[rows])
-        for row in rows[~ended & (self._length[rows] >= self._next_cut[rows])]:
+        is_complete = stopped | (self._length[rows] >= self._limit[rows])
+        for row in rows[~is_complete & (self._length[rows] >= self._next_cut[rows])]:
             self._cut_row(int(row))
         completed = [
-            self._complete(int(row), bool(stop)) for row, stop in zip(rows[ended], stopped[ended], strict=True)
+            self._complete(int(row), bool(stop))
+            for row, stop in zip(rows[is_complete], stopped[is_complete], strict=True)
         ]
-        self._free(rows[ended])
+        self._free(rows[is_complete])
         return completed
 
     def _note_candidates(self, rows: np.ndarray, inside_BV: torch.Tensor) -> None:
@@ -311,7 +314,7 @@ class DecodingRows:
         return request
 
     def _cut_row(self, row: int) -> None:
-        """Cut a segment from a running row; it replaces a segment that was not handed over, whose tokens it has too."""
+        """Cut a segment from a running row; it replaces and includes a segment that was not handed over."""
         request = self.requests[row]
         if request.segment is None:
             self._cut.append(request)
@@ -334,23 +337,23 @@ class DecodingRows:
 
         With turns, rows are exchanged instead, so that the content of the freed rows stays in the cache.
         """
-        left = self.count - len(rows)
+        num_left = self.count - len(rows)
         goes_on = np.ones(self.count, np.bool_)
         goes_on[rows] = False
-        holes, last = rows[rows < left], np.flatnonzero(goes_on[left:]) + left
+        holes, last = rows[rows < num_left], np.flatnonzero(goes_on[num_left:]) + num_left
         keeps = self._prefixes is not None and bool((self._at[rows] >= prefixes.LEAST).any())
         if len(holes) and keeps:
             self._copy(np.concatenate([last, holes]), np.concatenate([holes, last]))
         elif len(holes):
             self._copy(last, holes)
         if self._prefixes is not None and keeps:
-            for row, request in enumerate(self.requests[left:], left):
+            for row, request in enumerate(self.requests[num_left:], num_left):
                 length = self._length[row]
                 text = np.concatenate([request.prompt, self._out[row, :length]])
                 # A token is fed by the step that samples the next one.
                 computed = np.concatenate([request.computed, self._versions[row, 1:length]])
                 self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row]), computed))
-        del self.requests[left:]
+        del self.requests[num_left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy running rows `sources` to `targets`; rows that are in both are exchanged."""

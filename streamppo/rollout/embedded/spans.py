@@ -27,16 +27,16 @@ class Span(NamedTuple):
 
 def divide(lengths: np.ndarray, most: int) -> list[Span]:
     """The cheapest spans of rows with `lengths` [B], in this order; no span has more than `most` positions."""
-    whole = Span(0, len(lengths), int(_round_up(lengths.max(), most)))
-    if len(lengths) < 2 or whole.longest <= SHORT:
-        return [whole]
+    single = Span(0, len(lengths), int(_round_up(lengths.max(), most)))
+    if len(lengths) < 2 or single.longest <= SHORT:
+        return [single]
     before, after = np.maximum.accumulate(lengths), np.maximum.accumulate(lengths[::-1])[::-1]
     ends = np.arange(1, len(lengths))
     longest_before, longest_after = _round_up(before[:-1], most), _round_up(after[1:], most)
     looks = ends * longest_before + ends[::-1] * longest_after
     best = int(looks.argmin())
-    if looks[best] > WORTH * cost([whole]):
-        return [whole]
+    if looks[best] > WORTH * cost([single]):
+        return [single]
     end = best + 1
     return [Span(0, end, int(longest_before[best])), Span(end, len(lengths), int(longest_after[best]))]
 
@@ -54,9 +54,9 @@ def cost(spans: list[Span]) -> int:
 
 
 def width(length: int) -> int:
-    """The places with which a text of this length is computed: its length, or a multiple of `ROUND` above it.
+    """The padded width of a text of this length: its length, or the next multiple of `ROUND`.
 
-    Vector instructions add up 16 places at once, and the rest one by one: sums of a text depend on its width.
+    Vector instructions add 16 entries at once and the others one by one: the rounding depends on the width.
     """
     return length if length <= ROUND else -(-length // ROUND) * ROUND
 

@@ -1,19 +1,19 @@
-"""JSON of programs and of the policy, read strictly: not every reader takes NaN, 1e999 or half of a character."""
+"""Strict JSON of programs and of the policy: other readers may reject NaN, 1e999 or half a surrogate pair."""
 
 import math
 
 import msgspec
 
 LARGEST = 2**63
-"""Whole numbers from here on cross no process."""
+"""Whole numbers from here on are not sent between processes."""
 FLOAT_BITS = 1023
 """Whole numbers of more bits are infinite as floats."""
 DEPTH = 100
-"""Values are nested no deeper."""
+"""The deepest nesting of values."""
 
 
 def read(text: str | bytes) -> object:
-    """Read a value. Raises `ValueError` for what is not JSON, or nested deeper than `DEPTH`."""
+    """Read a value. Raises `ValueError` if it is not JSON, or nested deeper than `DEPTH`."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
@@ -23,7 +23,7 @@ def read(text: str | bytes) -> object:
 
 
 def plain(value: object, depth: int = DEPTH) -> object:
-    """Return a value whose numbers cross processes: larger whole ones become floats.
+    """Return a value that can be sent between processes: larger whole numbers become floats.
 
     Raises `ValueError` if it is nested deeper than `depth`.
     """

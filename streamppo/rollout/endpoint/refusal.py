@@ -1,4 +1,4 @@
-"""Refusals of the endpoint: the status, a code that clients of every dialect know, a sentence, and its counter."""
+"""Refusals of the endpoint: the status, a code known to clients of every dialect, a sentence, and its counter."""
 
 
 class RequestRefused(Exception):

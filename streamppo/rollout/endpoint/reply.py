@@ -49,7 +49,7 @@ class Reply(NamedTuple):
 
     @property
     def message(self) -> Message:
-        """The message as a program sends it back."""
+        """The message in the form in which a program sends it back."""
         calls = tuple(
             {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in self.calls
         )
@@ -63,14 +63,14 @@ def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) 
 
 
 def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Reply:
-    """Read a whole turn. `opened` says that the template has begun its reasoning; `parse` is that of a schema."""
+    """Read a whole turn. `opened`: the template has begun its reasoning. `parse` parses by a schema."""
     if parse is not None:
         try:
             return _of_schema(cast("Mapping[str, object]", parse(text)))
         except UNREADABLE as error:
             log.debug("the tokenizer's response_schema does not fit a turn: %s", error)
             return Reply(text)
-    reasoning, rest = _thoughts(text, opened=opened)
+    reasoning, answer = _thoughts(text, opened=opened)
     calls = list[ToolCall]()
 
     def take(match: re.Match[str]) -> str:
@@ -78,7 +78,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
         calls.extend(parsed)
         return "" if parsed else match[0]
 
-    content = CALLS.sub(take, rest)
+    content = CALLS.sub(take, answer)
     return Reply(content.rstrip() if calls else content, reasoning, tuple(calls))
 
 
@@ -119,7 +119,7 @@ def _thoughts(text: str, *, opened: bool) -> tuple[str, str]:
 
 
 def _call(text: str) -> list[ToolCall]:
-    """Parse the calls of one mark, an object or a list of objects; none of text that is not JSON to all programs."""
+    """Parse the calls of one mark, an object or a list of objects; none for text that is not strict JSON."""
     try:
         value = json_values.read(text)
     except ValueError:

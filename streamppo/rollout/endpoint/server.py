@@ -7,7 +7,7 @@
     GET  /v1/models, /v1/models/NAME             the policy, by any name
 
 A key comes as `Authorization: Bearer`, as `x-api-key`, or in the address: /key/KEY/v1/... On loopback a request has to
-name a loopback host, so that no page of a browser reaches it through a name of its own (DNS rebinding).
+name a loopback host, so that a web page cannot reach it through its own host name (DNS rebinding).
 """
 
 import asyncio
@@ -44,9 +44,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_BYTES = 16 * 2**20
 """The longest body of a request."""
 KEEP_ALIVE_S = 5.0
-"""Time between two signs of life of a waiting stream."""
+"""Time between two keep-alive events of a waiting stream."""
 REMEMBERED = 10_000
-"""Ended runs whose keys are still known."""
+"""The number of ended runs whose keys are still recognised."""
 CLOSING_S = 1
 KEY_IN_PATH = re.compile("^/key/[^/]*")
 IDLE_S = 300
@@ -78,7 +78,7 @@ class Endpoint:
             listening.bind((self._host, 0))
         except OSError as error:
             listening.close()
-            raise RunError(f"environment.host = {self._host!r} is no address of this machine: {error}") from error
+            raise RunError(f"environment.host = {self._host!r} is not an address of this machine: {error}") from error
         host, port = (reachable(self._host), listening.getsockname()[1])
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
@@ -148,7 +148,7 @@ class Endpoint:
         return self._refuse(request, RequestRefused(status, "not_found", message, "another address"))
 
     async def _fault(self, request: HttpRequest, error: Exception) -> Response:
-        """Answer a request that has met a fault of the endpoint, which is logged."""
+        """Answer a request after an error in the endpoint, which is logged."""
         fault = f"the endpoint failed: {type(error).__name__}: {error}"
         return self._refuse(request, RequestRefused(500, "server_error", fault, "endpoint failed"))
 
@@ -175,7 +175,7 @@ class Endpoint:
 
     def _check_host(self, request: HttpRequest) -> None:
         if self._local and request.url.hostname not in LOOPBACK:
-            message = f"the endpoint answers under the names {', '.join(LOOPBACK)} alone"
+            message = f"the endpoint answers only under the names {', '.join(LOOPBACK)}"
             raise RequestRefused(403, "host_not_allowed", message, "another host's name")
 
     def _session(self, request: HttpRequest) -> Session:
@@ -183,9 +183,9 @@ class Endpoint:
         key = request.path_params.get("key") or request.headers.get("x-api-key") or header.removeprefix("Bearer ")
         name = _name(key.strip())
         session = self._sessions.get(name)
-        known = session.key if session else self._over.get(name, "")
+        session_key = session.key if session else self._over.get(name, "")
         # The name is public; the key behind it is compared in constant time.
-        if not secrets.compare_digest(known.encode(), key.strip().encode()) or not known:
+        if not secrets.compare_digest(session_key.encode(), key.strip().encode()) or not session_key:
             raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
         if session is None:
             raise refusal.ended()
@@ -205,7 +205,7 @@ class Endpoint:
         self.counts["sampling parameters left out"] += 1
         if name not in self._noted:
             self._noted.add(name)
-            log.info("agents set %s: the run's own rules of sampling hold, and it is left out", name)
+            log.info("agents set %s: it is ignored, because the run sets the sampling parameters", name)
 
 
 class _Answer(Response):
@@ -246,13 +246,13 @@ class _Answer(Response):
         await response(scope, _pending, send)
         return self._turn.error is None
 
-    async def _stream(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
+    async def _stream(self, scope: Scope, send: Send, hung_up: "asyncio.Task[None]") -> bool:
         turn = self._turn
-        await asyncio.wait([turn.admitted, gone], return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
+        await asyncio.wait([turn.admitted, hung_up], return_when=asyncio.FIRST_COMPLETED)
+        if hung_up.done():
             return False
         if turn.error is not None:
-            return await self._send_at_once(scope, send, gone)
+            return await self._send_at_once(scope, send, hung_up)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         stream = self._dialect.stream(turn, self._model, self._body)
@@ -260,18 +260,18 @@ class _Answer(Response):
         while turn.reply is None and turn.error is None:
             turn.changed.clear()
             await _send(send, stream.more(turn.partial))
-            if not await _first(turn, gone):
+            if not await _first(turn, hung_up):
                 await _send(send, self._dialect.keep_alive)
-            if gone.done():
+            if hung_up.done():
                 return False
         if turn.error is not None:
             await _send(send, wire.event(self._dialect.error(_refused(turn.error)), "error"), last=True)
             return False
-        rest = stream.end(turn)
+        last_events = stream.end(turn)
         await asyncio.sleep(0)
-        if gone.done():
+        if hung_up.done():
             return False
-        await _send(send, rest, last=True)
+        await _send(send, last_events, last=True)
         return True
 
 
@@ -304,7 +304,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _pending() -> dict[str, object]:
-    """Receive nothing more of a request."""
+    """Read no more of a request's body."""
     return await asyncio.get_running_loop().create_future()
 
 

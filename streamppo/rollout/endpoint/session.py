@@ -2,13 +2,13 @@
 
 consumes     requests, from a server or a test
 produces     turns, each sampled after the stored tokens of its context; an episode at the end
-waits for    the engine, and for room in the row where requests under way may fill it
+waits for    the engine, and for room in the row, which requests under way may fill
 unblocks     the listeners of a turn
 
     request -> known and undelivered, nobody listens? -> join it
             -> else a turn: room -> match -> render what is new -> generate -> add to tree and row -> read -> deliver
 
-A turn continues without its client, because the program asks again. Turns that nobody received are masked at the end.
+A turn continues without its client, because the program asks again. Turns that were not received are masked at the end.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ MOST_UNDER_WAY = 256
 """Requests of one run under way at once."""
 NO_REPLY = Reply("")
 TAIL = 16
-"""Tokens of a context's end in which its template may have begun the reasoning."""
+"""The last tokens of a context, in which its template may have begun the reasoning."""
 
 
 class Request(NamedTuple):
-    """A request without its dialect. `arguments` are those of the chat template, except the tools."""
+    """A request, independent of its dialect. `arguments` are those of the chat template, except the tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -144,7 +144,7 @@ class Session:
 
     @property
     def undelivered(self) -> int:
-        """The number of these tokens that nobody received."""
+        """The number of these tokens that were not received."""
         return sum(turn.tokens for turn in self.turns if not turn.delivered)
 
     # --- requests --------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Session:
     def begin(self, request: Request) -> Turn:
         """Begin the turn of a request, or join an equal one without listeners. Raises `RequestRefused`.
 
-        The caller listens to it, until it calls `leave`.
+        The caller is a listener until it calls `leave`.
         """
         if self.ended:
             raise refusal.ended()
@@ -177,7 +177,7 @@ class Session:
         return turn
 
     def leave(self, turn: Turn, *, delivered: bool) -> None:
-        """Stop listening to a turn; `delivered` says that all of it was received."""
+        """Stop listening to a turn; `delivered`: all of it was received."""
         turn.listeners -= 1
         turn.delivered |= delivered
         if not delivered and turn.error is None:
@@ -212,7 +212,7 @@ class Session:
         if turn is None or turn.reply is None:
             raise refusal.bad(f"no response of this run is called {request.after!r}", "unknown response")
         answer, messages = turn.reply.message, request.messages
-        named = Message(
+        recorded = Message(
             role="assistant",
             content=answer.content,
             tool_calls=answer.tool_calls,
@@ -221,9 +221,9 @@ class Session:
         before, first = turn.request.messages, messages[:1]
         if first and first[0].role == "system":
             # The request's instructions replace the earlier ones.
-            rest = before[1:] if before[0].role == "system" else before
-            before, messages = (*first, *rest), messages[1:]
-        return request._replace(messages=(*before, named, *messages))
+            conversation = before[1:] if before[0].role == "system" else before
+            before, messages = (*first, *conversation), messages[1:]
+        return request._replace(messages=(*before, recorded, *messages))
 
     def _abandoned(self, request: Request) -> Turn | None:
         """The turn of an equal request, without listeners and undelivered."""
@@ -265,12 +265,12 @@ class Session:
 
     async def _sample(self, turn: Turn) -> None:
         request = turn.request
-        place, rest, tokens = await self._admitted(request)
+        place, new_tokens, tokens = await self._admitted(request)
         turn.ended_before = len(self.turns)
-        reserved = max(1, len(rest)) + tokens
+        reserved = max(1, len(new_tokens)) + tokens
         self._reserved += reserved
         try:
-            context = np.concatenate([self.row.context(place.at), rest])
+            context = np.concatenate([self.row.context(place.at), new_tokens])
             tail = self._policy.tokenizer.spell(context[-TAIL:].tolist())
             turn.opened, turn.context = tail.rstrip().endswith(reply.THINK), len(context)
             turn.admitted.set_result(None)
@@ -279,13 +279,13 @@ class Session:
             sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
             cuts = Cuts(lambda part: self._progress(turn, part), max_tokens=STREAMED) if request.stream else None
             completion = await self._policy.engine.generate(context, sampling, cuts)
-            self._policy.contexts.add(len(context) - len(rest), completion.cached)
-            self._store(turn, place, rest, context, completion)
+            self._policy.contexts.add(len(context) - len(new_tokens), completion.cached)
+            self._store(turn, place, new_tokens, context, completion)
         finally:
             self._reserved -= reserved
             self._freed.set()
 
-    def _store(self, turn: Turn, place: TreePlace, rest: Ints, context: Ints, completion: Completion) -> None:
+    def _store(self, turn: Turn, place: TreePlace, new_tokens: Ints, context: Ints, completion: Completion) -> None:
         """Add a completion to row and tree, after the stored part of its context."""
         request, setting = turn.request, turn.request.setting
         if len(self.turns) > turn.ended_before:
@@ -293,8 +293,8 @@ class Session:
             later = self._tree.match(request.messages, setting)
             rest_later = self._render(later, request)
             if np.array_equal(np.concatenate([self.row.context(later.at), rest_later]), context):
-                place, rest = later, rest_later
-        opened, ended = self.row.add(place.at, rest, completion, len(self.turns) + 1)
+                place, new_tokens = later, rest_later
+        opened, ended = self.row.add(place.at, new_tokens, completion, len(self.turns) + 1)
         turn.new = tuple(place.rest)
         assert np.array_equal(self.row.context(opened), context), "the engine has seen what the row stores"
         self._finish(turn, completion)
@@ -314,7 +314,7 @@ class Session:
         turn.number = len(self.turns)
 
     def _progress(self, turn: Turn, part: Completion) -> None:
-        """Note the text so far; a schema's text is parsed at its end alone."""
+        """Record the text so far; with a schema, text is parsed only at its end."""
         tokenizer, present = self._policy.tokenizer, time.monotonic()
         if present - turn.shown_s < STREAM_S:
             return
@@ -331,25 +331,25 @@ class Session:
         Raises `RequestRefused` if there will be none.
         """
         limits = self._limits
-        wanted = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)
+        most = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)
         while True:
             place = self._tree.match(request.messages, request.setting)
-            rest = self._render(place, request)
+            new_tokens = self._render(place, request)
             # The first context is the prompt, which does not count.
-            new = max(1, len(rest)) if len(self.row) or self._reserved else 0
-            left = limits.max_tokens - self.row.length - self._reserved - new
-            if left >= wanted or not self._reserved:
+            new = max(1, len(new_tokens)) if len(self.row) or self._reserved else 0
+            room = limits.max_tokens - self.row.length - self._reserved - new
+            if room >= most or not self._reserved:
                 break
             self._freed.clear()
             await self._freed.wait()
-        if left < 1:
+        if room < 1:
             self.truncated = True
             raise refusal.spent(
                 f"the run's {limits.max_tokens} tokens (environment.max_tokens) leave no room for this request: it "
                 f"brings {new} new ones to {self.row.length}"
             )
-        self.truncated |= left < wanted
-        return place, rest, min(left, wanted)
+        self.truncated |= room < most
+        return place, new_tokens, min(room, most)
 
     def _render(self, place: TreePlace, request: Request) -> Ints:
         """The tokens of a context's new messages. Raises `TaskError` for messages that the template refuses."""
@@ -388,7 +388,7 @@ class Session:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def received(self) -> list[Turn]:
-        """The received turns, in the order of their ends. Raises `EnvironmentFailed` if none was."""
+        """The received turns, in the order in which they ended. Raises `EnvironmentFailed` if none was."""
         delivered = [turn for turn in self.turns if turn.delivered]
         if self.failure:
             raise EnvironmentFailed(self.failure, self.sampled)

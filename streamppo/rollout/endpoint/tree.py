@@ -11,8 +11,8 @@ A node is one message after another. Two of its places are known:
           assistant "b"   ended 36
 
 A message of a request matches an equal node. An answer also matches by an id of ours, its own or that of a tool call,
-whatever was done to its text. The deepest matched answer counts, and the messages after it are new. A request without
-a matched answer, or with other tools, begins a new root.
+even if its text was changed. The deepest matched answer counts, and the messages after it are new. A request without a
+matched answer, or with other tools, begins a new root.
 """
 
 import hashlib
@@ -134,8 +134,8 @@ def digest(message: Message) -> bytes:
     if message.role == "assistant":
         fields |= {"content": message.text.strip(), "calls": [_call(call) for call in message.tool_calls]}
     else:
-        known = {"content": message.text, "name": message.name, "call": message.tool_call_id}
-        fields |= {**message.fields, **known, "calls": [dict(call) for call in message.tool_calls]}
+        common_fields = {"content": message.text, "name": message.name, "call": message.tool_call_id}
+        fields |= {**message.fields, **common_fields, "calls": [dict(call) for call in message.tool_calls]}
     present = {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}
     return _hash(present)
 

@@ -3,8 +3,8 @@
     version n      copied, checked    in set A    SGLang loads from it, and it stays for a restart
     version n + 1  copied, checked    in set B    A stays until B is served, and is the memory of version n + 2
 
-With the transport "tensor" the memory is shared, and SGLang reads it where it is: no other copy is made. An actor of a
-whole model then has three versions in its memory at most, the replica's and these two.
+With the transport "tensor" the memory is shared, and SGLang reads it where it is: no other copy is made. An actor that
+pulls whole models then has at most three versions in memory: the replica's and these two.
 """
 
 import shutil
@@ -38,30 +38,30 @@ class VersionCopies:
         self._spare: list[Tensor] = []
 
     def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> Copied:
-        """Copy `tensors` to a second buffer; `serve` makes them the served ones.
+        """Copy `tensors` to the unused set; `serve` then marks this set as served.
 
         Raises `WeightsError` if a copy's hash is not that of `contents`, or if /dev/shm has no room for it.
         """
         places, totals = _plan(tensors, self._bucket_bytes)
         if [len(flat) for flat in self._spare] != totals:
-            # Freed first: there is no need for both.
+            # Freed first, so that both are never in memory.
             self._spare = []
             self._spare = self._allocate(totals)
-        own: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
         hashes: dict[str, int] = {}
         for (name, tensor), (bucket, start) in zip(tensors.items(), places, strict=True):
             flat = self._spare[bucket][start : start + tensor.nbytes]
-            own[name] = flat.view(tensor.dtype).view(tensor.shape)
+            copied[name] = flat.view(tensor.dtype).view(tensor.shape)
             if contents is None:
-                own[name].copy_(tensor)
+                copied[name].copy_(tensor)
             else:
-                hashes[name] = content.write(own[name], tensor)
+                hashes[name] = content.write(copied[name], tensor)
         if contents is not None:
             content.compare(contents, hashes.items())
-        return Copied(own, self._spare)
+        return Copied(copied, self._spare)
 
     def serve(self) -> None:
-        """Keep what was copied last; the memory of the version before it is for the next one."""
+        """Keep the last copy; the next version reuses the memory of the one before it."""
         self._served, self._spare = self._spare, self._served
 
     def _allocate(self, totals: Sequence[int]) -> list[Tensor]:
@@ -77,7 +77,7 @@ class VersionCopies:
 
 
 def _plan(tensors: Mapping[str, Tensor], bucket_bytes: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The (bucket, first byte) of each tensor, and the bytes of each bucket; a larger tensor has one to itself."""
+    """The (bucket, first byte) of each tensor, and the bytes of each bucket; a larger tensor is alone in its bucket."""
     places: list[tuple[int, int]] = []
     totals: list[int] = []
     for tensor in tensors.values():

@@ -12,7 +12,7 @@ def activate() -> str | None:
     """The name of the platform's class; None with an accelerator, for which SGLang has its own platform."""
     if torch.accelerator.is_available():
         return None
-    # SGLang's weights checker synchronizes a GPU before it hashes and would raise; all else of it works on a CPU.
+    # SGLang's weights checker synchronizes a GPU before it hashes and would raise; the rest of it works on a CPU.
     torch.cuda.synchronize = _nothing_to_wait_for
     return f"{__name__}.Platform"
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEATHS = 3
-"""A request fails after so many deaths of SGLang during it."""
+"""A request fails after this many deaths of SGLang during it."""
 T = TypeVar("T")
 Fields: TypeAlias = Mapping[str, object]
 """The fields of a request."""
@@ -158,7 +158,7 @@ class SGLangEngine:
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
-        # The key of a prompt finds what the present version computed, and nothing older.
+        # The key of a prompt finds only entries of the present version.
         return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
 
     async def stop(self) -> None:

@@ -148,10 +148,10 @@ class OwnEngine:
         answer = await method(getattr(io_struct, handler.request)(**fields))
         if not isinstance(answer, tuple):
             return answer
-        success, message, *more = answer
+        success, message, *details = answer
         if not success:
             raise ValueError(message)
-        return more[0] if more else None
+        return details[0] if details else None
 
 
 class LaunchSettings(NamedTuple):

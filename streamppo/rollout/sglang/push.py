@@ -76,7 +76,7 @@ class BySharedMemory:
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        found: dict[int, tuple[Tensor, list[object]]] = {}
+        buckets: dict[int, tuple[Tensor, list[object]]] = {}
         others: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
@@ -84,10 +84,10 @@ class BySharedMemory:
                 others[name] = tensor
                 continue
             begin = storage.data_ptr()
-            flat, places = found.setdefault(begin, (torch.empty(0, dtype=torch.uint8).set_(storage), []))
+            flat, places = buckets.setdefault(begin, (torch.empty(0, dtype=torch.uint8).set_(storage), []))
             start, end = tensor.data_ptr() - begin, tensor.data_ptr() - begin + tensor.nbytes
             places.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
-        self._staged = [*found.values()]
+        self._staged = [*buckets.values()]
         for number, (part, _) in enumerate(_parts(others, self._bucket_bytes) if others else ()):
             starts = [0, *itertools.accumulate(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for _, one in part)]
             if number == len(self._memory) or len(self._memory[number]) != starts[-1]:

@@ -17,7 +17,7 @@ from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.client import HEALTH_S, Answer
 
 SILENT_S = 5.0
-"""A server without an answer for so long counts as dead."""
+"""A server without an answer for this long counts as dead."""
 
 
 class Server:
@@ -41,10 +41,12 @@ class Server:
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise NotImplementedError(name)
         content = answer.json() if answer.content else None
-        told = content if isinstance(content, dict) else {}
-        if answer.is_error or told.get("success") is False:
-            raise ValueError(str(told.get("message") or told.get("error") or f"status {answer.status_code}"))
-        return told.get("ranks") if name == "weights_checker" else content
+        answer_fields = content if isinstance(content, dict) else {}
+        if answer.is_error or answer_fields.get("success") is False:
+            raise ValueError(
+                str(answer_fields.get("message") or answer_fields.get("error") or f"status {answer.status_code}")
+            )
+        return answer_fields.get("ranks") if name == "weights_checker" else content
 
     async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
         """See `Link.stream`. Its answers are server-sent events."""
@@ -130,10 +132,10 @@ def check_address(url: str, key: str) -> None:
     """Raise `ModelError` for a server with a public address, or on another machine without a key."""
     parts = urlsplit(url)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, proto=socket.IPPROTO_TCP)
+        resolved = socket.getaddrinfo(parts.hostname, parts.port or 80, proto=socket.IPPROTO_TCP)
     except OSError as error:
         raise ModelError(f"no SGLang server can be reached at {url} ({error})") from error
-    addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
+    addresses = [ipaddress.ip_address(entry[4][0]) for entry in resolved]
     if all(address.is_loopback for address in addresses):
         return
     if not all(address.is_private for address in addresses):

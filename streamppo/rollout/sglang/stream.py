@@ -27,7 +27,8 @@ from streamppo.rollout.sglang.wire import SampledPart
 from streamppo.types import Ints
 
 INTERVAL = 8
-"""Tokens per message of a stream: each message costs CPU, and a swap with a due cut waits for so many decode steps."""
+"""Tokens per message of a stream: each message costs CPU, and a swap with a due cut waits for this many decode
+steps."""
 
 
 class CompletionStream:
@@ -83,16 +84,16 @@ class CompletionStream:
 
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
         """Return the whole completion. Raises `ModelError` if a segment's token is older than the segment states."""
-        whole = wire.complete(self._concatenate(), self._last, self._begins[0][1], kv)
-        if not whole.versions_known:
-            whole = whole._replace(versions=self._versions())
-        known = whole.versions[: self.handed]
-        if (known < self._handed_versions).any():
+        complete = wire.complete(self._concatenate(), self._last, self._begins[0][1], kv)
+        if not complete.versions_known:
+            complete = complete._replace(versions=self._versions())
+        handed_versions = complete.versions[: self.handed]
+        if (handed_versions < self._handed_versions).any():
             raise ModelError(
-                f"SGLang has sampled tokens with versions {known.tolist()} that were handed over as of "
+                f"SGLang has sampled tokens with versions {handed_versions.tolist()} that were handed over as of "
                 f"{self._handed_versions.tolist()}"
             )
-        return whole
+        return complete
 
     def _add(self, meta: Answer) -> None:
         self._arrived.append(

@@ -4,8 +4,8 @@
     swap     record checksums -> load -> check that each tensor changed, unless its pushed parts are unchanged
 
 On a CPU SGLang's checksum is a hash that can be computed here too. Tensors whose first checksum equals that of the
-pushed tensors in SGLang's layout must match exactly after every later swap. On a GPU its checksum is another function,
-which shows that a tensor has changed, and not to what: nothing is hashed here then.
+pushed tensors in SGLang's layout must match exactly after every later swap. On a GPU its checksum is another function:
+it only shows that a tensor has changed, so nothing is hashed here.
 
 Without checksums, the values of every tensor are compared, or log-probs. Neither can show a skipped expert, so a
 mixture of experts is then refused.
@@ -26,7 +26,7 @@ from streamppo.rollout.sglang import layout, wire
 from streamppo.rollout.sglang.client import Answer, Link
 
 SMALL = 1 << 20
-"""Without a weights checker, all values of a model with at most so many elements are read back; they come as text."""
+"""Without a weights checker, all values of a model with at most this many elements are read back, as text."""
 ROWS = 8
 """Rows read back from every tensor of a larger model."""
 SMALLEST = 8
@@ -93,9 +93,7 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
     witness = await _by_checksums(link)
     if witness is None:
         if expert := next((name for name in tensors if ".experts." in name), None):
-            raise WeightsError(
-                f"this SGLang gives no checksums, and without them nobody can see whether it has taken {expert}"
-            )
+            raise WeightsError(f"this SGLang gives no checksums, without which a load of {expert} cannot be verified")
         witness = Values(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
     return Attestation(witness)
 

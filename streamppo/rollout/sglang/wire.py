@@ -93,7 +93,7 @@ def arguments(
     """
     rollout, model = config.rollout, config.model
     unflushed = engine.kv == "recompute" and version < FLUSHES_PAUSED
-    made: dict[str, object] = {
+    chosen_arguments: dict[str, object] = {
         "model_path": model_path,
         "skip_tokenizer_init": not spells,
         "dtype": model.dtype,
@@ -118,8 +118,8 @@ def arguments(
         chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
         # A decode step with more completions than the largest CUDA graph would launch each kernel separately.
         graphs = {"cuda_graph_max_bs_decode": rollout.slots} if version >= NAMES_GRAPHS else {}
-        return made | graphs | {name: value for name, value in chosen.items() if value} | dict(engine.args)
-    return made | {
+        return chosen_arguments | graphs | {name: value for name, value in chosen.items() if value} | dict(engine.args)
+    return chosen_arguments | {
         "device": "cpu",
         "sampling_backend": "pytorch",
         "disable_cuda_graph": True,
@@ -154,8 +154,8 @@ def ranks(config: Config) -> int:
 def environment(config: Config, *, local: bool) -> dict[str, str]:
     """The environment of SGLang's processes. With `local` the model is a folder, and the hub is not contacted."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
-    # SGLang's own are in a folder that lasts already.
-    kept = process.compile_caches() if config.rollout.gpus else {}
+    # SGLang's own caches are already in a persistent folder.
+    caches = process.compile_caches() if config.rollout.gpus else {}
     # With 0, log-probs are of the sampling distribution, after temperature.
     return {
         "OMP_NUM_THREADS": str(config.rollout.threads),
@@ -163,7 +163,7 @@ def environment(config: Config, *, local: bool) -> dict[str, str]:
         # Weights are written after the running step, which otherwise could read some of the new ones.
         "SGLANG_FORCE_COARSE_WAR_BARRIER": "1",
         **offline,
-        **kept,
+        **caches,
     }
 
 
@@ -206,7 +206,7 @@ def request(
             "stop_token_ids": list(eos_ids),
             "stop": list(strings),
             **({"logit_bias": biases} if biases else {}),
-            # Read with enable_deterministic_inference alone; int64.
+            # Read only with enable_deterministic_inference; int64.
             **({"sampling_seed": sampling.seed >> 1} if sampling.seed is not None else {}),
             "skip_special_tokens": False,
             **({"stream_interval": interval} if interval else {}),
@@ -218,8 +218,8 @@ def biases(unknown: Sequence[int]) -> dict[str, float] | None:
     """The biases that prevent sampling of `unknown` tokens. Raises `ModelError` if there are too many."""
     if len(unknown) > MOST_BIASES:
         raise ModelError(
-            f"the tokenizer lacks {len(unknown):,} tokens of the model's vocabulary, and SGLang is told of "
-            f"{MOST_BIASES:,} at most: cut the model's embeddings to its tokenizer (resize_token_embeddings)"
+            f"the tokenizer lacks {len(unknown):,} tokens of the model's vocabulary, and a request excludes "
+            f"at most {MOST_BIASES:,}: cut the model's embeddings to its tokenizer (resize_token_embeddings)"
         )
     return {str(token): UNSAMPLED for token in unknown} or None
 
@@ -236,12 +236,14 @@ def completion(
 
     `kv` is the engine's setting for its cache at swaps. With `cuts`, top-p or top-k is on, and log-probs are
     renormalised over the returned candidates. If SGLang reports no versions, all tokens get `oldest`, so that no lag is
-    understated. With routes, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is no
+    understated. With routes, `routed` is the number of prompt tokens. Raises `ModelError` if the answer is not a
     completion.
     """
     meta = answer["meta_info"]
-    made = complete(read_sampled(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv)
-    return made._replace(routes_SE=_routes(meta, routed + len(made.tokens) - 1)) if routed else made
+    completed = complete(
+        read_sampled(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv
+    )
+    return completed._replace(routes_SE=_routes(meta, routed + len(completed.tokens) - 1)) if routed else completed
 
 
 def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
@@ -275,13 +277,15 @@ def concatenate(parts: Sequence[SampledPart]) -> SampledPart:
     )
 
 
-def complete(got: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]) -> Completion:
+def complete(
+    part: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]
+) -> Completion:
     """Make a completion from all its tokens and its last answer's `meta`. Other arguments as for `completion`."""
     reason = meta.get("finish_reason") or {}
     finish = reason.get("type")
     if finish not in ("stop", "length"):
         raise ModelError(f"SGLang gave up a completion: {reason.get('message') or finish}")
-    count = len(got.tokens)
+    count = len(part.tokens)
     if not count:
         raise ModelError("SGLang gave a completion without tokens")
     spans = meta.get("weight_versions")
@@ -289,12 +293,12 @@ def complete(got: SampledPart, meta: Mapping[str, Answer], oldest: int, kv: Lite
     if known is not None and kv == "keep":
         known = one_later(known, oldest)
     return Completion(
-        tokens=got.tokens,
-        logprobs=got.logprobs,
+        tokens=part.tokens,
+        logprobs=part.logprobs,
         versions=np.full(count, oldest, np.int32) if known is None else known,
         finish=finish,
         versions_known=spans is not None,
-        candidates=got.candidates,
+        candidates=part.candidates,
         cached=meta.get("cached_tokens") or 0,
     )
 
@@ -313,7 +317,7 @@ def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, T
 
 
 def streaming(config: Config) -> str:
-    """Name what asks for streams of tokens; "" for nothing."""
+    """Name the setting that needs streams of tokens; "" if none does."""
     if isinstance(config.environment, AgentEnvironment):
         return "agents (environment.kind = 'agent')"
     return "queue.segments" if config.queue.segments is not None else ""
@@ -330,7 +334,7 @@ def check_candidates(version: tuple[int, ...]) -> None:
         wanted = ".".join(map(str, NAMES_CANDIDATES))
         raise ModelError(
             f"with rollout.top_p or top_k, SGLang must be {wanted} or newer, and is {'.'.join(map(str, version))}: "
-            "before, it does not say which tokens they left, and the learner would compare another distribution"
+            "older ones do not return the remaining tokens, and the learner would compare another distribution"
         )
 
 
@@ -339,15 +343,15 @@ def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
 
     Raises `ModelError` if a token has no span or a version is not an integer.
     """
-    made = np.full(count, -1, np.int32)
+    by_token = np.full(count, -1, np.int32)
     for span in spans:
         try:
-            made[span["start"] : span["end"]] = int(span["version"])
+            by_token[span["start"] : span["end"]] = int(span["version"])
         except ValueError:
-            raise ModelError(f"SGLang sampled with weights {span['version']!r}, which nobody pushed") from None
-    if (made < 0).any():
-        raise ModelError(f"SGLang does not say which weights sampled token {int(np.argmin(made))} of {count}")
-    return made
+            raise ModelError(f"SGLang sampled with weights {span['version']!r}, which were never pushed") from None
+    if (by_token < 0).any():
+        raise ModelError(f"SGLang does not say which weights sampled token {int(np.argmin(by_token))} of {count}")
+    return by_token
 
 
 def one_later(versions_N: Ints, oldest: int) -> Ints:
@@ -376,7 +380,7 @@ def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
     if strings and info.get("skip_tokenizer_init"):
         raise ModelError(
             f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "
-            "--skip-tokenizer-init, or stop at the names of tokens alone"
+            "--skip-tokenizer-init, or stop only at names of tokens"
         )
 
 

@@ -13,7 +13,7 @@ from streamppo.tasks.scorers import gold
 from streamppo.types import Prompt
 
 CALLS_OF = 5
-"""One in so many demonstrations begins with a call."""
+"""One in this many demonstrations begins with a call."""
 
 
 class Calculator:

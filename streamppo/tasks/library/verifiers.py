@@ -4,7 +4,7 @@
     [environment]  agent = "streamppo.tasks.library.verifiers:run"      its turns, tools and rewards
 
 verifiers plays a whole episode itself: a harness asks verifiers' own proxy, and that asks a provider, which is the
-run's endpoint here. Whatever the seats of an environment ask is one run. An environment is named by the id of its
+run's endpoint here. All requests of an environment's seats are one run. An environment is named by the id of its
 taskset, and its programs then run in processes of this machine; or by a TOML file with an `[env]` table as verifiers'
 own commands take it.
 """
@@ -23,7 +23,7 @@ from streamppo.tasks.environments import Done
 from streamppo.types import Prompt
 
 SPENT = "context_length_exceeded"
-"""In an error that says that the run has spent its requests or its tokens."""
+"""Part of an error for a run that has used all its requests or tokens."""
 
 
 class Rows:
@@ -40,7 +40,7 @@ class Rows:
 
 
 async def run(base_url: str, environment: str, row: str) -> Done:
-    """Play one task; its reward is the sum of those of all seats that are trained. Raises `TaskError` if it fails."""
+    """Play one task; its reward is the sum over all trained seats. Raises `TaskError` if it fails."""
     made, library = _environment(environment), _library()
     kind = type(made.taskset).task_type()
     task = kind(kind.data_type().model_validate_json(row), made.taskset.config.task)
@@ -60,7 +60,7 @@ async def run(base_url: str, environment: str, row: str) -> Done:
 def _environment(name: str) -> Any:
     library = _library()
     loaders = import_module("verifiers.v1.utils.loaders")
-    # An environment is other people's code, and raises anything while it loads.
+    # An environment is a user's code, and may raise any exception while it loads.
     try:
         if name.endswith(".toml"):
             return loaders.load_environment(loaders.resolve_env_config(tomllib.loads(Path(name).read_text())["env"]))

@@ -78,7 +78,7 @@ def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], aske
     """Raise `TaskError` for arguments that a function lacks, or that hold the scored trajectory."""
     plugins.check_names(bound, set(named) - own, asked_by, takes_all=takes_all)
     if taken := own & set(bound):
-        raise TaskError(f"{asked_by}: {min(taken)!r} is no argument: it is what is scored")
+        raise TaskError(f"{asked_by}: {min(taken)!r} is not an argument: it is the scored trajectory")
 
 
 def _called(found: object, name: str) -> Callable[..., object]:

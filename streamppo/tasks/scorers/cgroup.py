@@ -1,13 +1,13 @@
-"""A cgroup (version 2) for each program, where this process may make one: the kernel bounds memory and processes.
+"""A cgroup (version 2) for each program, if this process may make one: the kernel bounds memory and processes.
 
     .../user@1000.service/app.slice            ours to write, and hands on `memory` and `pids`: groups are made here
     .../app.slice/run-4711.scope               this process
     .../app.slice/streamppo-4711-5e6f7a8b      a program, with all that it starts
 
-capture.py looks at the memory of all processes every 20 ms, and that stays the limit of a program. The group's limits
-lie above it, so that no program that kept its own meets them. They are for what no look sees: memory that comes and
-goes between two looks, pipes full of data, children that have left the tree. Under version 1, and in most containers,
-no group can be made, and there is none.
+capture.py measures the memory of all processes every 20 ms, which remains the limit of a program. The group's limits
+are above it, so that a program within its own limit never reaches them. They cover what the measurements miss: memory
+used between two of them, pipes full of data, children that have left the tree. Under version 1, and in most containers,
+no group can be made.
 """
 
 import functools
@@ -23,11 +23,11 @@ OWN, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 CONTROLLERS = frozenset({"memory", "pids"})
 NAME = "streamppo"
 SPARE_MIB = 256
-"""Memory that the kernel counts and a look does not: files in /tmp and /dev/shm, page tables, caches of files."""
+"""Memory that the kernel counts and capture.py does not: files in /tmp and /dev/shm, page tables, file caches."""
 TASKS = 512
 """Processes and threads of a group: numpy alone starts a thread for each core in `Local`."""
 ENTER = '{ echo 0 > "$0"; } 2>/dev/null; exec "$@"'
-"""Words of a shell: a process enters the group by itself, before it starts another."""
+"""A shell command: a process enters the group itself, before it starts another."""
 REMOVED_S = 1.0
 """Time for killed processes to leave their group."""
 
@@ -40,11 +40,11 @@ class ControlGroup:
 
     @property
     def enter(self) -> list[str]:
-        """The words before a command that is to run in the group. It runs outside where it cannot enter."""
+        """The command prefix that runs a command in the group. The command runs outside if it cannot enter."""
         return ["/bin/sh", "-c", ENTER, str(self.folder / "cgroup.procs")]
 
     def has_killed(self) -> bool:
-        """Find out whether the kernel has ended the group for its memory."""
+        """True if the kernel has ended the group for its memory."""
         with suppress(OSError, ValueError):
             counts = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
             return counts.get("oom_kill", "0") != "0"
@@ -69,7 +69,7 @@ class ControlGroup:
 
 @contextmanager
 def group(memory_mib: int) -> Generator[ControlGroup | None]:
-    """Make a group for a program with so much memory, and remove it after the block; None where there can be none."""
+    """Make a group for a program with `memory_mib`, and remove it after the block; None if none can be made."""
     level = place()
     made = _make(level, memory_mib) if level is not None else None
     try:
@@ -106,12 +106,12 @@ def _hands_on(level: Path) -> bool:
         handed = (level / "cgroup.subtree_control").read_text().split()
     except OSError:
         return False
-    # Whoever moves a process writes to the group above both.
+    # To move a process one must be able to write to the common parent group.
     return set(handed) >= CONTROLLERS and os.access(level, os.W_OK) and os.access(level / "cgroup.procs", os.W_OK)
 
 
 def _works(level: Path) -> bool:
-    """Try it, and remove what dead processes have left."""
+    """Make a group as a test, and remove the groups of dead processes."""
     for old in level.glob(f"{NAME}-*-*"):
         with suppress(OSError):
             if not Path("/proc", old.name.split("-")[1]).exists():

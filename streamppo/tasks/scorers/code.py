@@ -78,9 +78,11 @@ class Exchange:
         elif certain > before:
             self.wanted, self._certain = verdict["ask"], certain
         elif self.answers[:before] != self._before[:before]:
-            self.reason = "the program answers otherwise each time that it runs"
+            self.reason = "the program's answers change in every run"
         else:
-            raise TaskError(f"the test {self.code[:QUOTED]!r} is of no use: it asks otherwise each time (the clock?)")
+            raise TaskError(
+                f"the test {self.code[:QUOTED]!r} is unusable: its operations change in every run (the clock?)"
+            )
 
 
 class CodeTests:

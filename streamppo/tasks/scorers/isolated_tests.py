@@ -243,7 +243,7 @@ def _crossing(value: object) -> Data:
     name = getattr(value, "__name__", "")
     if name and getattr(builtins, name, None) is value:
         return {"builtin": name}
-    raise Unusable(f"it hands {value!r} to the program, and only data crosses")
+    raise Unusable(f"it passes {value!r} to the program, and only data can be sent")
 
 
 def _become(argument: object, new: object) -> None:

@@ -96,7 +96,7 @@ class PlainLines:
             log.info(text)
 
     def tick(self, doing: str, wall_s: float) -> None:
-        """Show nothing: the time alone needs no log line."""
+        """Show nothing: the time needs no log line."""
 
     def say(self, text: str) -> None:
         """Write to the file descriptor, because the handler may have interrupted a write to `sys.stdout`."""

@@ -94,12 +94,12 @@ def _narrow(state: RunState, width: int, room: int) -> list[Text]:
         ]
 
     sections = ranked(_height(lambda height: sum(len(rows) for _, rows in ranked(height)), room))
-    taken, left = set[int](), room
+    chosen, rows_left = set[int](), room
     for place, (_, rows) in sorted(enumerate(sections), key=lambda item: item[1][0]):
-        if len(rows) <= left:
-            taken.add(place)
-            left -= len(rows)
-    return [row for place, (_, rows) in enumerate(sections) if place in taken for row in rows]
+        if len(rows) <= rows_left:
+            chosen.add(place)
+            rows_left -= len(rows)
+    return [row for place, (_, rows) in enumerate(sections) if place in chosen for row in rows]
 
 
 def _wide(state: RunState, width: int, room: int) -> list[Text]:
@@ -113,9 +113,9 @@ def _wide(state: RunState, width: int, room: int) -> list[Text]:
         others = [row for name in list(SHOWN)[1:] for row in _curve(state, name, half, height)]
         return [*_reward(state, half, height), *_held_out(state, half, height), *others]
 
-    left = curves(_height(lambda height: len(curves(height)), middle))
+    curve_rows = curves(_height(lambda height: len(curves(height)), middle))
     right = [row for part in pipeline(state, half, tall=True) for row in part]
-    rows = [_beside(a, b, half) for a, b in zip_longest(left[:middle], right[:middle], fillvalue=Text())]
+    rows = [_beside(a, b, half) for a, b in zip_longest(curve_rows[:middle], right[:middle], fillvalue=Text())]
     blank = [Text()] if room > len(above) + len(rows) + len(below) + 1 else []
     return [*above, *blank, *rows, *blank, *below]
 
@@ -154,20 +154,20 @@ def _progress(state: RunState, width: int) -> Text:
     For a finished run it shows the total time.
     """
     count = f"{state.version}/{state.updates}"
-    left = seconds(state.wall_s)
+    time_left = seconds(state.wall_s)
     if state.seconds_left and state.doing:
-        left = f"{seconds(state.seconds_left)} left"
+        time_left = f"{seconds(state.seconds_left)} left"
     if state.stopping:
-        left = "stopping"
+        time_left = "stopping"
     elif not state.doing.startswith("update") and state.doing:
-        left = harmless(state.doing)
-    left = truncate(left, width // 2)
+        time_left = harmless(state.doing)
+    time_left = truncate(time_left, width // 2)
     share = state.version / state.updates
-    room = width - LABEL - len(count) - Text(left).cell_len - 10
-    done, colour = bar(share, room), "red" if state.ended not in ("", FINISHED) else "green"
-    rest = "─" * (room - len(done))
+    room = width - LABEL - len(count) - Text(time_left).cell_len - 10
+    filled, colour = bar(share, room), "red" if state.ended not in ("", FINISHED) else "green"
+    unfilled = "─" * (room - len(filled))
     return labelled_row(
-        "update", (f"{count}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold")
+        "update", (f"{count}  ", "bold"), (filled, colour), (unfilled, "dim"), f" {share:4.0%}  ", (time_left, "bold")
     )
 
 
@@ -235,8 +235,8 @@ def _sample(state: RunState, width: int) -> list[Text]:
     prompt, completion = harmless(sample["prompt"]), harmless(sample["completion"])
     # A prompt ends with its question; the completion gets at least half of the row.
     prompt = _tail(prompt, max(room // 2, room - len(completion)))
-    shown = truncate(completion, room - Text(prompt).cell_len)
-    return [labelled_row("sample", (prompt, "dim"), (" → ", "dim"), shown, (tail, "dim"))]
+    shown_completion = truncate(completion, room - Text(prompt).cell_len)
+    return [labelled_row("sample", (prompt, "dim"), (" → ", "dim"), shown_completion, (tail, "dim"))]
 
 
 def _tail(text: str, width: int) -> str:

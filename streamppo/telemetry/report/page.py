@@ -26,7 +26,7 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("Reward", ("reward",), says="Rising: the policy learns what the reward pays for."),
+    Panel("Reward", ("reward",), says="Rising: the policy learns this part of the reward."),
     Panel(
         "Held-out accuracy",
         ("accuracy",),
@@ -37,7 +37,7 @@ PANELS = (
         "Entropy",
         ("entropy",),
         "nats per token",
-        "It falls as the policy grows sure. Near zero while answers are wrong: it no longer explores.",
+        "It falls as the policy becomes certain. Near zero while answers are wrong: no more exploration.",
     ),
     Panel(
         "KL",
@@ -55,7 +55,7 @@ PANELS = (
         "Ratio",
         ("ratio_p01", "ratio_p50", "ratio_p99"),
         "current / proximal",
-        "How far the steps of an update move the policy: 1 is not at all. The wider apart, the larger the steps.",
+        "current / proximal: at 1 the update has not moved the policy. A wider band means larger steps.",
     ),
     Panel(
         "Clip fraction",
@@ -94,7 +94,7 @@ PANELS = (
         "Explained variance",
         ("explained_variance",),
         "share",
-        "1: the critic foresees the rewards. 0: it is no better than a constant; below 0 it is worse.",
+        "1: the critic predicts the rewards. 0: it is no better than a constant; below 0 it is worse.",
     ),
     Panel("Policy loss", ("policy_loss",), says="Its height is not a measure of the policy."),
     Panel(
@@ -109,7 +109,7 @@ PANELS = (
 )
 """The charts in their order; a chart is omitted if no run has its metrics."""
 OWN = {
-    "accuracy": "share of held-out prompts answered right, greedily, by the version after which it was asked for",
+    "accuracy": "share of held-out prompts with a correct greedy answer, by the version evaluated",
     "wait_share": "wait_s / update_s: share of the learner's time without a batch",
 }
 """Texts of the curves that are computed here."""

@@ -30,8 +30,8 @@ FEW = 12
 TREND = 3
 """Least points that are joined by a line."""
 LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
-"""A smoothed curve is added if there are at least so many points and their mean distance from their neighbours exceeds
-such a share of the height."""
+"""A smoothed curve is added from this many points on, if their mean distance from their neighbours exceeds this share
+of the height."""
 Point = tuple[float, float]
 
 
@@ -259,7 +259,7 @@ def _ticks(axis: _Axis, count: int = TICKS) -> list[float]:
 
 
 def _marks(x_axis: _Axis) -> list[str]:
-    """The numbers below the x axis, except at its right end, which has the name."""
+    """The numbers below the x axis; its right end has the name instead."""
     places = [(x_axis.place(tick), abbreviate(tick)) for tick in _ticks(x_axis, X_TICKS)]
     return [_text(x, HEIGHT - 5, text, "middle") for x, text in places if x < WIDTH - NAME]
 

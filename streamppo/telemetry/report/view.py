@@ -74,7 +74,7 @@ class View:
     """One run, or a replay under another configuration, which has only `lines`.
 
     `queue`: the counters in its journal, None without one. `failures`: reasons with counts, the most frequent first.
-    `notes`: what the report lacks.
+    `notes`: missing parts of the report.
     """
 
     name: str
@@ -143,7 +143,7 @@ def headline(view: View) -> list[NamedNumber]:
         rows.append(NamedNumber("sampled", f"{abbreviate(engines['tokens_per_s'])}/s", "tokens, all engines together"))
     shares = context_reuse.of_lines(context_reuse.newest(view.lines))
     if shares.contexts is not None:
-        rows.append(NamedNumber("contexts reused", f"{shares.contexts:.0%}", "of what earlier turns had"))
+        rows.append(NamedNumber("contexts reused", f"{shares.contexts:.0%}", "of earlier turns' contexts"))
     restarts = sum(totals["restarts"].values())
     return [
         *rows,
@@ -191,19 +191,19 @@ def ledger(view: View) -> tuple[list[NamedNumber], str]:
     tokens, version = view.queue.tokens, view.queue.version
     known = [line for line in summaries.updates_in_order(view.lines) if _version(line) <= version]
     missing, in_batches = version - len(known), _in_batches(known)
-    trained, masked, rest = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
-    unknown = tokens["consumed"] - rest if missing else 0
+    trained, masked, all_tokens = in_batches["tokens_trained"], in_batches["tokens_too_old"], in_batches["tokens"]
+    unknown = tokens["consumed"] - all_tokens if missing else 0
     parts = [
         ("trained on", trained, ""),
         ("masked", masked, "beyond queue.max_lag, in a batch and out of its loss"),
-        ("left out", rest - trained - masked, "in a batch and out of its loss: filters, equal groups"),
+        ("left out", all_tokens - trained - masked, "in a batch and out of its loss: filters, equal groups"),
         ("trained on or not", unknown, "in batches of updates that have no line in metrics.jsonl"),
         ("dropped: too old", tokens["too_old"], "sampled again"),
         ("dropped: abandoned", tokens["abandoned"], "another sample of the group failed too often"),
         ("dropped: resampled", tokens["resampled"], "the group taught nothing"),
         ("failed", tokens["failed"], "sampled, and without a score"),
         ("dead letters", tokens["dead_letters"], "could not be trained on"),
-        ("duplicates", tokens["duplicates"], "nobody waited for them: delivered twice, or by one given up for dead"),
+        ("duplicates", tokens["duplicates"], "not expected: delivered twice, or by an actor marked dead"),
         ("waiting", tokens["waiting"], "ready, in the queue"),
         ("leased", tokens["leased"], "in the batch of an update that has not published its version"),
     ]
@@ -253,7 +253,7 @@ ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "r
 
 
 def attempts(view: View) -> tuple[str, RunsTable] | None:
-    """The ends of the attempts, in a sentence and a table; None if they are not known."""
+    """The ends of the attempts, in a sentence and a table; None if unknown."""
     if (table := view.attempts) is None:
         return None
     rows = [
@@ -268,14 +268,14 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
         )
         for row in table["rows"]
     ]
-    whole, shift = table["rows"][0], table["advantage_shift"]
-    if whole["reward"] is None or whole["as_zero"] is None or shift is None:
+    total, shift = table["rows"][0], table["advantage_shift"]
+    if total["reward"] is None or total["as_zero"] is None or shift is None:
         return "Nothing was trained on.", RunsTable(ATTEMPTS, rows)
-    if not (whole["failed"] or whole["dropped"] or whole["lost"]):
+    if not (total["failed"] or total["dropped"] or total["lost"]):
         return "Every attempt was trained on.", RunsTable(ATTEMPTS, rows)
     text = (
-        f"With 0 for each attempt that was not trained on the mean reward would be {whole['as_zero']:.4f}, and not "
-        f"{whole['reward']:.4f}; advantages would be {shift:+.4f} on average"
+        f"With 0 for each attempt that was not trained on, the mean reward would be {total['as_zero']:.4f}, and not "
+        f"{total['reward']:.4f}; advantages would be {shift:+.4f} on average"
     )
     if table["advantage_deviation"]:
         text += f", {shift / table['advantage_deviation']:.2f} of their standard deviation"
@@ -288,14 +288,14 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
 
 
 def reuse(view: View) -> list[NamedNumber]:
-    """What engines did not compute again: shares, and the tokens from caches by the age of the weights."""
+    """The reuse of caches: shares, and the tokens from caches by the age of the weights."""
     reused = context_reuse.of_lines(context_reuse.newest(view.lines))
     rows = list[NamedNumber]()
     if reused.prefixes is not None:
         rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
     if reused.contexts is not None:
         rows.append(NamedNumber("contexts of turns", f"{reused.contexts:.0%}", "context_reused; turns allow 100%"))
-    # A default run has samples of one prompt alone, which one version computes.
+    # A default run reuses only a prompt among its samples, at age 0.
     ages = reused.ages if any(reused.ages) else {}
     rows += [
         NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")
@@ -310,17 +310,17 @@ AGENTS = {
     "runs": "played to their end",
     "failed": "without a reward: sampled again",
     "requests": "of all runs",
-    "joined": "asked again for an answer under way",
+    "joined": "repeated while the answer was under way",
     "disconnected": "hung up before their answer",
     "cut off at the end": "under way when their run ended",
     "over budget": "beyond max_turns or max_tokens",
-    "undelivered tokens": "sampled, received by nobody, and not trained on",
+    "undelivered tokens": "sampled but not received, and not trained on",
 }
-"""What agents' counters mean, in the order in which they are shown; refusals of other kinds follow."""
+"""The meaning of agents' counters, in the order of the table; refusals of other kinds follow."""
 
 
 def agents(view: View) -> list[NamedNumber]:
-    """Count the requests of agents and what became of them, of the rollout actors at work."""
+    """Count the requests of agents by outcome, over the rollout actors at work."""
     found: Counter[str] = Counter()
     for line in context_reuse.newest(view.lines):
         found.update(line.get("agents", {}))
@@ -357,7 +357,7 @@ def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
     newest = {
         stretch.line["engine"]: stretch.line["wall_s"] for stretch in stretches if stretch.line["wall_s"] >= begun_s
     }
-    text = "{}: has reported nothing since second {:.0f}"
+    text = "{}: no report since second {:.0f}"
     return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
 
 

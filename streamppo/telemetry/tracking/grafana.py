@@ -32,11 +32,11 @@ WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 
 def dashboard() -> dict[str, object]:
     """The whole dashboard; data source and runs are chosen in Grafana."""
-    shown = {entry for row in ROWS.values() for entry in row}
-    rest = tuple(entry for entry in names.TEXTS if entry not in shown)
+    open_entries = {entry for row in ROWS.values() for entry in row}
+    closed_entries = tuple(entry for entry in names.TEXTS if entry not in open_entries)
     panels: list[dict[str, object]] = []
     top = 0
-    for title, entries in [*ROWS.items(), (REST, rest)]:
+    for title, entries in [*ROWS.items(), (REST, closed_entries)]:
         row, below = _row(title, entries, top, len(panels) + 1)
         panels += [row, *below]
         top += 1 + HEIGHT * -(-len(entries) // COLUMNS)

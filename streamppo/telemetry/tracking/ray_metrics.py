@@ -38,7 +38,7 @@ class RayGauges:
                 self._set(metric, value)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             self._lost = True
-            log.warning("Ray's metrics are given up, the run continues without them: %s", error)
+            log.warning("Ray's metrics have stopped, the run continues without them: %s", error)
 
     def _set(self, metric: str, value: float) -> None:
         if gauge := names.gauge(metric):

@@ -67,7 +67,7 @@ class Sinks:
             try:
                 code = child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._give_up(kind, f"it has not taken the last lines within {END_S:g} s")
+                self._give_up(kind, f"it did not send the last lines within {END_S:g} s")
                 continue
             if code:
                 self._give_up(kind, self._reason(kind))
@@ -96,14 +96,14 @@ class Sinks:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         _hang_up(child)
-        log.warning("%s is given up, the run continues without it: %s; %s has more", kind, reason, self._log(kind))
+        log.warning("%s has ended, the run continues without it: %s; see %s", kind, reason, self._log(kind))
 
     def _reason(self, kind: Kind) -> str:
         """The reason from the log of an ended process: its error, or that it hung."""
         with suppress(OSError):
             lines = self._log(kind).read_text(errors="replace").strip().splitlines()
             hung = any(text.startswith(HANGS) for text in lines)
-            return "it gave no answer in time" if hung else " ".join(lines[-1:]) or "its process has ended"
+            return "it did not answer in time" if hung else " ".join(lines[-1:]) or "its process has ended"
         return "its process has ended"
 
     def _log(self, kind: Kind) -> Path:

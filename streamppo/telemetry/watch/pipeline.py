@@ -100,7 +100,7 @@ def _waiting(lines: Sequence[Line]) -> Chart:
         if "update" in line and line["update_s"] > 0
     ]
     engines = [(stretch.line["wall_s"], stretch.idle) for stretch in timeline.stretches(lines)]
-    text = "share of its time: the learner without a batch, a rollout actor without anything to decode"
+    text = "share of its time: the learner without a batch, a rollout actor with nothing to decode"
     curves = [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)]
     return _chart("Who waits", curves, "share of time", text)
 
@@ -126,7 +126,7 @@ def _reuse(lines: Sequence[Line]) -> Chart:
     engines = [line for line in lines if "engine" in line]
     prompts: list[Point] = [(line["wall_s"], line["prefix_reused"]) for line in engines if "prefix_reused" in line]
     turns: list[Point] = [(line["wall_s"], line["context_reused"]) for line in engines if "context_reused" in line]
-    text = "share of tokens that came from a cache: of all prompts, and of the contexts that earlier turns had"
+    text = "share of tokens that came from a cache: of all prompts, and of earlier turns' contexts"
     return _chart("Computed once", [Curve("prompts", prompts, 5), Curve("contexts of turns", turns, 2)], "share", text)
 
 

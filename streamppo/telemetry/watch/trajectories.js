@@ -174,7 +174,7 @@ function tell(number) {
   keepChoice();
   const name = `token ${number + 1} of ${opened.texts.length + opened.left_out}`;
   const isLost = opened.lost.some(([start, end]) => start <= number && number < end);
-  const remark = opened.sampled[number] ? "" : isLost ? ", sampled, and received by nobody" : ", not sampled by the policy";
+  const remark = opened.sampled[number] ? "" : isLost ? ", sampled but not received" : ", not sampled by the policy";
   const rows = [[name, JSON.stringify(opened.texts[number]), `id ${opened.ids[number]}${remark}`]];
   for (const column of opened.columns) rows.push([column.name, short(column.values[number]), column.help]);
   fill(byId("numbers"), rows.map(([a, b, c]) => [element("td", a), element("td", b, "number"), element("td", c, "soft")]));

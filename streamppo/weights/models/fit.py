@@ -56,24 +56,24 @@ class Report(NamedTuple):
         return self
 
 
-def check(here: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCausalLM", *, body: bool = False) -> int:
-    """Compare the files at `here` with the model of `config`; returns the number of tensors in the files.
+def check(path: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCausalLM", *, body: bool = False) -> int:
+    """Compare the files at `path` with the model of `config`; returns the number of tensors in the files.
 
     With `body` only the transformer must be there: a critic has its own head. Raises `ModelError` with the names of
     tensors that are missing, unexpected or misshaped, and the errors of `folder.check`.
     """
-    shapes = _shapes(here)
+    shapes = _shapes(path)
     tensors = dict(shapes)
     for head, embedding in pairs(config) if is_tied(config) else ():
         if head in tensors and embedding in tensors:
             # The values are equal, and transformers would compare them, which takes memory.
             tensors.pop(head)
-    with naming(here), quiet():
+    with naming(path), quiet():
         model_class = _class(config, kind)
         reported = _report(model_class, config, tensors)
     reported = reported.of_body(model_class.base_model_prefix, kind, body=body)
     if reported:
-        refuse(here, config, _as_file_names(model_class, config, shapes, reported), shapes)
+        refuse(path, config, _as_file_names(model_class, config, shapes, reported), shapes)
     return len(shapes)
 
 
@@ -90,9 +90,7 @@ def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Coll
     sentences = list(_sentences(config, reported, found))
     more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
     hint = _hint(config, reported, found)
-    raise ModelError(
-        f"{here}: its files are not of the model in its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}"
-    )
+    raise ModelError(f"{here}: its files do not fit its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}")
 
 
 @contextmanager
@@ -109,12 +107,12 @@ def quiet() -> Generator[None]:
         logging.set_verbosity(before)
 
 
-def not_finite(here: Path) -> str:
-    """The name of the first tensor in the files at `here` with a NaN or an infinity; empty if there is none."""
+def not_finite(folder_path: Path) -> str:
+    """The name of the first tensor in the files at `folder_path` with a NaN or an infinity; empty if there is none."""
     from safetensors import safe_open
 
-    if (stored := folder.check(here)) is None:
-        return first_not_finite(headers.pickle_tensors(here))
+    if (stored := folder.check(folder_path)) is None:
+        return first_not_finite(headers.pickle_tensors(folder_path))
     for file in sorted({header.file for header in stored.values()}):
         with safe_open(file, framework="pt") as opened:
             names = [name for name, header in stored.items() if header.file == file]
@@ -172,25 +170,30 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
 
 
 def _as_file_names(
-    made: "type[PreTrainedModel]", config: "PretrainedConfig", found: Mapping[str, Tensor], reported: Report
+    model_class: "type[PreTrainedModel]",
+    config: "PretrainedConfig",
+    file_tensors: Mapping[str, Tensor],
+    reported: Report,
 ) -> Report:
     """Replace the names in `reported` by those in the files, if the files have most names that transformers saves."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
-        empty = made(config)
+        empty = model_class(config)
     heads = {head for head, _ in pairs(config)} if is_tied(config) else set[str]()
     state = {name: tensor for name, tensor in empty.state_dict().items() if name not in heads}
     expected = revert_weight_conversion(empty, state)
-    if 2 * len(expected.keys() & found.keys()) < len(expected):
+    if 2 * len(expected.keys() & file_tensors.keys()) < len(expected):
         return reported
     shapes = {
-        name: (tuple(found[name].shape), tuple(tensor.shape)) for name, tensor in expected.items() if name in found
+        name: (tuple(file_tensors[name].shape), tuple(tensor.shape))
+        for name, tensor in expected.items()
+        if name in file_tensors
     }
     misshaped = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-    missing = sorted(expected.keys() - found.keys())
+    missing = sorted(expected.keys() - file_tensors.keys())
     if reported.missing == ["experts"]:
-        return Report(missing, sorted(found.keys() - expected.keys() - heads), misshaped)
+        return Report(missing, sorted(file_tensors.keys() - expected.keys() - heads), misshaped)
     if missing or misshaped or reported.unexpected:
         return Report(missing if reported.missing or reported.misshaped else (), reported.unexpected, misshaped)
     return reported
@@ -204,7 +207,7 @@ def _sentences(config: "PretrainedConfig", reported: Report, found: Collection[s
         yield f"{name!r} is {list(theirs)} and would be {list(ours)}"
     for name in sorted(reported.unexpected):
         near = difflib.get_close_matches(name, reported.missing, 1)
-        yield f"{name!r} is no tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")
+        yield f"{name!r} is not a tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")
 
 
 def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> str:

@@ -96,9 +96,9 @@ def refuse_names(folder: Path, names: Iterable[str]) -> None:
     for part, count in inside.most_common(1):
         if 2 * count > len(parts):
             example = next(".".join(path) for path in parts if part in path)
-            shown = "base_model.model." if part == "base_model" else f"{part}."
+            prefix = "base_model.model." if part == "base_model" else f"{part}."
             raise ModelError(
-                f"{folder}: its tensors have {shown!r} in their names ({example!r}), which {(WRAPPERS | FIRST)[part]} "
+                f"{folder}: its tensors have {prefix!r} in their names ({example!r}), which {(WRAPPERS | FIRST)[part]} "
                 "adds: save the model inside of the wrapper (its own `save_pretrained`), or take that out of the names"
             )
     adapted = [".".join(path) for path in parts if "lora_A" in path or "base_layer" in path]
@@ -119,7 +119,7 @@ def _base_of(adapter: Path) -> str:
 
 def _other_format(folder: Path) -> str:
     for pattern, text in (
-        ("*.gguf", "is of GGUF, which llama.cpp reads: name the folder or hub name of the model that it was made from"),
+        ("*.gguf", "is in GGUF, llama.cpp's format: name the folder or hub name of the model that it was made from"),
         ("consolidated*", "is in its author's own format: convert it with transformers, or name its converted folder"),
         ("model_index.json", "is a pipeline of diffusers, not a language model"),
         (".metadata", "is a checkpoint of torch.distributed: `streamppo export` makes a model's folder of a run's own"),

@@ -44,22 +44,22 @@ def read_settings(path: str | Path) -> Generation:
     return _drop_refused(cast("dict[str, object]", content))
 
 
-def _drop_refused(wanted: Mapping[str, object]) -> Generation:
+def _drop_refused(settings: Mapping[str, object]) -> Generation:
     """Add one setting after another; leave out each one that transformers refuses in addition to the kept ones.
 
     Example: `do_sample = false`, `temperature = 0.6`, `eos_token_id = 2` keeps the first and the third.
     """
-    whole = _validate(wanted)
-    if not isinstance(whole, str):
-        return Generation(whole, ())
+    validated_all = _validate(settings)
+    if not isinstance(validated_all, str):
+        return Generation(validated_all, ())
     accepted: dict[str, object] = {}
     notes: list[str] = []
-    for name in sorted(wanted, key=lambda name: name not in SWITCHES):
-        validated = _validate({**accepted, name: wanted[name]})
+    for name in sorted(settings, key=lambda name: name not in SWITCHES):
+        validated = _validate({**accepted, name: settings[name]})
         if isinstance(validated, str):
-            notes.append(f"{name} = {json.dumps(wanted[name])} of {FILE} is left out: transformers does not save it")
+            notes.append(f"{name} = {json.dumps(settings[name])} of {FILE} is left out: transformers does not save it")
         else:
-            accepted[name] = wanted[name]
+            accepted[name] = settings[name]
     validated = _validate(accepted)
     assert not isinstance(validated, str), "each setting was accepted together with those before"
     return Generation(validated, tuple(notes))

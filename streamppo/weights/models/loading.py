@@ -75,7 +75,7 @@ def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False)
 
 def not_finite(path: str | Path, name: str) -> str:
     """The error message for a tensor of a model that is not finite."""
-    return f"the model {str(path)!r} has NaN or infinity in {name!r}: its weights are those of a run that diverged"
+    return f"the model {str(path)!r} has NaN or infinity in {name!r}: the run that trained it diverged"
 
 
 def fetch(path: str | Path) -> Path:
@@ -104,6 +104,6 @@ def _compare_ties(path: str | Path, config: "PretrainedConfig", model: Any) -> N
     for head, embedding in pairs(config):
         if head in by_name and embedding in by_name and (by_name[head] is by_name[embedding]) != is_tied(config):
             raise ModelError(
-                f"the model {str(path)!r} has its head apart from its embedding, or not, against its config.json: "
-                "set tie_word_embeddings there as its files are"
+                f"the model {str(path)!r} has a head that is tied to its embedding, or not, contrary to its "
+                "config.json: set tie_word_embeddings there to fit its files"
             )

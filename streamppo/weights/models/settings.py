@@ -83,10 +83,10 @@ def _sentence(path: str | Path, error: BaseException) -> str:
     if "does not recognize this architecture" in text:
         from transformers import __version__
 
-        named = UNKNOWN_TYPE.search(text)
-        kind = f"model_type {named[1]!r}" if named else "a model_type"
+        found_type = UNKNOWN_TYPE.search(text)
+        kind = f"model_type {found_type[1]!r}" if found_type else "a model_type"
         return (
-            f"the model {str(path)!r} is of {kind} that the installed transformers ({__version__}) does not know: "
+            f"the model {str(path)!r} is of {kind} that the installed transformers ({__version__}) lacks: "
             "name a model of a family that it has, or install a release that has this one"
         )
     if isinstance(error, OSError | ValueError | ImportError | SafetensorError):
@@ -138,10 +138,12 @@ def heads_differ(path: str | Path, config: "PretrainedConfig") -> bool:
         return False
     if stored is None:
         return _pickles_differ(local, config, prefix)
-    both = [(_named(head, stored, prefix), _named(embedding, stored, prefix)) for head, embedding in pairs(config)]
+    header_pairs = [
+        (_named(head, stored, prefix), _named(embedding, stored, prefix)) for head, embedding in pairs(config)
+    ]
     differ = {
         not same(of_head, of_embedding)
-        for of_head, of_embedding in both
+        for of_head, of_embedding in header_pairs
         if of_head is not None and of_embedding is not None
     }
     if len(differ) > 1:
@@ -174,17 +176,17 @@ def _named(name: str, found: Mapping[str, Header], prefix: str) -> Header | None
     return found.get(name) or found.get(name.removeprefix(f"{prefix}."))
 
 
-def same(one: Header, other: Header) -> bool:
+def same(first_header: Header, second_header: Header) -> bool:
     """True if two tensors in files have equal values; needs no torch, and stops at the first difference."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first_header.shape != second_header.shape or first_header.dtype != second_header.dtype:
         return False
-    width = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}.get(one.dtype, np.uint8)
-    with durable.reading(one.file) as left, durable.reading(other.file) as right:
-        left.seek(one.begin)
-        right.seek(other.begin)
-        for at in range(one.begin, one.end, CHUNK):
-            size = min(CHUNK, one.end - at)
-            first, second = (np.frombuffer(file.read(size), width) for file in (left, right))
+    width = {"F64": np.uint64, "F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}.get(first_header.dtype, np.uint8)
+    with durable.reading(first_header.file) as first_file, durable.reading(second_header.file) as second_file:
+        first_file.seek(first_header.begin)
+        second_file.seek(second_header.begin)
+        for at in range(first_header.begin, first_header.end, CHUNK):
+            size = min(CHUNK, first_header.end - at)
+            first, second = (np.frombuffer(file.read(size), width) for file in (first_file, second_file))
             # 0.0 equals -0.0.
             zeros = np.left_shift(np.bitwise_or(first, second), 1) == 0
             if not np.array_equal(first, second) and not ((first == second) | zeros).all():

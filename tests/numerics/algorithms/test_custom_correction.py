@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[Callable[[CorrectionInputs], object], str]] = {
         r"have shape \(4,\); they must be \[B, T\] = \(4, 6\)",
     ),
     "not finite": (lambda inputs: inputs.ratio_BT / 0.0, r"weights\[0, 0\] = inf is not finite"),
-    "below 0": (lambda inputs: inputs.log_ratio_BT, "below 0: it would teach the opposite"),
+    "below 0": (lambda inputs: inputs.log_ratio_BT, "below 0: it would reverse the gradient"),
     "all 0": (lambda inputs: 0.0 * inputs.ratio_BT, "every weight is 0: the policy would never move"),
     "another width, other weights": (by_width, "change with padding, or from call to call"),
     "chance": (lambda inputs: torch.rand(inputs.mask_BT.shape), "change with padding, or from call to call"),

@@ -304,7 +304,7 @@ def _apart(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
             (own / "00000001" / "__1_0.distcp").unlink()
         dist.barrier()
         with pytest.raises(
-            CheckpointError, match=r"disk-1/checkpoints/00000001/__1_0.distcp: not on the disk of rank 1"
+            CheckpointError, match=r"disk-1/checkpoints/00000001/__1_0.distcp: missing on the disk of rank 1"
         ):
             checkpoint.load_newest(own / "00000001", trained(updater))
         assert (own / "00000001").is_dir()

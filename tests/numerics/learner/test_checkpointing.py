@@ -56,7 +56,7 @@ def test_a_rank_chooses_before_it_loads_and_says_why(
         logged.clear()
         assert memory.choose_checkpointing(config, str(tmp_path), "cuda").gradient_checkpointing == kind
         (line,) = logged.messages
-        numbers = f"about {whole / GIB:.1f} GiB where all activations are kept, {free / GIB:.1f} GiB are free"
+        numbers = f"about {whole / GIB:.1f} GiB with all activations kept, {free / GIB:.1f} GiB are free"
         assert line == f'model.gradient_checkpointing = "{kind}": {numbers}'
         # A CPU keeps all and a choice of the user's wins, without a word.
         logged.clear()
@@ -74,7 +74,7 @@ def test_a_model_whose_memory_is_not_known_keeps_all_and_says_so(
     monkeypatch.setattr(memory.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(memory, "_free", lambda _: 1)
     assert memory.choose_checkpointing(on_gpu(), str(tmp_path), "cuda").gradient_checkpointing == "off"
-    assert "what a rank and an engine hold is not known for a MambaConfig" in logged.text
+    assert "the memory of a rank and an engine is unknown for a MambaConfig" in logged.text
 
 
 @pytest.mark.usefixtures("alone")

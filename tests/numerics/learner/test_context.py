@@ -199,5 +199,5 @@ def test_models_that_keep_more_than_keys_and_values_are_refused_by_name(folder: 
     for path, critic in ((tmp_path, "head"), (folder, str(tmp_path))):
         loaded = load_policy.load(case.config_of().model, path, 1.0, mesh, critic)
         loaded.set_context("attached")
-        with pytest.raises(ModelError, match=r"knows models of llama, qwen2, qwen3 .*\(qwen2\) is another"):
+        with pytest.raises(ModelError, match=r"needs one of llama, qwen2, qwen3, .* is qwen2: choose"):
             loaded.set_context("detached")

@@ -168,5 +168,5 @@ def test_a_critic_that_cannot_value_these_tokens_is_refused_by_name(folder: Path
     with pytest.raises(ModelError, match="two' has 2 labels: a value is one number"):
         critic_at(folder, tmp_path / "two")
     reward_model(tmp_path / "few", num_labels=1, vocab_size=9)
-    with pytest.raises(ModelError, match="few' knows 9 tokens, and the policy writes 17"):
+    with pytest.raises(ModelError, match="few' has 9 tokens, and the policy 17"):
         critic_at(folder, tmp_path / "few")

@@ -97,7 +97,7 @@ def test_weights_of_a_large_model_are_parts_with_an_index(
 def test_weights_of_another_model_are_not_exported(start: Path, tmp_path: Path) -> None:
     held = trained(start, "float32")
     for wrong in ({**held, "lm_head.weight": torch.ones(1)}, dict(list(held.items())[1:])):
-        with pytest.raises(ModelError, match="is only in one of them"):
+        with pytest.raises(ModelError, match="is in only one of them"):
             hf_files.export(wrong, str(start), tmp_path / "final", "float32")
     assert not (tmp_path / "final").exists()
 

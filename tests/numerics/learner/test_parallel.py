@@ -253,7 +253,7 @@ def test_a_skew_bounds_what_a_rank_computes_at_a_time_and_changes_nothing(tmp_pa
 @pytest.mark.parametrize(
     ("family", "experts", "reason"),
     [
-        ("qwen2", 2, "learner.mesh.expert = 2 is for families whose experts transformers knows how to cut"),
+        ("qwen2", 2, "learner.mesh.expert = 2 needs a family for which transformers can split experts"),
         ("six", 4, "learner.mesh.expert = 4 must divide the 6 experts"),
         ("six", 3, ""),
         ("qwen2", 1, ""),
@@ -275,9 +275,13 @@ def refused(ranks: int, folder: Path, mesh: str) -> str:
 @pytest.mark.parametrize(
     ("shape", "mesh", "reason"),
     [
-        ({"intermediate_size": 33}, "tensor = 2", "mlp.gate_proj.weight has 33 entries to cut, which 2 ranks cannot"),
+        (
+            {"intermediate_size": 33},
+            "tensor = 2",
+            "mlp.gate_proj.weight has 33 entries, which cannot be split between 2 ranks",
+        ),
         ({"num_key_value_heads": 1}, "tensor = 2", "tensor = 2 must divide the 1 heads of keys and values"),
-        ({}, "expert = 2", "families whose experts"),
+        ({}, "expert = 2", "a family for which transformers can split experts"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(
@@ -293,7 +297,7 @@ def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(
         (["learner.ranks=3"], r"learner.mesh.tensor \(2\) must divide learner.ranks \(3\)"),
         (["learner.ranks=2", "learner.mesh.context=2"], r"context \* tensor \(4\) must divide learner.ranks \(2\)"),
         (["learner.ranks=6", "learner.mesh.replicate=3", "learner.mesh.expert=4"], r"expert \(4\) must divide the 2"),
-        (["learner.ranks=2", "model.lora.rank=2"], "tensor = 2 cuts weights that model.lora leaves whole"),
+        (["learner.ranks=2", "model.lora.rank=2"], "tensor = 2 splits weights, which model.lora does not support"),
         (["learner.ranks=2", "model.attention=eager"], "tensor = 2 is not possible with model.attention = 'eager'"),
         (["learner.ranks=2", "model.compile=true"], "tensor = 2 is not possible with model.compile"),
         (

@@ -149,7 +149,7 @@ def test_compiled_layers_compute_the_same_and_keep_their_names(folder: Path, mon
 def test_what_a_compiler_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.compile .* needs learner.exact = false"):
         case.config_of("model.compile=true")
-    with pytest.raises(ConfigError, match="float32_router = true looks at single operations"):
+    with pytest.raises(ConfigError, match="float32_router = true needs single operations"):
         case.config_of("model.compile=true", "learner.exact=false", "model.float32_router=true")
 
 

@@ -207,8 +207,8 @@ def test_routes_of_another_model_and_models_without_experts_are_refused(tmp_path
     folder, batch = folder_of(tmp_path / "moe"), routed(case.batch())
     updater = case.updater(case.config_of(*SGLANG), folder)
     wrong = {
-        "2 for each token and to expert 3, are not of this model: layer 1": lambda given: given[:, :1],
-        "4 for each token and to expert 7, are not of this model: layer 0": lambda given: given + np.int16(EXPERTS),
+        "2 for each token and to expert 3, do not fit this model: layer 1": lambda given: given[:, :1],
+        "4 for each token and to expert 7, do not fit this model: layer 0": lambda given: given + np.int16(EXPERTS),
     }
     for reason, change in wrong.items():
         changed = [replace(one, routes=change(shaped(one.routes)).tobytes()) for one in batch.trajectories]
@@ -216,7 +216,7 @@ def test_routes_of_another_model_and_models_without_experts_are_refused(tmp_path
             updater.policy(pad(replace(batch, trajectories=tuple(changed))), "policy")
     updater.policy(pad(batch), "policy")
     case.save_model(tmp_path / "dense")
-    with pytest.raises(ModelError, match="is for a mixture of experts"):
+    with pytest.raises(ModelError, match="needs a mixture of experts"):
         case.updater(case.config_of(*SGLANG), tmp_path / "dense")
 
 

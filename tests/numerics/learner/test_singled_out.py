@@ -192,7 +192,7 @@ def test_only_a_bonus_that_is_and_was_steered_goes_on_from_where_it_was(folder: 
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        (["algorithm.exploration.kind=kl_cov"], "none where an update is one step"),
+        (["algorithm.exploration.kind=kl_cov"], "0 if an update is one step"),
         (["algorithm.exploration={kind = 'clip_cov', band = [2.0, 1.0]}"], "band must rise"),
         (["algorithm.entropy=2", STEERED], r"entropy \(2\) must lie in entropy_control.range \(0 to 0.5\)"),
         (["algorithm.entropy_control={target = 1.0, range = [0.2, 0.1]}"], "range must rise"),

@@ -302,7 +302,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_ones_stay(name:
         model = make(name)
         running = engine(model)
         good = tensors(make(name, seed=1))
-        with pytest.raises(WeightsError, match="does not know: stranger"):
+        with pytest.raises(WeightsError, match="lacks: stranger"):
             await running.update_weights(1, {**good, "stranger": torch.zeros(1)})
         for spoiled, tensor in good.items():
             with pytest.raises(WeightsError, match=spoiled):

@@ -203,7 +203,9 @@ def test_turns_stay_in_the_cache_where_there_is_an_environment(tmp_path: Path, *
 
 def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     folder_of(tmp_path, max_position_embeddings=2**40)
-    with pytest.raises(ModelError, match=r"no memory for a cache of 32 completions of \d+ tokens, .* GiB: lower roll"):
+    with pytest.raises(
+        ModelError, match=r"not enough memory for a cache of 32 completions of \d+ tokens, .* GiB: lower roll"
+    ):
         completions(tmp_path, 1, f"rollout.max_tokens={2**38}")
 
 
@@ -297,4 +299,4 @@ def test_a_scale_of_yarn_that_sglang_reads_otherwise_is_refused_by_its_names(
 ) -> None:
     config = LlamaConfig(**PLACES, rope_scaling={"rope_type": "yarn", **ORIGINAL, **scales})
     refused = positions.refusal(config, 20)
-    assert not refused if alike else "transformers reads the former alone" in refused
+    assert not refused if alike else "transformers reads only the former" in refused

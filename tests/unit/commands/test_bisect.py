@@ -56,7 +56,7 @@ def test_a_bound_of_a_metric_is_found_where_a_look_at_every_line_finds_it(
             assert (told["remade"], told["looked"], told["certain"]) == (0, 6, bool(holding))
             behind = [holds(values[version], bound) for version in values if holding and version > holding[0]]
             assert told["monotone"] == (all(behind) if behind else None)
-            assert ("comes and goes" in told["sure"]) == (told["monotone"] is False)
+            assert ("does not hold throughout" in told["sure"]) == (told["monotone"] is False)
 
 
 def test_a_test_of_batches_and_metrics_looks_at_all_of_them(

@@ -149,9 +149,9 @@ def test_the_bytes_that_candidates_take_at_most_are_said(
 
 def test_a_teacher_at_a_url_is_asked_later_and_its_key_is_missed_here(checked: Callable[..., tuple[int, str]]) -> None:
     _, output = checked(MATH, "algorithm.teacher.url=http://a:1")
-    assert "teacher later http://a:1 is asked when the run starts" in output and "environment has no" not in output
+    assert "teacher later http://a:1 is contacted when the run starts" in output and "environment has no" not in output
     _, output = checked(MATH, "algorithm.teacher={url='http://a:1', key_env='NO_SUCH_KEY'}")
-    assert "http://a:1 is asked when the run starts; the environment has no NO_SUCH_KEY here" in output
+    assert "http://a:1 is contacted when the run starts; the environment has no NO_SUCH_KEY here" in output
 
 
 @pytest.mark.process
@@ -203,11 +203,11 @@ WRONG = {
     "no column 'question'": [f"{DATA}, prompt='question'}}"],
     "is longer than max_prompt_tokens (2)": [f"{DATA}, max_prompt_tokens=2}}", "model.path=model"],
     "tokenizer has no chat template": [f"{DATA}, chat=true}}", "model.path=plain"],
-    "no tokenizer is there": ["model.path=mute"],
+    "there is no tokenizer": ["model.path=mute"],
     "it writes 120 tokens, and the model knows 50": ["model.path=small"],
     "cluster.cpus (1) is less than the 2": ["cluster.cpus=1"],
     "broken-late.jsonl, line 101: not JSON": ["task={kind='data', data='broken-late.jsonl'}", "model.path=model"],
-    "codegen is a codegen, which transformers computes with eager attention alone": [
+    "codegen is a codegen, which transformers computes only with eager attention": [
         "model.path=codegen",
         "rollout.engine.kind=sglang",
     ],
@@ -226,7 +226,7 @@ WRONG = {
     "young: no config.json": ["model.path=young"],
     "must divide the 2 heads of keys and values": ["learner.ranks=4", "learner.mesh.context=4", "model.path=model"],
     "tensor = 4 must divide the 2 heads": ["learner.ranks=4", "learner.mesh={tensor=2, context=2}", "model.path=model"],
-    "whose experts transformers knows how to cut": ["learner.ranks=2", "learner.mesh.expert=2", "model.path=model"],
+    "for which transformers can split experts": ["learner.ranks=2", "learner.mesh.expert=2", "model.path=model"],
     "are too much for one GPU: the GPU has 0 GiB": ["learner.gpus=1", "model.path=model", "--gpu-gib", "0.01"],
     "the cache does not hold one completion of 261 tokens": [
         "rollout.engine.kind=sglang",
@@ -277,9 +277,9 @@ ELSEWHERE = "rollout.engine={kind='sglang', urls=['http://h:1'], transport='grou
 ABSENT = {
     "object store not here cluster.object_store_mib (1000000000) is more than": ["cluster.object_store_mib=1000000000"],
     "critic later 'polcy' is not a folder here": ["algorithm.critic.model=polcy"],
-    "'runs/nope', whose batches are to teach it, is not a folder": ["algorithm.critic.pretrain=runs/nope"],
-    "not known for a Gemma3Config": ["model.path=gemma3", ELSEWHERE],
-    "not known for a MixtralConfig": ["model.path=mixtral", ELSEWHERE],
+    "'runs/nope', whose batches are to train it, is not a folder": ["algorithm.critic.pretrain=runs/nope"],
+    "unknown for a Gemma3Config": ["model.path=gemma3", ELSEWHERE],
+    "unknown for a MixtralConfig": ["model.path=mixtral", ELSEWHERE],
 }
 
 
@@ -499,7 +499,7 @@ def test_what_the_queue_bears_is_said_beside_what_ranks_take_with_the_shards_for
 
     state, text = found()
     assert state == "note" and text.startswith("397 bytes a token of a completion; one queue bears 60 MB/s, 151,134 ")
-    (shards,) = re.findall(r"queue.shards = (\d+) would bear them", text)
+    (shards,) = re.findall(r"queue.shards = (\d+) would suffice", text)
     assert found(f"queue.shards={shards}")[0] == "ok" and found(f"queue.shards={int(shards) - 1}")[0] == "note"
     state, text = found("rollout.engine.routes=false")
     assert state == "ok" and text.startswith("13 bytes a token")

@@ -69,7 +69,7 @@ ERRORS = {
     "task.max_prompt_tokens=2": "a prompt of 5 tokens is longer than max_prompt_tokens (2): raise it",
 }
 REFUSED = {
-    "learner.betas=[0.9, 1.0]": "betas ([0.9, 1.0]) must be below 1: a moment of 1 never takes in a gradient",
+    "learner.betas=[0.9, 1.0]": "betas ([0.9, 1.0]) must be below 1: with 1 a moment ignores every gradient",
     "learner.minibatches=1000": "queue.batch_size (256) must be a multiple of learner.minibatches (1000)",
     "algorithm.advantage=grop": 'unknown kind "grop": kinds are gae, vtrace, sequence, grpo',
     "batch_size=64": "did you mean 'queue.batch_size'?",

@@ -159,4 +159,4 @@ def test_weights_get_out_though_the_journal_cannot_be_read(tmp_path: Path, capsy
     checkpointed(run, case.config_of(f"model.path={tmp_path / 'model'}"), (3,))
     (run / "journal.sqlite").write_bytes(b"damaged")
     assert cli.main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
-    assert "the weights are compared with their checkpoint alone" in capsys.readouterr().out
+    assert "the weights are compared only with their checkpoint" in capsys.readouterr().out

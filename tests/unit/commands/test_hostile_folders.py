@@ -300,7 +300,7 @@ def test_a_hollow_file_that_a_library_reads_is_refused(
     os.truncate(run / name, 2**40)
     for words in (["inspect", "RUN"], ["watch", "RUN"], ["resume", "RUN"]):
         assert look(run, words) == 1
-        assert f"{run / name}: a file of holes" in capsys.readouterr().err
+        assert f"{run / name}: a sparse file" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)

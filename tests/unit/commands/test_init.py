@@ -48,7 +48,7 @@ def test_a_name_that_would_be_in_the_way_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", "--", str(tmp_path / name)]) == MISTAKE
-    assert "is no name for a project" in capsys.readouterr().err
+    assert "cannot name a project" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
 
 

@@ -85,10 +85,10 @@ def test_a_verdict_comes_without_a_report(
     remade(monkeypatch, DIGESTS)
     assert replay.replay(run, None, ()) == 0
     said = capsys.readouterr().out
-    assert "2 versions, all of them bit for bit as they were" in said
+    assert "2 versions, all of them bit for bit as recorded" in said
     assert f"no report: {run / 'replays'}: cannot be written: " in said
     remade(monkeypatch, OTHERS)
-    with pytest.raises(Diverged, match="1 of 2 versions have other weights than they had, the first is 1"):
+    with pytest.raises(Diverged, match="1 of 2 versions differ from the recorded weights, the first is 1"):
         replay.replay(run, None, ())
 
 

@@ -58,7 +58,7 @@ def test_data_that_have_changed_or_gone_give_a_reason_and_no_answer_of_another_r
 ) -> None:
     case.rows(tmp_path / "rows.jsonl", [{**ROW, "prompt": "2+2="}] * 40)
     (line,) = [line for line in inspected(run, capsys) if line.startswith(("  row", "  answer"))]
-    assert line == "  row         its row is not known: the task's data differ from the run's"
+    assert line == "  row         its row is unknown: the task's data differ from the run's"
     assert opened(run)["row_columns"] == []
     (tmp_path / "rows.jsonl").unlink()
     (line,) = [line for line in inspected(run, capsys) if line.startswith(("  row", "  answer"))]

@@ -198,9 +198,7 @@ def test_other_data_than_the_run_s_are_refused(
 ) -> None:
     one = of_batch(run, 2)
     monkeypatch.setattr("streamppo.tasks.task.Task.prompt", lambda *_: streamppo.types.Prompt("1+1=", {}))  # pyright: ignore
-    assert "what stands before token 0 is not what stood there in the run" in refused(
-        capsys, run, *named(one), "--version", "2"
-    )
+    assert "the context of token 0 is not the recorded one" in refused(capsys, run, *named(one), "--version", "2")
 
 
 def test_a_run_of_somebody_else_is_refused_until_one_agrees(

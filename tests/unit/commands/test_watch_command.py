@@ -251,9 +251,9 @@ def test_the_page_loads_nothing_from_elsewhere(run: Path) -> None:
 def test_a_taken_port_is_left_alone_and_one_that_was_asked_for_is_an_error() -> None:
     with watch.listening("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RunError, match=f"127.0.0.1:{port}: nothing can listen there: .*in use"):
+        with pytest.raises(RunError, match=f"127.0.0.1:{port}: cannot listen there: .*in use"):
             watch.listening("127.0.0.1", port)
-    with pytest.raises(RunError, match="nothing can listen there"):
+    with pytest.raises(RunError, match="cannot listen there"):
         watch.listening("no.such.host.invalid", 0)
 
 

@@ -211,12 +211,12 @@ def test_the_tree_of_an_agents_run_is_drawn_and_a_click_on_a_node_goes_to_its_to
     lefts = [int(one) for one in noted(dom, "lefts").split(",")]
     assert lefts[:4] == [0] * 4 and lefts[4] == lefts[5] > 0
     assert noted(dom, "told") == f"token {agents_run().num_tokens - 39} of {agents_run().num_tokens}"
-    assert "sampled, and received by nobody" in dom.partition('id="numbers"')[2]
+    assert "sampled but not received" in dom.partition('id="numbers"')[2]
     assert noted(dom, "wide") == "0", "the page is wider than the window"
     told = html.unescape(dom.partition('id="nodes"')[2].partition("</ol>")[0])
-    assert "nobody received it, and it is not trained on" in told and "2 of the 4 tokens before it were reused" in told
+    assert "not received, and not trained on" in told and "2 of the 4 tokens before it were reused" in told
     assert "&lt;1&gt;=" in dom and "<1>" not in dom
-    assert "2 turns" not in dom and "3 turns, 1 branch, 40 tokens that nobody received" in dom
+    assert "2 turns" not in dom and "3 turns, 1 branch, 40 tokens not received" in dom
 
 
 @pytest.mark.usefixtures("tree")

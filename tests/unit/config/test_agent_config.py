@@ -29,7 +29,7 @@ def test_an_environment_without_a_kind_is_a_class_or_an_agent_by_its_fields(
         ("environment.kind=agent", "an agent is a function, agent = "),
         ('environment={ agent = "a:b", command = ["x"] }', "give one of them"),
         ('environment={ kind = "agent", agent = "a:b", name = "c:D" }', "name"),
-        ('environment={ agent = "a:b", sandbox = "bubblewrap" }', "sandbox is a place for a program: give command"),
+        ('environment={ agent = "a:b", sandbox = "bubblewrap" }', "sandbox is for a program: give command"),
         ('environment={ command = ["x"], sandbox = "docker" }', "kinds are bubblewrap, class"),
         ('environment={ kind = "agnt", agent = "a:b" }', "kinds are class, agent"),
     ],
@@ -55,7 +55,7 @@ def test_choices_that_take_no_branches_are_refused_by_name(
 ) -> None:
     # They are possible with an environment of a class.
     math_config("environment.name=a:B", *choice)
-    with pytest.raises(ConfigError, match=rf"{name} takes rows without branches, and an agent's run may have them"):
+    with pytest.raises(ConfigError, match=rf"{name} does not support branches, which an agent's run may have"):
         math_config(AGENT, *choice)
 
 

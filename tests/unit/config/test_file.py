@@ -153,9 +153,9 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["algorithm.resample.mean=[0.9, 0.1]"], "the smallest and the largest"),
         (["algorithm.resample.mean=[0.5]"], "the smallest and the largest"),
         (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
-        (["algorithm.kl.target=6"], r"target \(6.0\) steers reward_beta, which is 0"),
-        (["algorithm.critic.epochs=2"], r"epochs \(2\) is for a critic with a transformer"),
-        (["algorithm.critic.max_grad_norm=1"], r"max_grad_norm \(1.0\) is for a critic with a transformer"),
+        (["algorithm.kl.target=6"], r"target \(6.0\) adapts reward_beta, which is 0"),
+        (["algorithm.critic.epochs=2"], r"epochs \(2\) is for a critic with a separate transformer"),
+        (["algorithm.critic.max_grad_norm=1"], r"max_grad_norm \(1.0\) is for a critic with a separate transformer"),
         ([RLOO, "algorithm.critic.model=policy"], "advantage 'rloo' uses no critic"),
         ([RLOO, "algorithm.critic.warmup_updates=5"], "advantage 'rloo' uses no critic"),
         ([OWN_CRITIC, "algorithm.critic.minibatches=7"], r"\(512\) .* algorithm.critic.minibatches \(7\)"),
@@ -166,16 +166,16 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ),
         ([f"{REJECT}{{kind='geometric', band=[2.0, 1.0]}}]}}"], r"reject\[0\]: band must rise: 2.0 is not below 1.0"),
         ([f"{REJECT}{{kind='k3', at_most=1}}, {{kind='k3', at_most=2}}]}}"], "reject has the kind 'k3' 2 times"),
-        (["algorithm.correction={kind='reject', reject=[]}"], "reject names no rule: choose kind = 'off'"),
+        (["algorithm.correction={kind='reject', reject=[]}"], "reject has no rule: choose kind = 'off'"),
         (["algorithm.correction={kind='truncate', cap=1, floor=1}"], r"floor \(1\) must be below cap \(1\)"),
         (["algorithm.negative_weight=1.5"], "negative_weight"),
         (
             ["algorithm.correction.kind=topr", "algorithm.policy_loss.kind=sequence_clip"],
-            "correction 'topr' goes by the sign of each token's advantage",
+            "correction 'topr' depends on the sign of each token's advantage",
         ),
         (
             ["algorithm.negative_weight=0.5", "algorithm.policy_loss.kind=sequence_clip"],
-            r"negative_weight \(0.5\) goes by the sign of each token's advantage",
+            r"negative_weight \(0.5\) depends on the sign of each token's advantage",
         ),
         (
             ["algorithm.correction.kind=topr", "algorithm.proximal=behavior"],
@@ -187,14 +187,14 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             ["algorithm.advantage.kind=vtrace", "algorithm.advantage.clip=[1, 0.5]"],
             r"second of clip \(0.5\), must be at least 1",
         ),
-        ([*LOGLINEAR], "by the value head"),
-        ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
-        ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
+        ([*LOGLINEAR], "anyway: the value head"),
+        ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "anyway: V-trace"),
+        ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "anyway: the second-moment correction"),
         (
             [*LOGLINEAR, RLOO, "algorithm.correction={kind='function', function='a:b'}"],
-            "by the correction of your own",
+            "the custom correction",
         ),
-        ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
+        ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "anyway: the KL in the reward"),
         ([*LOGLINEAR, RLOO, "algorithm.target_kl=0.01"], r"target_kl \(0.01\).* bound the lag, not the update's step"),
         (
             ["algorithm.advantage.kind=maxrl", "algorithm.kl.reward_beta=0.1"],
@@ -206,9 +206,9 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["algorithm.teacher={model='x', timeout_s=5}"], r"timeout_s \(5.0\) is for a teacher at a url"),
         (["algorithm.teacher={url='http://a:1', offload=true}"], "offload is for a teacher by model"),
         ([f"{AT}a:1"], r"url \('a:1'\) must begin with http"),
-        ([f"{AT}http://"], "must be a server's address alone"),
-        ([f"{AT}http://a:x"], "is no address"),
-        ([f"{AT}http://a:1?key=b"], "must be a server's address alone"),
+        ([f"{AT}http://"], "must be only a server's address"),
+        ([f"{AT}http://a:x"], "is not an address"),
+        ([f"{AT}http://a:1?key=b"], "must be only a server's address"),
         ([f"{AT}http://a:1/generate"], r"must end before /generate"),
         ([f"{AT}http://a:1/v1/"], r"must end before /v1/"),
         ([f"{AT}http://a:1", "rollout.temperature=0.7"], r"rollout.temperature \(0.7\) must be 1 with"),
@@ -219,8 +219,8 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             ["algorithm.advantage.kind=maxrl", "algorithm.teacher={model='x', signal='reward'}"],
             "scores that are not negative, and a teacher's can be",
         ),
-        ([RLOO, "algorithm.zero_variance=mask", "algorithm.teacher.model=x"], "the teacher teaches there too"),
-        ([*LOGLINEAR, RLOO, "algorithm.teacher.model=x"], "by the teacher, whose log-probs"),
+        ([RLOO, "algorithm.zero_variance=mask", "algorithm.teacher.model=x"], "in which the teacher has a signal"),
+        ([*LOGLINEAR, RLOO, "algorithm.teacher.model=x"], "anyway: the teacher, whose log-probs"),
         (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
         (
@@ -229,9 +229,9 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ),
         (
             ["rollout.engine.kind=sglang", "rollout.engine.routes=true", "model.compile=true"],
-            "answers routers one by one",
+            "replaces each router's choice",
         ),
-        (["rollout.engine.kind=sglang", "rollout.engine.routes=true", "queue.segments={}"], "are trained on before"),
+        (["rollout.engine.kind=sglang", "rollout.engine.routes=true", "queue.segments={}"], "are trained on earlier"),
         (
             ["rollout.engine.kind=sglang", "rollout.engine.args={enable_return_routed_experts=true}"],
             "decided elsewhere: by rollout.engine.routes",
@@ -253,13 +253,13 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([f"{REJECT}{{kind='outlier', band=[0.5, 0.9]}}]}}"], r"band \(0.5, 0.9\) must hold 1"),
         (["algorithm.proximal=behavior"], r"correction 'truncate' is of proximal / behavior, which is 1"),
         ([*BEHAVIOR, "algorithm.policy_loss.kind=reinforce"], "'reinforce' has no ratio"),
-        ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that counts the age of the data"),
-        ([*BEHAVIOR, "learner.lr_by_ess=on"], "weighs a batch before its first step"),
+        ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that includes the age of the data"),
+        ([*BEHAVIOR, "learner.lr_by_ess=on"], "scores a batch before its first step"),
         ([SEGMENTS, "queue.max_lag=0"], "segments need max_lag of at least 1"),
-        (["queue.admission=mean"], "takes both, admission = 'mean' and too_old = 'keep'"),
-        (["queue.too_old=keep"], "takes both, admission = 'mean' and too_old = 'keep'"),
+        (["queue.admission=mean"], "needs both admission = 'mean' and too_old = 'keep'"),
+        (["queue.too_old=keep"], "needs both admission = 'mean' and too_old = 'keep'"),
         ([ADAPTIVE, "queue.admission=mean", "queue.too_old=keep"], "no bound on age to adapt"),
-        ([ADAPTIVE, *BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(8\) that counts the age of the data"),
+        ([ADAPTIVE, *BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(8\) that includes the age of the data"),
         (["queue.max_lag={kind='adaptive'}"], "missing required field `at_most`"),
         (["queue.max_lag={kind='adaptive', at_most=8, ess=1}"], "must be a number above 0 and below 1, not 1"),
         ([SEGMENTS, "queue.too_old=windowed"], "too_old = 'windowed' is about whole completions"),
@@ -272,8 +272,8 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([DETACHED, "model.compile=true"], "'detached' is not possible with model.compile = True"),
         ([SEGMENTS, RLOO], "algorithm.advantage = 'rloo' has none: choose gae or vtrace"),
         ([SEGMENTS, "algorithm.advantage.kind=sequence"], "algorithm.advantage = 'sequence' has none"),
-        ([SEGMENTS, "algorithm.advantage={kind='gae', adaptive_alpha=0.05}"], "asks for a completion's length"),
-        ([SEGMENTS, "algorithm.positive_nll=0.1"], "a segment's answer is not known yet"),
+        ([SEGMENTS, "algorithm.advantage={kind='gae', adaptive_alpha=0.05}"], "needs a completion's length"),
+        ([SEGMENTS, "algorithm.positive_nll=0.1"], "a segment has no answer yet"),
         ([SEGMENTS, "algorithm.teacher.url=http://localhost:1"], "queue.segments are parts"),
     ],
 )
@@ -477,7 +477,7 @@ def test_a_file_of_holes_alone_is_not_read(
             file.write(b"x" * 4096)
         file.truncate(4096 * 1000)
     assert durable.is_hollow(tmp_path / "file") is is_hollow
-    with pytest.raises(OSError, match="a file of holes") if is_hollow else nullcontext():
+    with pytest.raises(OSError, match="a sparse file") if is_hollow else nullcontext():
         assert len(durable.read(tmp_path / "file")) == 4096 * 1000
     with durable.reading(tmp_path / "file") as opened:
         assert opened.read(1) == (b"x" if 0 in data else b"\0")

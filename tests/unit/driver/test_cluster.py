@@ -49,7 +49,7 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
         (
             "The current node timed out during startup. This could happen because",
             RunError,
-            "this machine does too much",
+            "this machine is too busy",
         ),
         ("no such thing", Exception, "no such thing"),
     ):

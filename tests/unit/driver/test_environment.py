@@ -231,7 +231,7 @@ def test_a_stage_that_the_kernel_killed_for_memory_says_so_and_how_much_there_wa
     run = driver_case(1, "watchdog.max_restarts=1")
     run.stages.note(RunStage.ROLLOUT, "rollout-0: died")
     cgroup(tmp_path / "groups", version, 4, str(3 * 2**29))
-    said = "rollout-1: died: killed by the kernel for memory: the limit of the cgroup is 1.50 GiB"
+    said = "rollout-1: died: killed by the kernel, out of memory: the limit of the cgroup is 1.50 GiB"
     with pytest.raises(RunError, match=f"^2 restarts within 600 s; the last reason: {said}$"):
         run.stages.note(RunStage.ROLLOUT, "rollout-1: died")
     assert run.record.restarts == [("rollout", "rollout-0: died")]

@@ -143,7 +143,7 @@ def test_a_run_that_ends_meanwhile_leaves_no_request_behind(tmp_path: Path) -> N
         while not (tmp_path / lock.SCALE).exists():
             time.sleep(0.01)
     asking.join(20)
-    assert "ended before it took the number over" in str(raised[0])
+    assert "ended before it applied the number" in str(raised[0])
     assert lock.accept(tmp_path) is None
 
 

@@ -103,7 +103,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_gpu_configuration_without_a_gpu_ends_at_once_in_a_ray_of_our_own(
     math_config: Make, no_gpu: list[Any]
 ) -> None:
-    with pytest.raises(RunError, match=r"asks for 2 GPUs \(there are 0\): learner.gpus, rollout.gpus"):
+    with pytest.raises(RunError, match=r"needs 2 GPUs \(there are 0\): learner.gpus, rollout.gpus"):
         Placement(math_config("learner.gpus=1", "rollout.gpus=1"))
     assert no_gpu == []
 
@@ -111,14 +111,14 @@ def test_a_gpu_configuration_without_a_gpu_ends_at_once_in_a_ray_of_our_own(
 def test_in_a_cluster_that_may_grow_it_waits_and_a_stall_says_for_what(math_config: Make, no_gpu: list[Any]) -> None:
     placement = Placement(math_config("learner.gpus=1", "rollout.gpus=1", "cluster.address=auto"))
     assert no_gpu == [[{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]]
-    assert "no place for the run: it asks for 2 GPUs (there are 0)" in placement.waiting()
+    assert "no room for the run: it needs 2 GPUs (there are 0)" in placement.waiting()
 
 
 IMPOSSIBLE = {
     "a rank computes on one GPU": ["learner.gpus=2"],
     "must be 1 with the embedded engine": ["rollout.gpus=2"],
     "must be below 1 or a whole number": ["rollout.engine.kind=sglang", "rollout.gpus=1.5"],
-    "have GPUs of their own": ["rollout.engine={kind='sglang', urls=['http://127.0.0.1:1']}", "rollout.gpus=1"],
+    "have their own GPUs": ["rollout.engine={kind='sglang', urls=['http://127.0.0.1:1']}", "rollout.gpus=1"],
     "are more than one GPU": ["learner.gpus=0.6", "rollout.gpus=0.5"],
     "the 3 rollout actors": ["learner.gpus=0.4", "rollout.gpus=0.3", "rollout.actors=3"],
     "NCCL needs a GPU for each": ["learner.gpus=0.5", "learner.ranks=2"],

@@ -184,7 +184,7 @@ def test_a_run_that_was_moved_with_its_model_goes_on_and_not_with_another_one(
     moved = configfile.load(new / "run" / configfile.CONFIG)
     assert moved.model.path == str(new / place)
     (new / place / "config.json").write_text("another")
-    assert "base is not what the run had: changed: config.json" in str(refusal(moved, new / "run"))
+    assert "base has changed since the run began: changed: config.json" in str(refusal(moved, new / "run"))
     (new / place / "config.json").write_text("{}")
     preflight.verify(moved, new / "run")
 
@@ -208,9 +208,9 @@ def own(math_config: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ("train.jsonl", "train.jsonl is not what the run had: changed: train.jsonl"),
-        ("model/config.json", "model is not what the run had: changed: config.json"),
-        ("model/added.json", "model is not what the run had: new: added.json"),
+        ("train.jsonl", "train.jsonl has changed since the run began: changed: train.jsonl"),
+        ("model/config.json", "model has changed since the run began: changed: config.json"),
+        ("model/added.json", "model has changed since the run began: new: added.json"),
     ],
 )
 def test_changed_data_or_a_changed_model_is_refused_until_it_is_accepted(
@@ -240,7 +240,7 @@ def test_a_changed_reward_is_a_note_and_other_data_named_on_purpose_are_none(
     preflight.verify(own, Path("run"))
     Path("mine.py").write_text("def score(trajectory): return 0.0\n")
     preflight.verify(own, Path("run"))
-    assert "mine.py is not what the run had: changed: mine.py; the run continues with it" in logged.text
+    assert "mine.py has changed since the run began: changed: mine.py; the run continues with it" in logged.text
     Path("more.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     other = "task={kind='data', sources={data={data='more.jsonl'}}}"
     preflight.verify(math_config(other, "model.path=model", "reward={function='mine.py:score'}"), Path("run"))
@@ -276,7 +276,7 @@ def test_a_changed_function_of_the_user_is_a_note(
     preflight.verify(chosen, Path("run"))
     Path("maths.py").write_text("def mine(inputs): return None\n")
     preflight.verify(chosen, Path("run"))
-    assert "maths.py is not what the run had: changed: maths.py; the run continues with it" in logged.text
+    assert "maths.py has changed since the run began: changed: maths.py; the run continues with it" in logged.text
 
 
 def test_a_run_keeps_the_time_of_its_start_for_chat_templates(tmp_path: Path) -> None:

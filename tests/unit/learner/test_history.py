@@ -58,7 +58,7 @@ def test_versions_that_may_come_out_otherwise_are_known_and_not_compared(math_co
     journal_of(tmp_path, {0: math_config(), 2: math_config("learner.exact=false"), 4: math_config()}, 6)
     past = history.read_history(tmp_path, math_config())
     assert past.digests == {0: "d0", 1: "d1", 2: "d2", 3: ANY, 4: ANY, 5: ANY}
-    assert past.refusal(5, "other") == "" and "knows no version 6" in past.refusal(6, "d6")
+    assert past.refusal(5, "other") == "" and "has no version 6" in past.refusal(6, "d6")
 
 
 # --- checkpoints of another run -----------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_copies_of_another_run_are_none(tmp_path: Path, past: History, logged: p
         copied(copies, path, *(one.name for one in path.iterdir()))
     assert copies.versions() == [5, 10, 15] and copies.versions(past) == [5]
     assert "00000010: of another run: its weights are d, and version 10 of the journal has another" in logged.text
-    assert "00000015: of another run: the journal knows no version 15" in logged.text
+    assert "00000015: of another run: the journal has no version 15" in logged.text
     here = tmp_path / "here"
     assert remote.newest(here, copies.address, 99, past) == here / "00000005"
 

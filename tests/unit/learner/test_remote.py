@@ -151,7 +151,7 @@ def test_a_rank_fetches_what_it_lacks_and_what_is_damaged_and_verifies_it(
     path = written(tmp_path / "one", 5)
     copied(copies, path, *(one.name for one in path.iterdir()))
     there = tmp_path / "another" / path.name
-    with pytest.raises(CheckpointError, match="not on the disk of rank 1"):
+    with pytest.raises(CheckpointError, match="missing on the disk of rank 1"):
         manifest.verify(there, 1)
     assert manifest.verify(there, 1, None, copies.fetch).version == 5
     assert sorted(one.name for one in there.iterdir()) == [".metadata", "__1_0.distcp", manifest.MANIFEST]

@@ -77,7 +77,7 @@ def test_inspect_draws_messages_turns_branches_and_what_became_of_them() -> None
     call = '<tool_call>{"name":"sum"}'
     lines = list(inspection._texts(BATCH, TREE, tokenizer))
     assert [re.sub(r"(?<=\S) +", " ", line[2:]) for line in lines] == [
-        "tree 5 turns, 3 branches, 2 tokens that nobody received",
+        "tree 5 turns, 3 branches, 2 tokens not received",
         "  tokens 0 to 3 prompt '1+2='",
         "  tokens 4 to 5 turn 1 'a=': reward 0.5; versions 2 x 3; 0 of the 4 tokens before it were reused",
         "  tokens 6 to 7 message '3='",
@@ -89,7 +89,7 @@ def test_inspect_draws_messages_turns_branches_and_what_became_of_them() -> None
         "  tokens 41 to 43 turn 4 'ccc': reward 1; versions 3 x 2; 3 tokens are too old; "
         "0 of the 5 tokens before it were reused",
         "    tokens 44 to 45 branch after token 5: 'no'",
-        "    tokens 46 to 47 turn 5 'dd': nobody received it, and it is not trained on; versions 2 x 5; "
+        "    tokens 46 to 47 turn 5 'dd': not received, and not trained on; versions 2 x 5; "
         "6 of the 8 tokens before it were reused",
     ]
     assert len({line.index(" turn ") for line in lines if " turn " in line}) == 1, "names stand below each other"
@@ -147,7 +147,7 @@ def test_a_page_has_the_tree_in_words_and_the_token_to_go_to(tmp_path: Path) -> 
         "behind": "",
         "text": "dd",
         "notes": [
-            "nobody received it, and it is not trained on",
+            "not received, and not trained on",
             "versions 2 x 5",
             "6 of the 8 tokens before it were reused",
         ],
@@ -176,7 +176,7 @@ FLAWS: dict[str, tuple[Any, str]] = {
     "backwards": ([(8, 33, 0, 1), (4, 6, 0, 1)], "a turn of tokens 4 to 5, where the row has 33 to"),
     "reuse": ([(4, 6, 5, 1)], "reused 5 tokens"),
     "negative": ([(4, 6, -1, 1)], "reused -1 tokens"),
-    "delivery": ([(4, 6, 0, 2)], "a turn says 2 of its delivery"),
+    "delivery": ([(4, 6, 0, 2)], "a turn has delivered = 2"),
     "mask": ([(4, 6, 0, 1)], "is sampled by the mask or by a turn, and not by both"),
     "lost": ([*turns.read(TREE.turns)[:-2], (41, 44, 0, 0)], "token 41 is sampled by the mask"),
 }

@@ -118,7 +118,7 @@ def test_a_configuration_that_takes_no_branches_names_its_choice(
     }.items():
         limits = limits_of(math_config(*overrides), str(folder))
         limits = limits._replace(prompt=None)
-        assert defect(TREE, limits) == f"its tokens have branches, which {choice} does not take"
+        assert defect(TREE, limits) == f"its tokens have branches, which {choice} does not support"
         assert defects([TREE], limits) == [defect(TREE, limits)]
     limits = limits_of(math_config("rollout.max_tokens=6"), str(folder))
     assert defect(TREE, limits._replace(prompt=None)) is None

@@ -42,7 +42,7 @@ def test_candidates_that_no_token_can_have_been_drawn_from_are_a_defect(
 
 def test_a_trajectory_that_was_cut_says_from_which_candidates_and_these_are_the_models() -> None:
     cut = TokenLimits(17, 5, None, candidates=True)
-    assert "does not say from which candidates" in str(defect(trajectory([5]), cut))
+    assert "without its candidates" in str(defect(trajectory([5]), cut))
     assert defect(trajectory([5]), cut._replace(candidates=False)) is None
     strange = {"candidates": np.int32([5, 17]).tobytes(), "candidate_counts": np.int32([2]).tobytes()}
     assert defect(msgspec.structs.replace(trajectory([5]), **strange), cut) == (
@@ -118,7 +118,7 @@ LIMITS = [
         ([[0, 1], [1, 0], [-1, -1], [300, 2]], None),
         ([[0, 1], [1, 0], [2, 1]], "routes of 12 bytes for 4 tokens"),
         ([[0, 1], [1, 0], [2, 1], [-2, 1]], "a route to expert -2"),
-        ([], "it has no routes of a mixture of experts, and rollout.engine.routes asks for them"),
+        ([], "it has no routes of a mixture of experts, and rollout.engine.routes requires them"),
     ],
 )
 def test_routes_have_experts_for_every_token_but_the_last(routes: list[list[int]], reason: str | None) -> None:

@@ -125,7 +125,7 @@ def test_a_zombie_queue_cannot_write(tmp_path: Path) -> None:
     zombie = filled(tmp_path / "journal.sqlite")
     living = Journal(tmp_path / "journal.sqlite")
     living.write(Changes(COUNTERS))
-    with pytest.raises(JournalError, match="given up for dead"):
+    with pytest.raises(JournalError, match="marked dead"):
         zombie.write(Changes(COUNTERS, (slot(7, ready=False, attempt=1),)))
     saved = living.read()
     assert saved is not None
@@ -138,7 +138,7 @@ def test_whoever_fences_reads_all_that_was_written_before_and_nobody_else_writes
     zombie.write(Changes(COUNTERS, (slot(8),)))
     living.fence()
     named: list[PublishedVersion] = []
-    with pytest.raises(JournalError, match="given up for dead"):
+    with pytest.raises(JournalError, match="marked dead"):
         zombie.write(Changes(COUNTERS, (slot(9),)), [made(1)], named.append)
     assert named == [], "a file of the archive got its name by a zombie"
     before = everything(reader)

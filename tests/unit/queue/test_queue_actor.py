@@ -256,7 +256,7 @@ def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_jou
         (tmp_path / "archive" / "00000000.zarr.zip.left.tmp").write_bytes(b"half")
         living = actor_of()
         assert list((tmp_path / "archive").iterdir()) == []
-        with pytest.raises(JournalError, match="given up for dead"):
+        with pytest.raises(JournalError, match="marked dead"):
             await deliver(zombie, made[4:])
         zombie._broken = None
         assert await living.begin(0) == 0
@@ -264,7 +264,7 @@ def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_jou
         await living.publish(push(1), [], told(living, TokenRecord(values=np.ones(8, np.float32).tobytes())), 1)
         for learned in (told(zombie, TokenRecord(values=np.zeros(8, np.float32).tobytes())), b""):
             # Its shards lack the living one's archived rows.
-            with pytest.raises(JournalError, match=r"given up for dead|tokens are missing"):
+            with pytest.raises(JournalError, match=r"marked dead|tokens are missing"):
                 await zombie.publish(push(1), [], learned, 0)
             zombie._broken = None
         found = archive.open(tmp_path)
@@ -328,7 +328,7 @@ def test_a_learner_that_was_given_up_cannot_publish(actor_of: Callable[..., Queu
     async def main() -> None:
         actor = actor_of()
         await actor.publish(push(0), [], b"", 1)
-        with pytest.raises(QueueError, match="learner 0, which was given up for dead"):
+        with pytest.raises(QueueError, match="learner 0, which was marked dead"):
             await actor.publish(push(0), [], b"", 0)
 
     asyncio.run(main())
@@ -411,7 +411,7 @@ DEFECTS = {
     "a log-prob is not finite": {"logprobs": [-1.0, float("nan")]},
     "a log-prob is positive: 0.25": {"logprobs": [-1.0, 0.25]},
     "columns of different lengths, or empty: 2 tokens, 2 log-probs, 2 versions, 3 mask": {"mask": [True] * 3},
-    "the mask says 7, which is neither yes nor no": {"mask": [True, 7]},
+    "the mask has 7, which is neither 0 nor 1": {"mask": [True, 7]},
     "no token was sampled by the policy": {"mask": [False, False]},
     "the reward is nan": {"reward": float("nan")},
 }

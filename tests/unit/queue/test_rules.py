@@ -148,14 +148,14 @@ def test_a_consumed_trajectory_cannot_come_back() -> None:
 
 def test_tokens_of_an_unknown_version_are_refused() -> None:
     rules = queue()
-    with pytest.raises(QueueError, match="version 1, which the ledger does not know"):
+    with pytest.raises(QueueError, match="version 1, which was not published"):
         rules.put(done(rules.issue("a", 0, 1, next(CALLS))[0], (0, 1)))
 
 
 def test_a_delivery_with_tokens_of_an_unknown_version_is_refused_as_a_whole() -> None:
     rules = queue()
     tickets = rules.issue("a", 0, 2, next(CALLS))
-    with pytest.raises(QueueError, match="version 3, which the ledger does not know"):
+    with pytest.raises(QueueError, match="version 3, which was not published"):
         rules.put_all([done(tickets[0]), done(tickets[1], (0, 3))])
     assert (counted(rules).stored, counted(rules).tokens["delivered"]) == (0, 0)
     rules.put_all([done(ticket) for ticket in tickets])
@@ -457,7 +457,7 @@ def test_every_attempt_that_comes_to_nothing_is_noted_with_its_reason() -> None:
     rules.put(done(first, reward=float("inf")))
     rules.fail(fail(second, "too slow"))
     assert endings(rules) == [
-        (0, 0, "lost", "gone was given up for dead"),
+        (0, 0, "lost", "gone was marked dead"),
         (0, 1, "dead_letter", "engine: the reward is inf"),
         (1, 0, "failed", "reward: too slow"),
     ]

@@ -213,7 +213,7 @@ async def test_an_actor_that_was_given_up_for_dead_is_refused_and_the_next_one_s
     rules.mark_dead("a")
     line.refuse_dead("a")
     await turn()
-    with pytest.raises(QueueError, match="a was given up for dead"):
+    with pytest.raises(QueueError, match="a was marked dead"):
         dead.result()
     rules.mark_dead("holder")
     line.refuse_dead("holder")

@@ -122,7 +122,7 @@ def test_an_environment_that_says_something_else_is_refused(
     whole = play(tokenizer, Scripted(tokenizer, "ab", "cde", "bye"))
     monkeypatch.setattr(Counts, "other", True)
     later, (start, _) = Scripted(tokenizer), recorded(whole).turns[1]
-    with pytest.raises(RunError, match=f"what stands before token {start} is not what stood there in the run"):
+    with pytest.raises(RunError, match=f"the context of token {start} is not the recorded one"):
         play(tokenizer, Continuation(later, recorded(whole), start))
     assert later.asked == []
 
@@ -138,7 +138,7 @@ def test_one_that_ends_early_has_begun_nothing(tokenizer: Tokenizer, monkeypatch
 def test_another_prompt_is_refused(tokenizer: Tokenizer) -> None:
     whole = play(tokenizer, Scripted(tokenizer, "abc"), turns=False)
     other = recorded(whole)._replace(prompt_tokens=whole.prompt_tokens[1:])
-    with pytest.raises(RunError, match="before token 0"):
+    with pytest.raises(RunError, match="context of token 0"):
         play(tokenizer, Continuation(Scripted(tokenizer, "x"), other, 2), turns=False)
 
 

@@ -59,7 +59,7 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "a role of nobody": ({"messages": [{"role": "king", "content": "a"}]}, "a message's role is", "unusable request"),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "the content of a message of the user is text alone, and this has a part of the type 'image_url'",
+        "the content of a message of the user is only text, and this has a part of the type 'image_url'",
         "unusable request",
     ),
     "no tokens": ({**ASKED, "max_tokens": 0}, "max_tokens is a number of tokens above 0, not 0", "unusable request"),

@@ -273,7 +273,7 @@ def test_a_reset_that_takes_no_prompt_fails_its_trajectory(tokenizer: Tokenizer)
 
 
 def test_a_text_that_is_no_text_fails_its_trajectory(tokenizer: Tokenizer) -> None:
-    with pytest.raises(TaskError, match=r"no text that can be tokenized: '\\ud83d'"):
+    with pytest.raises(TaskError, match=r"not a text that can be tokenized: '\\ud83d'"):
         play(tokenizer, Scripted(tokenizer, "half"))
 
 

@@ -31,7 +31,7 @@ def test_spans_become_one_version_for_each_token() -> None:
 def test_spans_that_leave_a_token_out_or_name_no_version_of_ours_are_refused() -> None:
     with pytest.raises(ModelError, match="token 1 of 3"):
         wire.versions([span("4", 0, 1), span("6", 2, 3)], 3)
-    with pytest.raises(ModelError, match="'default', which nobody pushed"):
+    with pytest.raises(ModelError, match="'default', which were never pushed"):
         wire.versions([span("default", 0, 3)], 3)
 
 

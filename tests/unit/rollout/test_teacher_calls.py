@@ -228,12 +228,12 @@ def test_the_start_finds_a_server_that_is_gone_or_gives_no_log_probs_or_has_anot
     assert connected(tokenizer) is None
     assert connected(tokenizer, url=f"{server.url}/") is not None
     assert not caplog.messages
-    with pytest.raises(ModelError, match=r"the teacher cannot be asked: Retryable: .*ConnectError"):
+    with pytest.raises(ModelError, match=r"the teacher cannot be reached: Retryable: .*ConnectError"):
         connected(tokenizer, url=nowhere(), backoff_s=0.001)
     with pytest.raises(TaskError, match=r"'NO_SUCH_KEY'.*is not set"):
         connected(tokenizer, url=server.url, key_env="NO_SUCH_KEY")
     server.edit = lambda answer: (200, {"choices": []})
-    with pytest.raises(ModelError, match=r"cannot be asked: ValidationError: .*meta_info"):
+    with pytest.raises(ModelError, match=r"cannot be reached: ValidationError: .*meta_info"):
         connected(tokenizer, url=server.url)
     server.edit, server.shift = (lambda answer: (200, answer)), 1
     with pytest.raises(

@@ -283,7 +283,7 @@ def test_a_wrong_program_scores_0_and_fails_no_trajectory(program: str, test: st
 
 @walled
 def test_a_test_that_hands_over_the_time_is_an_error() -> None:
-    with pytest.raises(TaskError, match="otherwise each time"):
+    with pytest.raises(TaskError, match="change in every run"):
         scored("def f(x): return x", "import time\nassert f(f(time.time())) > 0")
 
 

@@ -292,7 +292,7 @@ def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> Non
         ("scaled", {"fctor": 3.0}, r"scaled' has no argument 'fctor' \(it has answer, factor\); is 'factor' meant\?"),
         ("scaled", {"trajectory": "x"}, r"has no argument 'trajectory'"),
         ("sync", {"factor": 1.0}, r"sync' has no argument 'factor' \(it has none\)"),
-        ("batched", {"completions": "x"}, r"'completions' is not an argument: it is what is scored"),
+        ("batched", {"completions": "x"}, r"'completions' is not an argument: it is the scored trajectory"),
     ],
 )
 def test_arguments_that_a_reward_does_not_take_are_refused_by_name(

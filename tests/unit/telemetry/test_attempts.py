@@ -14,7 +14,7 @@ WINDOWS, PROMPTS = 10, 60
 
 
 def table(found: list[Attempt], *, compared: bool = True, whole: bool = True, read: int = 1) -> AttemptTable:
-    return attempts.table(found, 1, read, compared=compared, whole=whole)
+    return attempts.table(found, 1, read, compared=compared, whole_completions=whole)
 
 
 def named(made: AttemptTable, by: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_advantages_are_of_the_batch_where_samples_of_a_prompt_are_not_compared(
 
 
 def test_trained_ones_count_for_the_batches_that_were_not_read() -> None:
-    made = attempts.table([trained(0, 1.0), Attempt("failed", 1, 0)], 9, 1, compared=True, whole=True)
+    made = attempts.table([trained(0, 1.0), Attempt("failed", 1, 0)], 9, 1, compared=True, whole_completions=True)
     (whole,) = named(made, "all").values()
     assert (whole["attempts"], whole["failed"], whole["as_zero"]) == (10, 0.1, 0.9)
 

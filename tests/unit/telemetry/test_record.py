@@ -322,7 +322,7 @@ def test_accuracies_go_by_version_and_not_by_the_order_in_which_they_ended(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("failed", "why"), [(0, "the task holds no prompt out"), (10, "all 10 held-out prompts failed")]
+    ("failed", "why"), [(0, "the task has no held-out prompts"), (10, "all 10 held-out prompts failed")]
 )
 def test_an_evaluation_without_a_score_says_why(
     tmp_path: Path, logged: pytest.LogCaptureFixture, failed: int, why: str

@@ -199,8 +199,8 @@ def test_a_line_without_a_version_stands_at_the_newest_one_of_the_part_before(
         ({"open": "raise"}, "at 10.0.0.1"),
         ({"add": "raise"}, "at 10.0.0.1"),
         ({"open": "die"}, "its process has ended"),
-        ({"import": "hang"}, "it gave no answer in time"),
-        ({"add": "hang"}, "it gave no answer in time"),
+        ({"import": "hang"}, "it did not answer in time"),
+        ({"add": "hang"}, "it did not answer in time"),
     ],
 )
 def test_a_tracker_that_fails_is_given_up_with_one_warning(
@@ -219,7 +219,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(
         tracked.check()
         tracked.close()
     (warning,) = caplog.messages
-    assert warning.startswith("tensorboard is given up, the run continues without it: ") and reason in warning
+    assert warning.startswith("tensorboard has ended, the run continues without it: ") and reason in warning
     assert str(run / "logs" / "tensorboard.log") in warning
 
 
@@ -253,7 +253,7 @@ def test_a_tracker_that_hangs_at_the_end_is_waited_for_so_long_and_killed(
         tracked.close()
         tracked.close()
     (warning,) = caplog.messages
-    assert "it has not taken the last lines within 1 s" in warning
+    assert "it did not send the last lines within 1 s" in warning
     assert child.returncode == -signal.SIGKILL
 
 

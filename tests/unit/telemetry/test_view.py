@@ -124,7 +124,7 @@ def test_markup_and_control_characters_are_shown_and_not_obeyed() -> None:
     sample = next(row for row in found if row.startswith("sample"))
     assert sample.startswith("sample    12+34= → x = [red]1[/red]⏎·[2J·· # 答え: 42 日本語") and sample.endswith("v39")
     warning = next(row for row in found if row.startswith("warning"))
-    assert "[bold]learner-0[/bold]: killed by the kernel for memory·[31m" in warning
+    assert "[bold]learner-0[/bold]: killed by the kernel, out of memory·[31m" in warning
     assert harmless("a\r\nb\tc\x00\ud800\u200b") == "a⏎b c···"
     assert "[bold]" not in " ".join(str(span.style) for row in view(busy(), 80, 24) for span in row.spans)
 

@@ -30,7 +30,7 @@ QUICK = {
     "cut_file": "bytes, and its header says .*: copy or download it again",
     "no_weights": "no weights: neither model.safetensors nor parts of it with an index",
     "lora_adapter": "is a LoRA adapter of Qwen/Qwen3-0.6B, not a model: merge it",
-    "gguf": "is of GGUF, which llama.cpp reads: name the folder or hub name of the model that it was made from",
+    "gguf": "is in GGUF, llama.cpp's format: name the folder or hub name of the model that it was made from",
     "fp8": r"is quantised \(quantization_config of config.json says fp8\)",
     "awq": r"is quantised \(quantization_config of config.json says awq\)",
     "no_config": "has weights and no config.json: copy or download that too",
@@ -47,7 +47,7 @@ SLOW = {
     "more_layers": "num_hidden_layers is 3 in config.json, and they have 2 layers",
     "not_a_number": r"has NaN or infinity in '.*\.1\..*'",
     "auto_map": "needs code that comes with it .*, which streamppo does not run",
-    "unknown_type": r"is of model_type '[a-z0-9_]+' that the installed transformers \([0-9.]+\) does not know",
+    "unknown_type": r"is of model_type '[a-z0-9_]+' that the installed transformers \([0-9.]+\) lacks",
 }
 """Sentences about faults that transformers' own reading shows."""
 FAMILIES = ("qwen3", "gpt2", "qwen3_moe")

@@ -459,7 +459,7 @@ def test_a_version_that_is_still_being_written_is_described_when_it_is_there(sto
         gate.wait()
         filled.tensors["w"].copy_(values)
 
-    pusher.push(0, filled, written=written)
+    pusher.push(0, filled, wait_for_copy=written)
     assert not published
     gate.set()
     pusher.last.result()

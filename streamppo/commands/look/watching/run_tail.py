@@ -28,7 +28,7 @@ class CurveSource(Protocol):
     """A run or a replay, with curves."""
 
     def tag(self) -> str:
-        """Look for changes; returns a word that changes with them."""
+        """Check for changes; returns a tag that changes with them."""
         ...
 
     def run_view(self) -> RunView:
@@ -37,7 +37,7 @@ class CurveSource(Protocol):
 
 
 class WatchedRun:
-    """The run in `folder`, called `name`. Unreadable parts are named, and the rest is shown."""
+    """The run in `folder`, called `name`. Unreadable parts are named, and the others shown."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class WatchedRun:
         self._begin()
 
     def tag(self) -> str:
-        """Read the new lines, and now and then the journal."""
+        """Read the new lines, and the journal at intervals."""
         self._read()
         self._condition = report.try_part(self.view, self._state_of_driver) or self.view.outcome
         is_due = time.monotonic() - self._journal_at >= JOURNAL_S and not self._is_early

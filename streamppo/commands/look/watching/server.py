@@ -30,9 +30,9 @@ from streamppo.telemetry.watch.sections import HERE
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 SHORTEST_S, LONGEST_S = 2.0, 60.0
-"""Seconds between two looks of the page."""
+"""Seconds between two requests of the page for changes."""
 SHARE = 0.03
-"""The share of a core that making the sections may take."""
+"""The most of a core that rendering the sections may take."""
 POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
 UNREADABLE = "the run's configuration cannot be read, and so neither can its archive"
 REPORT = Path(page.__file__).parent
@@ -73,7 +73,7 @@ class Page:
         return Response("\n".join(part.read_text() for part in parts), media_type=kind)
 
     def sections(self, request: Request) -> Response:
-        """The sections that are another text than before, if anything happened; and when to look again."""
+        """The sections whose text has changed, if any; and the time of the next request."""
         # Several pages may ask at a time, each in a thread.
         with self._lock:
             names = request.query_params.getlist("with")
@@ -108,7 +108,7 @@ class Page:
         return self._trajectories
 
     def _comparison(self, name: str) -> CurveSource:
-        """A run or a replay by the name that the page has for it."""
+        """A run or a replay by its name on the page."""
         if name not in self._paths:
             raise StreamppoError(f"{name}: no such run in this folder")
         if name not in self._watched:
@@ -140,7 +140,7 @@ def application(folder: Path, others: list[Path], token: str | None, key: str = 
 
 
 def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    """Let a request pass that has the token as a cookie; one with the token in its address is given the cookie."""
+    """Let a request pass that has the token as a cookie; a request with the token in its address gets the cookie."""
 
     async def dispatch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         # Cookies are shared between the ports of a host, so the name contains the port.
@@ -170,13 +170,13 @@ def _fault(_: Request, error: Exception) -> Response:
 
 
 def _name(path: Path, taken: set[str]) -> str:
-    """The name of a run or a replay on the page, with more of its path if another has the short one."""
+    """The name of a run or a replay on the page, with more of its path if another has the same short name."""
     short = path.name if path.is_dir() else f"{path.parent.parent.name} {path.stem}"
     longer = f"{path.parent.name}/{short}"
     return next(name for name in (short, longer, f"{path}") if name not in taken or name == f"{path}")
 
 
 def _siblings(folder: Path) -> list[Path]:
-    """The other runs in the folder that the run is in."""
+    """The other runs in the run's parent folder."""
     found = (path.parent for path in sorted(folder.parent.glob(f"*/{configfile.CONFIG}")))
     return [path for path in found if path != folder]

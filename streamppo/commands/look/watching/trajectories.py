@@ -43,7 +43,7 @@ LEARNED = {
 
 
 class TokenColumn(TypedDict):
-    """A number for each token of a completion; None for a token that the policy did not sample, or without a number.
+    """A number for each token of a completion; None for an unsampled token, or one without a number.
 
     `kind` says how it is coloured: "more" from pale to deep, "less" the other way, "both" by its sign, around 0.
     """
@@ -68,7 +68,7 @@ class ListedTrajectory(TypedDict):
 
 
 class RewardPart(TypedDict):
-    """The reward, or one of its components, over the trajectories of a batch that have it."""
+    """The reward, or one of its components, over a batch's trajectories with that component."""
 
     name: str
     mean: float
@@ -90,7 +90,7 @@ class BatchContent(TypedDict):
 
 
 class TreeRow(TypedDict):
-    """A node of a trajectory's tree (tree.py), in words; `token` is its first one, of the completion's; None: none."""
+    """A node of a trajectory's tree (tree.py), in words; `token` is its first token in the completion, or None."""
 
     kind: str
     name: str
@@ -264,10 +264,10 @@ def _columns(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats]
     columns = [
         _column("lag", "versions between sampling and training", "more", batch.version - versions, mask),
         _column("version", "weights that sampled it", "more", versions, mask),
-        _column("young enough", "1 if max_lag lets it into the loss", "more", versions >= batch.min_version, mask),
         _column(
-            "log-prob", "nats, under the policy that sampled it; deep where it was a surprise", "less", logprobs, mask
+            "young enough", "1 if it is within max_lag, and so in the loss", "more", versions >= batch.min_version, mask
         ),
+        _column("log-prob", "nats, under the policy that sampled it; deep if it was unlikely", "less", logprobs, mask),
     ]
     for name, (title, text, kind) in LEARNED.items():
         if name in learned:
@@ -285,7 +285,7 @@ def _columns(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats]
     if trajectory.branches:
         prompt, width = len(trajectory.prompt_tokens) // 4, len(trajectory.prompt_tokens) // 4 + trajectory.num_tokens
         piece, _ = branches.seen(trajectory.branches, width)
-        text = "its branch, numbered in the order of time; 0: the prompt's own"
+        text = "its branch, numbered in the order of time; 0: the prompt's"
         columns.append(_column("branch", text, "more", piece[prompt:], mask))
     if trajectory.candidate_counts:
         counts = ints(trajectory.candidate_counts)
@@ -307,7 +307,7 @@ def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: 
 
 
 def _texts(model: Path, decode: Decode, tokens: Ints) -> list[str]:
-    """The text that each token adds; a character of several tokens stands at the last of them."""
+    """The text that each token adds; a character of several tokens is at the last of them."""
     if not (model / report.TOKENIZER).is_file():
         return [decode(tokens[place : place + 1]) for place in range(len(tokens))]
     tokenizer, stream = _tokenizer(model), DecodeStream(skip_special_tokens=False)

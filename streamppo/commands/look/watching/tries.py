@@ -1,7 +1,7 @@
-"""Continuations that the page asks for: `streamppo try` in a process of its own, one at a time, for a bounded time.
+"""Continuations requested by the page: `streamppo try` in a separate process, one at a time, for a bounded time.
 
-A request names this page as its origin, which a page of elsewhere cannot, and has in a header the key that the command
-`watch` has printed, which no other user of this machine knows. It never agrees to code: `try` refuses a stranger's run.
+A request must have this page as its origin, which excludes foreign pages, and in a header the key printed by `watch`,
+which excludes other users of this machine. It never consents to code: `try` refuses another user's run.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class Tries:
 
 
 async def _body(request: Request) -> bytes:
-    """The body; of a longer one, enough to be refused."""
+    """The body, read up to a length that is refused."""
     body = b""
     async for part in request.stream():
         body += part

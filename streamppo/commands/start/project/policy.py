@@ -1,4 +1,4 @@
-"""A model that people bring: its size, context and tokenizer, by its folder, or by its name where it is not here."""
+"""A user's model: its size, context and tokenizer, from its folder, or from its name if it is not on this machine."""
 
 import json
 import math
@@ -16,10 +16,10 @@ from streamppo.errors import ConfigError, TaskError
 from streamppo.tasks import warmup_data
 
 UNKNOWN_CONTEXT = 4096
-"""Positions that a model is taken to have if it is not here."""
+"""The assumed number of positions of a model that is not here."""
 UNKNOWN_PARAMETERS = 1_000_000_000
 CHARACTERS = 3
-"""Characters of a token, rather too few, where there is no tokenizer to ask."""
+"""Assumed characters of a token without a tokenizer: rather too few."""
 TINY_PARAMETERS = 90_000
 """Parameters of builtin:tiny, about."""
 FLOAT32 = 4
@@ -28,7 +28,7 @@ FLOAT32 = 4
 class PolicyModel(NamedTuple):
     """The model at `path`. `cache` are bytes of one token in an engine's cache; None if it is not known.
 
-    `chat` tells if its tokenizer has a template. `folder` is None if the model is not here: the rest is then guessed.
+    `chat`: its tokenizer has a template. `folder` is None if the model is not here: the rest is then guessed.
     """
 
     path: str
@@ -41,7 +41,7 @@ class PolicyModel(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """True if its numbers are its own."""
+        """True if its numbers are read, not assumed."""
         return self.folder is not None or self.path == BUILTIN
 
     def measure(self) -> Measure:
@@ -50,7 +50,7 @@ class PolicyModel(NamedTuple):
             return lambda prompt: len(warmup_data.Characters().ids(prompt))
         if self.folder is None:
             return lambda prompt: -(-len(prompt.text) // CHARACTERS)
-        # Slow to import, and no use to somebody whose model is not here.
+        # Slow to import, and needed only for a model on this machine.
         from streamppo.tasks.tokenizer import Tokenizer
 
         try:

@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 
 
 def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> Sizes:
-    """Choose for `gpus` GPUs, or for a CPU with so much memory. Raises `ConfigError` if no prompt fits the model."""
+    """Choose for `gpus` GPUs, or for a CPU with this much memory. Raises `ConfigError` if no prompt fits the model."""
     small, length = is_small(policy), completion(policy, rows, gpus)
     share = min(0.25, max(0.05, 32 / rows.total))
     element = 2 if gpus else 4
@@ -99,7 +99,7 @@ def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
     longest = rows.longest_prompt if _all_measured(policy, rows) else math.ceil(1.25 * rows.longest_prompt)
     room = max(policy.context - longest, min(wanted, policy.context // 2))
     if wanted > room:
-        why = f"as many as the model's context ({policy.context}) leaves beside the longest prompt"
+        why = f"as many as the model's context ({policy.context}) leaves next to the longest prompt"
     max_tokens = max(1, min(wanted, room))
     bound = min(longest, policy.context - max_tokens)
     left_out = sum(length > bound for length in rows.prompts)

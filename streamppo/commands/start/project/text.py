@@ -82,7 +82,7 @@ def _model(chosen: ProjectChoices) -> Iterator[Line]:
 
 def _task(chosen: ProjectChoices) -> Iterator[Line]:
     rows, length = chosen.rows, chosen.sizes.completion
-    yield Line("data", _text(chosen.data), f"{rows.total:,} rows; their other columns reach the reward too")
+    yield Line("data", _text(chosen.data), f"{rows.total:,} rows; the reward gets their other columns too")
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
     yield Line("answer", _text(rows.answer), "the column that the reward gets as `answer`" if rows.answer else "none")
     if chosen.policy.chat and not rows.messages:
@@ -131,14 +131,14 @@ def _queue(sizes: Sizes) -> list[Line]:
 def _algorithm(chosen: ProjectChoices) -> list[Line]:
     lines = [
         Line("advantage", '"grpo"', "a completion against the others of its prompt; no critic is needed"),
-        Line("zero_variance", '"mask"', "prompts whose completions all score the same teach nothing"),
+        Line("zero_variance", '"mask"', "prompts whose completions all score the same have no signal"),
     ]
     if not is_small(chosen.policy):
         return [*lines, Line("correction", '"truncate"', "old tokens weigh proximal / behavior, at most 2")]
     return [
         *lines,
         Line("correction", '"topr"', "negative advantages weigh less, the less likely their completion is now"),
-        Line("negative_weight", "0.25", "and a quarter: old data mislead most where they say what not to do"),
+        Line("negative_weight", "0.25", "and a quarter: of old data, negative advantages mislead most"),
     ]
 
 
@@ -152,7 +152,7 @@ def _learner(chosen: ProjectChoices) -> Iterator[Line]:
     yield Line("warmup_updates", "5" if small else "10", "updates over which it rises from 0")
     yield Line("decay", '"linear"' if small else '"constant"', "its course after that")
     if small:
-        yield Line("final_lr_share", "0.1", "of it is left in the end")
+        yield Line("final_lr_share", "0.1", "share of lr at the end")
     yield Line("max_grad_norm", "0.5" if small else "1.0", "longer gradients are cut to this length")
     if places.gpus:
         yield Line("ranks", str(places.ranks), "processes that train, with a shard of the model each")
@@ -165,7 +165,7 @@ def _around(chosen: ProjectChoices) -> Iterator[Table]:
     yield Table(
         "evaluation",
         [
-            Line("every", str(sizes.updates // 10), "updates between two looks at held-out rows"),
+            Line("every", str(sizes.updates // 10), "updates between two evaluations"),
             Line("prompts", str(sizes.evaluated), "rows of a look"),
         ],
     )
@@ -173,10 +173,10 @@ def _around(chosen: ProjectChoices) -> Iterator[Table]:
         "checkpoint", [Line("every", str(sizes.updates // 4), "updates between two; `streamppo resume` uses them")]
     )
     if sizes.object_store_mib > 256:
-        store = Line("object_store_mib", str(sizes.object_store_mib), "three versions of the weights on their way")
+        store = Line("object_store_mib", str(sizes.object_store_mib), "three versions of the weights in transit")
         yield Table("cluster", [store])
     if not is_small(chosen.policy):
-        stall = Line("stall_s", "1800.0", "a run without an update for so long stops and says why")
+        stall = Line("stall_s", "1800.0", "a run without an update for this long stops with the reason")
         yield Table("watchdog", [stall])
 
 

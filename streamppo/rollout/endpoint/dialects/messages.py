@@ -140,9 +140,9 @@ def _messages(item: Body) -> Iterator[Message]:
     for block in (block for block in blocks if block.get("type") == "tool_result"):
         result = wire.text(block.get("content"), "a tool's result")
         yield Message(role="tool", content=result, tool_call_id=str(block.get("tool_use_id")))
-    rest = [block for block in blocks if block.get("type") != "tool_result"]
-    if rest or not blocks:
-        yield Message(role=role, content=wire.text(rest, f"a message of the {role}"))
+    other_blocks = [block for block in blocks if block.get("type") != "tool_result"]
+    if other_blocks or not blocks:
+        yield Message(role=role, content=wire.text(other_blocks, f"a message of the {role}"))
 
 
 def _assistant(blocks: Any) -> Message:

@@ -30,8 +30,12 @@ class Responses:
         form = body.get("text") or {}
         if isinstance(form, dict):
             wire.refuse(form, "format", wire.FORMAT, {"type": "text"})
-        given = body.get("input")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else wire.listed(given, "input")
+        conversation = body.get("input")
+        items = (
+            [{"role": "user", "content": conversation}]
+            if isinstance(conversation, str)
+            else wire.listed(conversation, "input")
+        )
         instructions = wire.text(body.get("instructions"), "the instructions")
         first = (Message(role="system", content=instructions),) if instructions else ()
         tools = () if body.get("tool_choice") == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
@@ -94,9 +98,9 @@ class ResponseStream:
         for item in (item for item in items if item["type"] == "function_call"):
             self._item += 1
             parts.append(self._event("output_item.added", item={**item, "arguments": "", "status": "in_progress"}))
-            known = {"item_id": item["id"], "name": item["name"]}
+            ids = {"item_id": item["id"], "name": item["name"]}
             parts.append(self._event("function_call_arguments.delta", item_id=item["id"], delta=item["arguments"]))
-            parts.append(self._event("function_call_arguments.done", **known, arguments=item["arguments"]))
+            parts.append(self._event("function_call_arguments.done", **ids, arguments=item["arguments"]))
             parts.append(self._event("output_item.done", item=item))
         response = _response(turn, self._model, items)
         parts.append(self._event("completed" if turn.finish == "stop" else "incomplete", response=response))
@@ -127,10 +131,10 @@ class ResponseStream:
         text = self._said.reasoning if thought else self._said.content
         item = _reasoning(self._turn, text) if thought else _text(self._turn, text)
         place, name = self._place_of(item), "reasoning_text" if thought else "output_text"
-        more = {} if thought else {"logprobs": []}
-        done = self._event(f"{name}.done", **place, text=text, **more)
-        done += self._event("content_part.done", **place, part=item["content"][0])
-        return done + self._event("output_item.done", item=item)
+        extra_fields = {} if thought else {"logprobs": []}
+        events = self._event(f"{name}.done", **place, text=text, **extra_fields)
+        events += self._event("content_part.done", **place, part=item["content"][0])
+        return events + self._event("output_item.done", item=item)
 
     def _place(self) -> Body:
         return self._place_of(_reasoning(self._turn, "") if self._open == "reasoning" else _text(self._turn, ""))
@@ -225,7 +229,7 @@ def _text(turn: Turn, text: str) -> dict[str, Any]:
 
 
 def _response(turn: Turn, model: str, items: Sequence[Body]) -> Body:
-    ended, cut = turn.reply is not None, turn.finish == "length"
+    is_ended, cut = turn.reply is not None, turn.finish == "length"
     usage = {
         "input_tokens": turn.context,
         "input_tokens_details": {"cached_tokens": turn.cached, "cache_write_tokens": 0},
@@ -237,8 +241,8 @@ def _response(turn: Turn, model: str, items: Sequence[Body]) -> Body:
         "id": turn.id,
         "object": "response",
         "created_at": wire.now(),
-        "status": ("incomplete" if cut else "completed") if ended else "in_progress",
-        "incomplete_details": {"reason": "max_output_tokens"} if ended and cut else None,
+        "status": ("incomplete" if cut else "completed") if is_ended else "in_progress",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_ended and cut else None,
         "error": None,
         "model": model,
         "output": list(items),
@@ -247,5 +251,5 @@ def _response(turn: Turn, model: str, items: Sequence[Body]) -> Body:
         "tool_choice": "auto",
         "tools": [],
         "metadata": {},
-        "usage": usage if ended else None,
+        "usage": usage if is_ended else None,
     }

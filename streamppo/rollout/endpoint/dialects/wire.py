@@ -16,9 +16,9 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
     *("min_tokens", "ignore_eos"),
 )
-"""Parameters that the run sets itself; those of a request are counted and left out."""
+"""Parameters set by the run; in a request they are counted and ignored."""
 FORMAT = "the policy is sampled without a grammar: ask for the form in the messages, and reward it"
-LOGPROBS = "they are kept with the run's trajectories"
+LOGPROBS = "they are stored with the run's trajectories"
 STOP = "rollout.stop sets the strings that end a turn, for all of them"
 ABSENT = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), FORMAT),
@@ -74,7 +74,7 @@ class Dialect(Protocol):
 
 
 def refuse_absent(body: Body) -> None:
-    """Raise `RequestRefused` for a request with one of the parameters that are in no dialect here."""
+    """Raise `RequestRefused` for a request with a parameter that no dialect here supports."""
     for name, why in ABSENT.items():
         refuse(body, name, why)
     if body.get("modalities") not in (None, [], ["text"]):
@@ -82,7 +82,7 @@ def refuse_absent(body: Body) -> None:
 
 
 def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
-    """Raise `RequestRefused` for a request that sets a parameter to something but `allowed`, nothing or a default."""
+    """Raise `RequestRefused` for a request that sets a parameter to a value other than `allowed`, null or a default."""
     given = body.get(name)
     if given not in (None, [], {}, False, *allowed):
         raise refusal.bad(f"{name} is not possible here: {why}", "unusable parameter")
@@ -120,7 +120,7 @@ def _part(part: Body, where: str) -> str:
     kind, content = part.get("type"), part.get("text")
     if kind in ("text", "input_text", "output_text") and isinstance(content, str):
         return content
-    raise refusal.bad(f"the content of {where} is text alone, and this has a part of the type {kind!r}")
+    raise refusal.bad(f"the content of {where} is only text, and this has a part of the type {kind!r}")
 
 
 def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
@@ -175,5 +175,5 @@ def behind(seen: str, whole: str) -> str:
 
 
 def now() -> int:
-    """Return the time as answers carry it."""
+    """Return the time in the format of answers."""
     return int(time.time())

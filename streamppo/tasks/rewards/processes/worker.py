@@ -2,7 +2,7 @@
 
     template    imports the reward once, then forks on demand: a new process starts in milliseconds, however long the
                 import took. It has one thread and runs no call.
-    process     a fork of it, leader of its own process group, under a memory limit: runs calls and may die of them
+    process     a fork of it, leader of its own process group, under a memory limit: runs calls and may die during them
 
 When the actor ends, the template and all its descendants end too (reaper.py).
 """
