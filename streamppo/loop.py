@@ -89,7 +89,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     interrupts.run, interrupts.say = folder, record.display.say
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
-        log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
+        log.info("run folder %s%s", folder, f": {record.version} updates are made" if record.version else "")
         with _write_summary(record, config) as reports:
             ending.enter_context(ray_session(config, interrupts))
             stages = Stages(config, folder, record, interrupts)
@@ -140,12 +140,12 @@ def train(stages: Stages, record: RunRecord) -> Reports:
             start = stages.start_learner(checkpoint)
             record.begin(start)
             rebuild_metrics.lost_lines(record, stages.folder)
-            asked: deque[PendingUpdate] = deque()
+            pending: deque[PendingUpdate] = deque()
             for version in range(start + 1, config.updates + 1):
-                asked.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
+                pending.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
                 _checkpoint(stages, version)
-                _record(stages, record, asked, left=AHEAD - 1)
-            _record(stages, record, asked, left=0)
+                _record(stages, record, pending, left=AHEAD - 1)
+            _record(stages, record, pending, left=0)
             return _finish(stages, record)
         except LearnerLost as lost:
             stages.note(RunStage.LEARNER, str(lost))
@@ -163,26 +163,26 @@ def _checkpoint(stages: Stages, version: int) -> None:
 def _drop_batches(stages: Stages, version: int) -> None:
     """Drop batches older than the oldest checkpoint that a resume may load, except the newest `archive.keep`
     batches."""
-    config, whole = stages.config, manifest.complete(stages.folder / "checkpoints")
-    if config.archive.keep and len(whole) >= config.checkpoint.keep:
-        before = min(version - config.archive.keep, int(whole[-config.checkpoint.keep].name))
+    config, complete = stages.config, manifest.complete(stages.folder / "checkpoints")
+    if config.archive.keep and len(complete) >= config.checkpoint.keep:
+        before = min(version - config.archive.keep, int(complete[-config.checkpoint.keep].name))
         stages.calls.watch_all([stages.queue.forget.remote(before)], RunStage.CHECKPOINT)
 
 
-def _record(stages: Stages, record: RunRecord, asked: deque[PendingUpdate], *, left: int) -> None:
-    """Wait for the oldest updates of `asked` until `left` are pending; record each, and evaluate if due.
+def _record(stages: Stages, record: RunRecord, pending: deque[PendingUpdate], *, left: int) -> None:
+    """Wait for the oldest updates of `pending` until `left` are pending; record each, and evaluate if due.
 
     On a signal: save a last checkpoint, record the finished updates, and raise `Interrupted`.
     """
-    while len(asked) > left:
+    while len(pending) > left:
         try:
-            answers = stages.calls.wait(asked[0].refs, f"update {asked[0].version}")
+            answers = stages.calls.wait(pending[0].refs, f"update {pending[0].version}")
         except Interrupted:
             stages.save_last(str(stages.folder / "checkpoints"))
-            for report in stages.finished_reports(update.refs[0] for update in asked):
+            for report in stages.finished_reports(update.refs[0] for update in pending):
                 record.update(report)
             raise
-        asked.popleft()
+        pending.popleft()
         report = decode(answers[0], UpdateReport)
         version, fresh = report.version, record.update(report)
         if fresh and _due(stages.config.evaluation.every, version) and version < stages.config.updates:

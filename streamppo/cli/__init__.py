@@ -214,11 +214,11 @@ def bisect(
     from streamppo.commands.bisection import Question
     from streamppo.commands.look import bisect
 
-    asked = Question(metric, above, below, test, tuple(changes))
-    asked.refuse()
+    question = Question(metric, above, below, test, tuple(changes))
+    question.refuse()
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
-    return bisect.bisect(folder, asked, as_json=json)
+    return bisect.bisect(folder, question, as_json=json)
 
 
 @app.command

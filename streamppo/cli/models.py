@@ -45,12 +45,12 @@ def evaluate(
     trust: Trust = False,
 ) -> int:
     """Measure held-out accuracy and pass@k of a run's checkpoint, with the run's reward, or of a model."""
-    own, config = run_argument.configuration_of(model, words, version)
-    if own is not None:
+    run_config, config = run_argument.configuration_of(model, words, version)
+    if run_config is not None:
         run_argument.ask(model.resolve(), trust=trust)
     from streamppo.commands.models import eval as command
 
-    return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)
+    return command.evaluate(str(model), run_config, config, version=version, samples=samples, as_json=json)
 
 
 @app.command(name="try")
@@ -75,10 +75,10 @@ def try_versions(
     """
     from streamppo.commands.trial import TrialQuestion
 
-    asked = TrialQuestion(tuple(versions), prompt, at, sample, attempt, n)
-    asked.refuse()
+    question = TrialQuestion(tuple(versions), prompt, at, sample, attempt, n)
+    question.refuse()
     folder = configfile.existing(folder)
     run_argument.ask(folder, trust=trust)
     from streamppo.commands.models import continuations as command
 
-    return command.try_versions(folder, asked, as_json=json)
+    return command.try_versions(folder, question, as_json=json)

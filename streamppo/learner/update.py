@@ -282,8 +282,8 @@ class Updater:
     def _warn_empty_steps(self, version: int, minibatches: Sequence[Minibatch]) -> None:
         if self.rank == 0 and (empty := sum(minibatch.is_empty for minibatch in minibatches)):
             log.warning(
-                "batch %d: %d of %d optimizer steps were left out: no token of theirs was left to learn from "
-                "(tokens_too_old, equal_groups, filtered_* and rejected_* in metrics.jsonl say why)",
+                "batch %d: %d of %d optimizer steps were skipped: none of their tokens was left in the loss "
+                "(tokens_too_old, equal_groups, filtered_* and rejected_* in metrics.jsonl show why)",
                 version,
                 empty,
                 len(minibatches),

@@ -252,8 +252,7 @@ class Player:
 
 
 class Columns:
-    """The columns of an episode as they grow, turn by turn. `known` is the number of tokens at the end of the last
-    turn."""
+    """The columns of an episode as they grow. `known` is the number of tokens at the end of the last turn."""
 
     def __init__(self, prompt_tokens: Ints, opening: Prompt | None = None) -> None:
         self.prompt_tokens = prompt_tokens

@@ -90,13 +90,13 @@ def paths(column: bytes, width: int) -> list[Ints]:
     cut = pieces(column, width)
     starts, parents, before = [piece.start for piece in cut], {piece.parent for piece in cut}, list[Ints]()
     for start, end, parent in cut:
-        whole = np.arange(start, end, dtype=np.int32)
+        path = np.arange(start, end, dtype=np.int32)
         if parent >= 0:
             above = before[bisect_right(starts, parent) - 1]
-            whole = np.concatenate([above[: int(np.searchsorted(above, parent)) + 1], whole])
-        before.append(whole)
+            path = np.concatenate([above[: int(np.searchsorted(above, parent)) + 1], path])
+        before.append(path)
         if end - 1 not in parents:
-            root_paths.append(whole)
+            root_paths.append(path)
     return root_paths
 
 

@@ -58,9 +58,9 @@ def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
         return f"a turn that begins at token {starts[at]} reused {reused[at]} tokens"
     if (out := (delivered < 0) | (delivered > 1)).any():
         return f"a turn has delivered = {delivered[np.argmax(out)]}, which is neither 0 nor 1"
-    own = np.zeros(len(mask), np.bool_)
+    in_turn = np.zeros(len(mask), np.bool_)
     for start, end in zip(starts[delivered == 1] - prompt, ends[delivered == 1] - prompt, strict=True):
-        own[start:end] = True
-    if (other := own != mask).any():
-        return f"token {prompt + int(np.argmax(other))} is sampled by the mask or by a turn, and not by both"
+        in_turn[start:end] = True
+    if (differs := in_turn != mask).any():
+        return f"token {prompt + int(np.argmax(differs))} is sampled by the mask or by a turn, and not by both"
     return None

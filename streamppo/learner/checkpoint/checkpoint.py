@@ -77,15 +77,15 @@ class Saver:
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
         tensors = _tensors(trained, state)
-        written = dcp.async_save(
+        write = dcp.async_save(
             tensors,
             checkpoint_id=durable.aside(final),
             process_group=self._group,
             # With several replicas of the model the first one writes.
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         )
-        assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
-        self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads, copies=copies)
+        assert isinstance(write, Future), "async_save gives a future unless it is asked for more"
+        self._under_way = self._thread.submit(self._complete, final, state, write, pushed, leads=leads, copies=copies)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises `CheckpointError` if it could not be written."""
@@ -113,14 +113,14 @@ class Saver:
         self,
         final: Path,
         state: CheckpointState,
-        written: "Future[object]",
+        write: "Future[object]",
         pushed: "Future[PushedVersion]",
         *,
         leads: bool,
         copies: bool,
     ) -> None:
         try:
-            written.result()
+            write.result()
         except dcp.api.CheckpointException as error:
             reasons = [str(failure) for failure, _ in error.failures.values()]
             raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error

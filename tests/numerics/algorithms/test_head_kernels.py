@@ -276,7 +276,7 @@ def test_a_gpu_without_the_kernels_says_why_in_one_line(
     logging.getLogger("streamppo").propagate = True
     assert not any(chunked_head.has_kernels(GPU, dtype) for _ in range(3))
     (line,) = caplog.messages
-    assert "slower way" in line
+    assert "fallback is slower" in line
     told = {"type": "torch.float64", "not installed": "triton", "no compiler": "Failed to find C compiler. Please"}
     assert told[reason] in line
     assert "\n" not in line

@@ -246,7 +246,7 @@ def test_an_update_of_which_nothing_is_left_makes_no_step_and_says_so(
     assert (found["steps"], found["empty_steps"], found["grad_norm"]) == (0, minibatches, 0)
     assert all(math.isfinite(number) for number in found.values())
     told = [line.getMessage() for line in logged.records if line.levelno == logging.WARNING]
-    assert [text for text in told if f"batch 4: {minibatches} of {minibatches} optimizer steps were left out" in text]
+    assert [text for text in told if f"batch 4: {minibatches} of {minibatches} optimizer steps were skipped" in text]
 
 
 @pytest.mark.usefixtures("group")

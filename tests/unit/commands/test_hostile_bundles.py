@@ -343,10 +343,13 @@ HARMLESS = {
 REASONS = {
     **{"a billion layers": "num_hidden_layers = 1000000000", "many layers": "num_hidden_layers = 4000"},
     **{"a billion epochs": "optimizer steps in one update", "rows too wide to be padded": "too many to be padded"},
-    **{"a model elsewhere as critic": "names models elsewhere", "a teacher elsewhere": "names models elsewhere"},
+    **{
+        "a model elsewhere as critic": "names models outside the bundle",
+        "a teacher elsewhere": "names models outside the bundle",
+    },
     **{"a loss of foreign code": "--trust", "a file of code": "a tensor 'files.modeling_x.py'"},
-    **{"a file that says where weights are": "belongs to no model or tokenizer", "a pickle of weights": "a tensor 'files."},
-    **{"positions without end": "larger buffers", "a width of another model": "in the model of its config.json"},
+    **{"a file that says where weights are": "not of a model or tokenizer", "a pickle of weights": "a tensor 'files."},
+    **{"positions without end": "too large buffers", "a width of another model": "in the model of its config.json"},
     **{"tokens beyond the vocabulary": "a token 1000000", "other weights": "not those of version 3"},
 }
 """Words of our own bounds: without one, another error would hide that it is gone."""

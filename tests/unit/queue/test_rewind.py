@@ -133,7 +133,7 @@ def test_versions_whose_batches_do_not_tell_the_next_prompts_are_refused(
     for version in range(UPDATES + 1):
         (fork := tmp_path / f"fork-{version}").mkdir()
         if 0 < version < 5:
-            with pytest.raises(JournalError, match="a fork can begin at version 5 and later"):
+            with pytest.raises(JournalError, match="a fork can begin at version 5 or later"):
                 rewind(run, fork, config, Rewound(version))
         else:
             rewind(run, fork, config, Rewound(version))
