@@ -209,6 +209,10 @@ def content(value: object, where: str, source: Source) -> tuple[str, tuple[Messa
     else:
         raise TaskError(f"{where}: the prompt must be a string or a list of messages that is not empty, not {value!r}")
     if source.system:
+        if any(message.role in ("system", "developer") for message in messages):
+            raise TaskError(
+                f"{where}: the prompt has a system message, and task.system is a second: leave one of them out"
+            )
         messages.insert(0, Message(role="system", content=source.system))
     return "\n\n".join(message.text for message in messages), tuple(messages)
 

@@ -83,6 +83,18 @@ def test_a_string_becomes_a_chat_with_a_system_message_where_the_source_says_so(
     assert tokenizer.render(system) == "[system]be brief<eos>[user]hello<eos>[assistant]"
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_second_system_message_is_refused_with_the_row(tmp_path: Path, role: str, place: int) -> None:
+    asked = {"role": "user", "content": "hello"}
+    turns = [asked]
+    turns.insert(place, {"role": role, "content": "be kind"})
+    data = jsonl(tmp_path / "rows.jsonl", [{"prompt": [asked], "answer": ""}, {"prompt": turns, "answer": ""}])
+    assert len(task.build(one_source(data=data, held_out=0.0), 1).training) == 2
+    with pytest.raises(TaskError, match=r"row 2: the prompt has a system message, and task\.system is a second"):
+        task.build(one_source(data=data, held_out=0.0, system="be brief"), 1)
+
+
 def test_messages_need_a_tokenizer_with_a_template(tmp_path: Path) -> None:
     character_tokenizer("ab").save_pretrained(tmp_path)
     data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": ""}])
