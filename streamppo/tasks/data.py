@@ -155,7 +155,8 @@ def _evaluation(source: Source) -> tuple[str, str]:
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """Convert one row according to `source`. Raises `TaskError` with the name of a missing column."""
     text, messages = content(_column(row, source.prompt, where), where, source)
-    columns = {key: value for key, value in row.items() if key != source.prompt}
+    # Rewards may name a prompt's column, but `prompt`, which TRL and agents give in a form of their own.
+    columns = {key: value for key, value in row.items() if not key == source.prompt == "prompt"}
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
     if source.answer:
         columns["answer"] = _column(row, _answer_column(row, source.answer), where)

@@ -95,6 +95,16 @@ def test_a_second_system_message_is_refused_with_the_row(tmp_path: Path, role: s
         task.build(one_source(data=data, held_out=0.0, system="be brief"), 1)
 
 
+@pytest.mark.parametrize(("column", "kept"), [("question", True), ("messages", True), ("prompt", False)])
+@pytest.mark.parametrize("value", ["what", [{"role": "user", "content": "what"}]])
+def test_rewards_may_name_the_column_of_the_prompt_but_for_prompt_itself(
+    tmp_path: Path, column: str, kept: bool, value: object
+) -> None:
+    data = jsonl(tmp_path / "rows.jsonl", [{column: value, "answer": "3"}])
+    prompt = task.build(one_source(data=data, held_out=0.0, prompt=column), 1).prompt(0)
+    assert prompt.columns == {"answer": "3", **({column: value} if kept else {})}
+
+
 def test_messages_need_a_tokenizer_with_a_template(tmp_path: Path) -> None:
     character_tokenizer("ab").save_pretrained(tmp_path)
     data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": ""}])
@@ -115,7 +125,10 @@ def test_a_template_writes_its_own_special_tokens_and_a_plain_text_gets_the_toke
 def test_columns_are_mapped_also_from_one_level_down(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "rows.jsonl", [{"q": "x", "meta": {"gold": 4, "level": 2}}])
     config = one_source(data=data, held_out=0.0, prompt="q", answer="meta.gold", columns={"grade": "meta.level"})
-    assert task.build(config, 1).prompt(0).columns == {"meta": {"gold": 4, "level": 2}, "answer": 4, "grade": 2}
+    assert task.build(config, 1).prompt(0).columns == {
+        **{"q": "x", "meta": {"gold": 4, "level": 2}},
+        **{"answer": 4, "grade": 2},
+    }
     with pytest.raises(TaskError, match=r"row 1: no column 'meta\.silver'"):
         task.build(one_source(data=data, prompt="q", answer="meta.silver"), 1)
 

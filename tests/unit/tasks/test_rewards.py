@@ -22,7 +22,7 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards
-from streamppo.tasks.rewards.signature import detect_signature
+from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signature
 from streamppo.types import Prompt, ScoredText, decode, encode
 from streamppo.types import Reward as Given
 
@@ -374,6 +374,48 @@ def trl(prompts: list[str], completions: list[str], answer: list[str], **kwargs:
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     return 0.0
+
+
+def gsm8k(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    return score if solution_str == ground_truth and method == "strict" else format_score
+
+
+def informed(solution_str: str, ground_truth: str, extra_info: dict[str, int], level: int) -> float:
+    return float(extra_info.get("turns", 0) + level)
+
+
+ROWS = [
+    {"answer": "3"},
+    {"answer": "3", "score": 7.0},
+    {"answer": "3", "method": "flexible", "format_score": "none"},
+    {"answer": "3", "score": None, "data_source": "d", "reward_model": {"ground_truth": "3"}},
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_default_of_verls_signature_stays_though_a_column_has_its_name(row: dict[str, Any]) -> None:
+    found = detect_signature(gsm8k, "gsm8k", {})
+    assert found.columns(row) == {}
+    assert call(LoadedReward(found, gsm8k), (text("3"),), (row,))[0].reward == Given(score=1.0)
+
+
+@pytest.mark.parametrize(("extra", "total"), [({}, 2), ({"extra_info": None}, 2), ({"extra_info": {"turns": 3}}, 5)])
+def test_verls_extra_info_is_a_dict_in_every_row(extra: dict[str, Any], total: float) -> None:
+    found = detect_signature(informed, "informed", {})
+    row = {"answer": "3", "level": 2, **extra}
+    assert call(LoadedReward(found, informed), (text("3"),), (row,))[0].reward == Given(score=total)
+    with pytest.raises(TaskError, match="asks for the column 'level'"):
+        found.columns({"answer": "3"})
+
+
+def test_a_prompt_that_a_reward_asks_for_as_a_column_is_told_by_its_name() -> None:
+    def asking(trajectory: ScoredText, prompt: str) -> float:
+        return 0.0
+
+    with pytest.raises(TaskError, match=r"the column 'prompt'; columns are answer; the prompt is `trajectory\.prompt`"):
+        detect_signature(asking, "asking", {}).columns({"answer": "3"})
 
 
 def test_the_three_signatures_are_told_apart() -> None:

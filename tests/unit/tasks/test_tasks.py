@@ -83,7 +83,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
     )
     built = task.build(config, 1)
     assert built.prompt(7).text == "1"
-    assert built.held_out(10)[0].columns == {"answer": "4", "solution": "4"}
+    assert built.held_out(10)[0].columns == {"question": "3", "answer": "4", "solution": "4"}
 
 
 @pytest.mark.parametrize(
