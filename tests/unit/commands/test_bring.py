@@ -114,6 +114,28 @@ def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
     assert not Path("mine.toml").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "chat", "control_tokens"),
+    [("<|user|>{}+1=<eos><|assistant|>", False, "parse"), ("{}+1=", True, "text"), ("{}+1=<eo", True, "text")],
+)
+def test_a_text_that_is_templated_already_gets_no_second_template(
+    text: str, chat: bool, control_tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": text.format(n), "answer": "2"} for n in range(40)])
+    config, _ = begun(capsys, case.bring(tmp_path, data=str(data), model="chat"))
+    assert (source(config).chat, source(config).control_tokens) == (chat, control_tokens)
+    assert main(["check", "mine.toml"]) == 0
+    assert "spell control tokens" not in capsys.readouterr().out
+
+
+def test_a_template_that_no_tokenizer_reads_makes_no_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case.model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    config, _ = begun(capsys, case.bring(tmp_path, model="model"))
+    assert not source(config).chat
+
+
 def test_columns_that_are_named_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = case.rows(tmp_path / "its.jsonl", [{"a": f"x{n}", "b": f"y{n}", "meta": {"gold": "z"}} for n in range(40)])
     options = {"data": str(data), "prompt": "b", "answer": "meta.gold"}

@@ -24,14 +24,24 @@ LOOKED_AT = 64
 """Rows by which columns are chosen."""
 MEASURED = 10_000
 """Rows that are measured; all are counted."""
-Measure = Callable[[Prompt], int]
-"""Tokens of a prompt, as the model reads it."""
+
+
+class PromptView(NamedTuple):
+    """A model's view of a prompt: the number of its tokens, and whether it spells control tokens.
+
+    `chat` tells if the model has a chat template.
+    """
+
+    measure: Callable[[Prompt], int]
+    spells: Callable[[Prompt], bool] = lambda prompt: False
+    chat: bool = False
 
 
 class DataRows(NamedTuple):
     """`total` rows of the data set `data`, whose prompts are texts or `messages`.
 
-    Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows.
+    Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows. Texts that are
+    `templated` are written in a chat template already.
     """
 
     data: str
@@ -41,6 +51,7 @@ class DataRows(NamedTuple):
     messages: bool
     prompts: Sequence[int]
     answers: Sequence[int]
+    templated: bool = False
 
     @property
     def longest_prompt(self) -> int:
@@ -53,7 +64,7 @@ class DataRows(NamedTuple):
         return max(self.answers, default=0)
 
 
-def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: Measure, *, chat: bool) -> DataRows:
+def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView) -> DataRows:
     """Read the rows of `data`, with prompt and answer in `columns`; empty names are chosen.
 
     Raises `ConfigError` if no column is the prompt, or if `reward` asks for a missing column.
@@ -74,15 +85,31 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: M
             f"{reward.function} asks for the column {min(missing)!r}, and rows of {data} have {', '.join(rows[0])}"
             + ("; name the column of the answer with --answer" if "answer" in missing else "")
         )
-    source = Source(data=data, prompt=prompt, answer=answer, chat=chat)
+    messages = isinstance(_at(rows[0], prompt), list)
+    shown = [Prompt(text=str(_at(row, prompt)), columns={}) for row in rows[:LOOKED_AT]]
+    templated = not messages and all(map(view.spells, shown))
+    source = Source(
+        data=data,
+        prompt=prompt,
+        answer=answer,
+        chat=view.chat and not templated,
+        control_tokens="parse" if templated else "text",
+    )
     try:
         prompts = [data_sets.prompt(row, f"{data}, row {place}", "data", source) for place, row in enumerate(rows, 1)]
-        lengths = [measure(row_prompt) for row_prompt in prompts]
+        lengths = [_length(view, row_prompt, f"{data}, row {place}") for place, row_prompt in enumerate(prompts, 1)]
         texts = [text for row_prompt in prompts if isinstance(text := row_prompt.columns.get("answer"), str) and text]
-        answers = [measure(Prompt(text=text, columns={})) for text in texts]
+        answers = [view.measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    return DataRows(data, total, prompt, answer, isinstance(_at(rows[0], prompt), list), lengths, answers)
+    return DataRows(data, total, prompt, answer, messages, lengths, answers, templated)
+
+
+def _length(view: PromptView, prompt: Prompt, where: str) -> int:
+    try:
+        return view.measure(prompt)
+    except TaskError as error:
+        raise TaskError(f"{where}: {error}") from error
 
 
 def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
