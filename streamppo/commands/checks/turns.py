@@ -49,7 +49,12 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
     An agent is played if `call` is true.
     """
     first = task.training[:PROMPTS]
-    notes = (_note_control_tokens(first, tokenizer), _note_tools(first, tokenizer), _note_begun(first))
+    notes = (
+        _note_control_tokens(first, tokenizer),
+        _note_opening(first, tokenizer),
+        _note_tools(first, tokenizer),
+        _note_begun(first),
+    )
     yield from (Finding("task", "note", note) for note in notes if note)
     by_source = {prompt.source: prompt for prompt in reversed(first)}
     if isinstance(config.environment, AgentEnvironment) and not call:
@@ -74,6 +79,17 @@ def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str
         f"{len(spelled)} of the first {len(doubtful)} prompts spell control tokens ({names}), "
         f"{'which stay text' if kept else 'to which the chat template adds its own'}; where rows are written in a chat "
         f'template already, choose control_tokens = "parse"{once}'
+    )
+
+
+def _note_opening(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
+    """Name what the chat template leaves to the policy of the opening of its turn."""
+    opening = tokenizer.missing_opening() if any(prompt.messages for prompt in prompts) else ""
+    if not opening:
+        return ""
+    return (
+        f"the chat template does not open the assistant's turn: a completion begins with {opening!r}, which templates "
+        "write `if add_generation_prompt`"
     )
 
 

@@ -117,6 +117,28 @@ def test_a_template_that_would_be_written_twice_is_noted(
     assert [says in text for text in notes] == [True] if says else notes == []
 
 
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENING = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "is_noted"),
+    [
+        (CHATML, {}, True),
+        (CHATML, {"prompt": "1+2"}, False),
+        (CHATML + "{% if add_generation_prompt %}" + OPENING + "{% endif %}", {}, False),
+        (CHATML + OPENING, {}, False),
+        ("[INST]{{ messages[0].content }}[/INST]{% if messages[1:] %} {{ messages[1].content }}{% endif %}", {}, False),
+    ],
+)
+def test_a_template_that_leaves_the_opening_of_a_turn_to_the_policy_is_noted(
+    tmp_path: Path, template: str, row: dict[str, Any], is_noted: bool
+) -> None:
+    texts = [one.text for one in findings(tmp_path, "return Done(1.0)", family="qwen2.5", template=template, **row)]
+    assert any(f"a completion begins with {OPENING!r}" in text for text in texts) == is_noted
+    assert any("does not open" in text for text in texts) == is_noted
+
+
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 BEGUN = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "It is"}]
 
