@@ -129,6 +129,28 @@ def test_a_text_that_is_templated_already_gets_no_second_template(
     assert "spell control tokens" not in capsys.readouterr().out
 
 
+def test_a_reward_that_reads_texts_where_trl_gives_messages_is_told_their_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+    (tmp_path / "trl.py").write_text(
+        "import re\ndef score(completions, **more):\n    return [float(re.search('2', one)) for one in completions]\n"
+    )
+    begun(capsys, case.bring(tmp_path, model="chat", reward="trl.py:score"))
+    assert main(["check", "mine.toml"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "so a text is completions[0][0]['content']" in said
+
+
+def test_answers_that_are_no_text_are_not_said_to_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": f"{n}+1=", "answer": ["1", "2"]} for n in range(40)])
+    (tmp_path / "one_of.py").write_text("def score(trajectory, answer):\n    return trajectory.completion in answer\n")
+    begun(capsys, case.bring(tmp_path, data=str(data), reward="one_of.py:score"))
+    assert main(["check", "mine.toml"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reward ok 8 rows without a text or number as answer score 0 with an empty completion" in said
+
+
 def test_a_template_that_no_tokenizer_reads_makes_no_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case.model(tmp_path / "model")
     (tmp_path / "model" / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
