@@ -88,7 +88,9 @@ def _called(found: object, name: str) -> Callable[..., object]:
         return found.__call__
     if inspect.isroutine(found) or isinstance(found, partial):
         return found
-    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {type(found).__name__}")
+    kind = type(found).__name__
+    advice = ": give the class, and what it is made with as reward.arguments" if callable(found) else ""
+    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {kind}{advice}")
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
@@ -134,6 +136,10 @@ def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome,
     """Call a sync reward; exceptions become failures."""
     try:
         value = _invoke(reward, texts, columns)
+        if inspect.iscoroutine(value):
+            value.close()
+            reason = "returned a coroutine, and is no `async def`: make the function around it one, which awaits it"
+            return (Outcome(reason=reason),) * len(texts)
         return _outcomes(reward.signature.style, value, texts)
     # A user's reward may raise any exception, and so may the inspection of its values.
     except (Exception, SystemExit) as error:

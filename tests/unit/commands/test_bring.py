@@ -89,12 +89,25 @@ def test_columns_are_found_by_the_names_that_data_sets_have(
     assert source(config).chat == isinstance(row[prompt], str), "a text becomes a user's message; messages are some"
 
 
+DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
 @pytest.mark.parametrize(
     ("row", "options", "said"),
     [
         ({"a": "x", "b": "y", "answer": "z"}, {}, "name the one of the prompt with --prompt"),
-        ({"prompt": [{"role": "user", "content": "x"}], "answer": "z"}, {}, "tokenizer has no chat template"),
+        ({"prompt": [{"role": "user", "content": "x"}], "answer": "z"}, {}, "row 1: the prompts are messages, but the"),
         ({"prompt": 3, "answer": "z"}, {}, "no column is the prompt by its name"),
+        ({"prompt": 3, "answer": "z"}, {}, "'prompt' of row 1 is 3, neither a text nor messages"),
+        ({"question": None, "problem": "", "answer": "z"}, {}, "'problem' of row 1 is empty: leave such rows out"),
+        ({"messages": DONE}, {}, "'messages' of row 1 ends with the assistant's answer: leave that out of it"),
+        ({"messages": DONE}, {"prompt": "messages"}, "one there; 'messages' of row 1 ends with the assistant's answer"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, {}, 'has turns of "from" and "value": write "role"'),
+        (
+            {"a": "x", "b": "y", "n": 1},
+            {},
+            "messages, instruction, query, input, conversation, conversations, text); columns",
+        ),
         ({"prompt": "x", "gold_text": "z"}, {}, "asks for the column 'answer', and rows of "),
         ({"prompt": "x", "gold_text": "z"}, {}, "name the column of the answer with --answer"),
         ({"prompt": "x", "answer": "z"}, {"prompt": "promt"}, "--prompt promt: a prompt is a text or a list"),
@@ -112,6 +125,14 @@ def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
     assert main(case.bring(tmp_path, **{"data": str(data), **options})) == MISTAKE
     assert said in capsys.readouterr().err
     assert not Path("mine.toml").exists()
+
+
+def test_the_row_without_a_prompt_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(
+        tmp_path / "its.jsonl", [{"prompt": f"{n}" if n != 20 else None, "answer": "z"} for n in range(40)]
+    )
+    assert main(case.bring(tmp_path, data=str(data))) == MISTAKE
+    assert "'prompt' of row 21 is empty: leave such rows out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

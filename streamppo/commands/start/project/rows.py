@@ -13,7 +13,10 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.scoring import detect
 from streamppo.types import Prompt
 
-PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input", "conversation", "text")
+PROMPTS = (
+    *("prompt", "question", "problem", "messages", "instruction", "query", "input"),
+    *("conversation", "conversations", "text"),
+)
 """Names of a prompt's column, the most certain first."""
 ANSWERS = (
     *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
@@ -22,6 +25,8 @@ ANSWERS = (
 """Names of an answer's column, the most certain first."""
 LOOKED_AT = 64
 """Rows by which columns are chosen."""
+QUOTED = 60
+"""Characters of a value that is no prompt in a sentence about it."""
 MEASURED = 10_000
 """Rows that are measured; all are counted."""
 
@@ -117,7 +122,7 @@ def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
         if not all(_is_prompt(_at(row, named)) for row in rows):
             raise ConfigError(
                 f"--prompt {named}: a prompt is a text or a list of messages, and not every row of {data} has one "
-                f"there; columns are {', '.join(rows[0])}"
+                f"there{_misfit(rows, named)}; columns are {', '.join(rows[0])}"
             )
         return named
     fitting = [name for name in rows[0] if all(_is_prompt(row.get(name)) for row in rows)]
@@ -125,9 +130,10 @@ def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
     rest = [name for name in fitting if name not in ANSWERS]
     if known or len(rest) == 1:
         return (known or rest)[0]
+    doubtful = next((why for name in PROMPTS if (why := _misfit(rows, name))), "")
     raise ConfigError(
-        f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}); columns are {', '.join(rows[0])}: name "
-        "the one of the prompt with --prompt"
+        f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}){doubtful}; columns are "
+        f"{', '.join(rows[0])}: name the one of the prompt with --prompt"
     )
 
 
@@ -142,14 +148,32 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
     return next(fitting, "")
 
 
+def _misfit(rows: Sequence[Row], name: str) -> str:
+    """Say why the first value at `name` that is no prompt is none; "" if there is none, or no row has a value."""
+    values = [(place, _at(row, name)) for place, row in enumerate(rows, 1)]
+    if all(value is None for _, value in values):
+        return ""
+    return next((f"; {name!r} of row {place} {_why(value)}" for place, value in values if not _is_prompt(value)), "")
+
+
+def _why(value: object) -> str:
+    match value:
+        case [*_, {"role": "assistant"}]:
+            return "ends with the assistant's answer: leave that out of it, and keep it in a column of its own"
+        case [{"from": _, "value": _}, *_]:
+            return 'has turns of "from" and "value": write "role" (user, assistant, system) and "content"'
+        case None | "" | []:
+            return "is empty: leave such rows out"
+        case _:
+            return f"is {repr(value)[:QUOTED]}, neither a text nor messages"
+
+
 def _is_prompt(value: object) -> bool:
     """True for a text, and for messages that do not end with the assistant's."""
     if not isinstance(value, list):
         return isinstance(value, str) and bool(value)
     messages = cast("list[object]", value)
-    if not messages or not all(
-        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
-    ):
+    if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         return False
     return cast("Mapping[str, object]", messages[-1])["role"] != "assistant"
 
