@@ -24,12 +24,14 @@ def message(item: object, where: str) -> Message:
     content = fields.pop("content", None)
     if not isinstance(content, str) and (content is not None or not fields.get("tool_calls")):
         raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
+    if isinstance(calls := fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_read_arguments(call) for call in cast("list[object]", calls)]
     known = {name: fields.pop(name) for name in ("name", "tool_calls", "tool_call_id") if name in fields}
     try:
         converted = msgspec.convert({"role": role, "content": content, **known, "fields": fields}, Message)
         # It must be encodable, because it is sent to other processes.
         msgspec.msgpack.encode(converted)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
         raise TaskError(f"{where}: no message that a chat template gets: {error}: {item!r}") from error
     return converted
 
@@ -43,7 +45,7 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
         row_tools = msgspec.convert(_without_nulls(listed or []), tuple[dict[str, object], ...])
         more = msgspec.convert(_without_nulls(arguments or {}), dict[str, object])
         msgspec.msgpack.encode((row_tools, more))
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
         raise TaskError(
             f"{where}: the column {tools!r} is a list of JSON schemas and {ARGUMENTS!r} has arguments by name, for the "
             f'chat template; here {error}. Name another column, or none: tools = ""'
@@ -51,6 +53,18 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
     return Template(
         arguments={**base.arguments, **more}, tools=(*base.tools, *row_tools), control_tokens=base.control_tokens
     )
+
+
+def _read_arguments(call: object) -> object:
+    """Return a call with its arguments as values: OpenAI has them as JSON, and templates write values as JSON again."""
+    match call:
+        case {"function": {"arguments": str(text)}}:
+            known = cast("dict[str, dict[str, object]]", call)
+            arguments = _parse_column(text) if text.strip() else {}
+            is_object = isinstance(arguments, dict)
+            return {**known, "function": {**known["function"], "arguments": arguments}} if is_object else call
+        case _:
+            return call
 
 
 def _parse_column(value: object) -> object:

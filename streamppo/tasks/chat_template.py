@@ -114,6 +114,23 @@ class ChatTemplate:
         """Render a finished conversation. Raises `TaskError` as `render` does."""
         return self._apply(messages, template, add_generation_prompt=False)
 
+    def missing_opening(self) -> str:
+        """Return what is written before an assistant's words but not behind a prompt; "" if the two are the same.
+
+        Example: "<|im_start|>assistant\\n" of a template that does not ask for `add_generation_prompt`.
+        """
+        asked = (Message(role="user", content="?"),)
+        try:
+            prompt, ended = self._render_open(asked, PLAIN), self.render_conversation(asked, PLAIN)
+            turn = self.render_conversation((*asked, Message(role="assistant", content=SENTINEL)), PLAIN)
+        except TaskError as error:
+            log.debug("the chat template writes no plain turn: %s", error)
+            return ""
+        before, found, _ = turn.partition(SENTINEL)
+        opening = before.removeprefix(prompt)
+        is_missing = found and prompt == ended and before.startswith(prompt) and opening.strip()
+        return opening if is_missing else ""
+
     def after_turn(self, said: Sequence[Message], template: Template, calls: Calls = ()) -> AfterTurn:
         """Render `said` after a turn of the assistant: the text after its words, with the opening of the next turn.
 

@@ -155,7 +155,8 @@ def _evaluation(source: Source) -> tuple[str, str]:
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """Convert one row according to `source`. Raises `TaskError` with the name of a missing column."""
     text, messages = content(_column(row, source.prompt, where), where, source)
-    columns = {key: value for key, value in row.items() if key != source.prompt}
+    # Rewards may name a prompt's column, but `prompt`, which TRL and agents give in a form of their own.
+    columns = {key: value for key, value in row.items() if not key == source.prompt == "prompt"}
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
     if source.answer:
         columns["answer"] = _column(row, _answer_column(row, source.answer), where)
@@ -209,6 +210,10 @@ def content(value: object, where: str, source: Source) -> tuple[str, tuple[Messa
     else:
         raise TaskError(f"{where}: the prompt must be a string or a list of messages that is not empty, not {value!r}")
     if source.system:
+        if any(message.role in ("system", "developer") for message in messages):
+            raise TaskError(
+                f"{where}: the prompt has a system message, and task.system is a second: leave one of them out"
+            )
         messages.insert(0, Message(role="system", content=source.system))
     return "\n\n".join(message.text for message in messages), tuple(messages)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = Mapping[str, Any]
 """The columns of one row of data, by name; the user's functions take values of any type."""
+LINES = "each line of the file is one JSON object, in UTF-8"
 BATCH = 1024
 """Rows of a parquet file in memory as Python objects at one time."""
 SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow")
@@ -59,7 +60,10 @@ def _file(path: Path) -> Iterator[Row]:
 def _jsonl(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_lines(path), start=1):
         if line.strip():
-            yield parse(line, f"{path}, line {number}")
+            try:
+                yield parse(line, f"{path}, line {number}")
+            except TaskError as error:
+                raise TaskError(f"{error}; {LINES}") from error
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -48,7 +48,8 @@ def load(name: str, asked_by: str) -> object:
     # The import of a user's module may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(
-            f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}{remedy(error)}"
+            f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
+            f"{_neighbour(where, attribute, error) or remedy(error)}"
         ) from error
     plugin = getattr(module, attribute, None)
     if plugin is None:
@@ -71,6 +72,23 @@ def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Argume
     # User code may raise any exception.
     except (Exception, SystemExit) as error:
         raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}{remedy(error)}") from error
+
+
+def _neighbour(where: str, attribute: str, error: BaseException) -> str:
+    """Return the end of a sentence about a failed import in the file `where` of a module in its folder or package."""
+    if not where.endswith(".py") or not isinstance(error, ImportError):
+        return ""
+    path = Path(where).absolute()
+    folder = path.parent
+    if "relative import" in str(error):
+        names = [folder.name, path.stem]
+        while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
+            folder = folder.parent
+            names.insert(0, folder.name)
+        return f": name it as a module, {'.'.join(names)}:{attribute}, with PYTHONPATH={folder.parent}"
+    if error.name and any((folder / name).exists() for name in (f"{error.name}.py", error.name)):
+        return f": it is beside {path.name}, and is found with PYTHONPATH={folder}"
+    return ""
 
 
 def remedy(error: BaseException) -> str:

@@ -174,6 +174,10 @@ class Tokenizer:
             self._turn_end = stop.end_of_turn(self._tokenizer)
         return self._turn_end
 
+    def missing_opening(self) -> str:
+        """Return what the chat template writes before an assistant's words, but not behind a prompt; "" if nothing."""
+        return self._chat.missing_opening()
+
     def observation(self, said: Said, template: Template = PLAIN, last: int | None = None, calls: Calls = ()) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 

@@ -120,7 +120,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
         for name, scorer in config.reward.scorers.items():
             of_scorer = [(prompt, text) for prompt, text in rows if is_for(scorer, prompt)]
             if isinstance(scorer, FunctionScorer) and of_scorer and call:
-                yield _verdict(name, asyncio.run(_scores(name, scorer, of_scorer)))
+                yield _verdict(name, asyncio.run(_scores(name, scorer, of_scorer)), [text for _, text in of_scorer])
 
 
 def characters(task: Task) -> Tokenizer:
@@ -196,21 +196,31 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _OwnAnsw
         return _OwnAnswerScore(None, str(error))
 
 
-def _verdict(name: str, scored: Sequence[_OwnAnswerScore] | TaskError) -> Finding:
+def _verdict(name: str, scored: Sequence[_OwnAnswerScore] | TaskError, texts: Sequence[ScoredText]) -> Finding:
     subject = reward_subject(name)
     if isinstance(scored, TaskError):
         return Finding(subject, "error", str(scored))
     totals = [score.total for score in scored if score.total is not None]
     failures = list(_failures(scored))
+    is_answered = any(text.completion for text in texts)
+    rows = "rows with their own answer as the completion" if is_answered else "rows without a text or number as answer"
     if not totals:
-        return Finding(subject, "error", f"all {len(scored)} rows with their own answer failed: {failures[0]}")
+        advice = _chat_advice(failures[0], texts)
+        return Finding(subject, "error", f"all {len(scored)} {rows} failed: {failures[0]}{advice}")
     spread = f"{min(totals):g} to {max(totals):g}" if min(totals) < max(totals) else f"{totals[0]:g}"
-    text = f"{len(totals)} rows with their own answer as the completion score {spread}"
+    text = f"{len(totals)} {rows} score {spread}" + ("" if is_answered else " with an empty completion")
     if failures:
         return Finding(subject, "note", f"{text}, and {len(failures)} failed: {failures[0]}")
-    if max(totals) <= 0:
+    if max(totals) <= 0 and is_answered:
         return Finding(subject, "note", f"{text}: no more than for a wrong one, unless it asks for a form of its own")
     return Finding(subject, "ok", text)
+
+
+def _chat_advice(failure: str, texts: Sequence[ScoredText]) -> str:
+    """Return TRL's form of a chat where a reward takes a list of messages for a text; "" elsewhere."""
+    if "'list'" not in failure or not any(text.messages for text in texts):
+        return ""
+    return ": of a chat, prompts and completions are lists of messages, so a text is completions[0][0]['content']"
 
 
 def _failures(scored: Sequence[_OwnAnswerScore]) -> Iterator[str]:

@@ -49,7 +49,12 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
     An agent is played if `call` is true.
     """
     first = task.training[:PROMPTS]
-    notes = (_note_control_tokens(first, tokenizer), _note_tools(first, tokenizer), _note_begun(first))
+    notes = (
+        _note_control_tokens(first, tokenizer),
+        _note_opening(first, tokenizer),
+        _note_tools(first, tokenizer),
+        _note_begun(first),
+    )
     yield from (Finding("task", "note", note) for note in notes if note)
     by_source = {prompt.source: prompt for prompt in reversed(first)}
     if isinstance(config.environment, AgentEnvironment) and not call:
@@ -62,14 +67,29 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
 
 
 def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Name the control tokens in prompts that keep them as text."""
-    kept = [prompt for prompt in prompts if prompt.template.control_tokens == "text"]
-    names = [name for prompt in kept if (name := tokenizer.find_control_token(prompt))]
-    if not names:
+    """Name the control tokens in prompts that keep them as text, or have them inside of a message."""
+    doubtful = [prompt for prompt in prompts if prompt.template.control_tokens == "text" or prompt.messages]
+    spelled = [(prompt, name) for prompt in doubtful if (name := tokenizer.find_control_token(prompt))]
+    if not spelled:
+        return ""
+    names = ", ".join(sorted({name for _, name in spelled})[:3])
+    kept = any(prompt.template.control_tokens == "text" for prompt, _ in spelled)
+    once = ", and neither chat nor system" if any(prompt.messages for prompt, _ in spelled) else ""
+    return (
+        f"{len(spelled)} of the first {len(doubtful)} prompts spell control tokens ({names}), "
+        f"{'which stay text' if kept else 'to which the chat template adds its own'}; where rows are written in a chat "
+        f'template already, choose control_tokens = "parse"{once}'
+    )
+
+
+def _note_opening(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
+    """Name what the chat template leaves to the policy of the opening of its turn."""
+    opening = tokenizer.missing_opening() if any(prompt.messages for prompt in prompts) else ""
+    if not opening:
         return ""
     return (
-        f"{len(names)} of the first {len(kept)} prompts spell control tokens ({', '.join(sorted(set(names))[:3])}), "
-        'which stay text; where rows are written in a chat template already, choose control_tokens = "parse"'
+        f"the chat template does not open the assistant's turn: a completion begins with {opening!r}, which templates "
+        "write `if add_generation_prompt`"
     )
 
 

@@ -100,7 +100,7 @@ def bring(file: Path, given: UserInputs) -> int:
         )
     scorer = FunctionScorer(function=given.reward)
     with process.naming_prints():
-        seen = rows.look(given.data, scorer, (given.prompt, given.answer), model.measure(), chat=model.chat)
+        seen = rows.look(given.data, scorer, (given.prompt, given.answer), model.view())
     chosen = text.ProjectChoices(
         name=file.stem,
         model=_from(file, given.model),

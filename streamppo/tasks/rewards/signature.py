@@ -44,9 +44,9 @@ class Signature(NamedTuple):
         """Select the reward's columns. Raises `TaskError` if a needed one is missing."""
         if not self.needs <= given.keys():
             missing = self.needs - given.keys()
-            raise TaskError(
-                f"the reward asks for the column {min(missing)!r}; columns are {', '.join(sorted(given)) or 'none'}"
-            )
+            own = "; the prompt is `trajectory.prompt`, or TRL's `prompts`" if "prompt" in missing else ""
+            columns = ", ".join(sorted(given)) or "none"
+            raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {columns}{own}")
         if self.takes_all:
             return {name: value for name, value in given.items() if name not in self.bound | self.own}
         return {name: given[name] for name in self.asks if name in given}
@@ -66,11 +66,13 @@ def detect_signature(found: object, name: str, arguments: Mapping[str, object]) 
     _check_bound(bound, named, own_names, f"reward.function {name!r}", takes_all=takes_all)
     rest = {key: p for key, p in named.items() if key not in own_names and key not in bound}
     needs = frozenset(key for key, p in rest.items() if p.default is p.empty)
+    # verl passes no columns: a parameter with a default keeps it though a column has its name.
+    asks = needs if style == "verl" else frozenset(rest)
     if style == "batched" and takes_all:
         own_names = BATCHED
     # verl passes no further columns, so its `**kwargs` gets none here either.
     return Signature(
-        style, is_async, frozenset(own_names), frozenset(rest), needs, takes_all and style != "verl", frozenset(bound)
+        style, is_async, frozenset(own_names), asks, needs, takes_all and style != "verl", frozenset(bound)
     )
 
 
@@ -86,7 +88,9 @@ def _called(found: object, name: str) -> Callable[..., object]:
         return found.__call__
     if inspect.isroutine(found) or isinstance(found, partial):
         return found
-    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {type(found).__name__}")
+    kind = type(found).__name__
+    advice = ": give the class, and what it is made with as reward.arguments" if callable(found) else ""
+    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {kind}{advice}")
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
@@ -132,6 +136,10 @@ def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome,
     """Call a sync reward; exceptions become failures."""
     try:
         value = _invoke(reward, texts, columns)
+        if inspect.iscoroutine(value):
+            value.close()
+            reason = "returned a coroutine, and is no `async def`: make the function around it one, which awaits it"
+            return (Outcome(reason=reason),) * len(texts)
         return _outcomes(reward.signature.style, value, texts)
     # A user's reward may raise any exception, and so may the inspection of its values.
     except (Exception, SystemExit) as error:
@@ -192,7 +200,7 @@ def _verl(text: ScoredText, row: Row) -> dict[str, object]:
         "data_source": text.source,
         "solution_str": text.completion,
         "ground_truth": row.get("answer"),
-        "extra_info": row.get("extra_info"),
+        "extra_info": row.get("extra_info") or {},
     }
 
 

@@ -89,12 +89,25 @@ def test_columns_are_found_by_the_names_that_data_sets_have(
     assert source(config).chat == isinstance(row[prompt], str), "a text becomes a user's message; messages are some"
 
 
+DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
 @pytest.mark.parametrize(
     ("row", "options", "said"),
     [
         ({"a": "x", "b": "y", "answer": "z"}, {}, "name the one of the prompt with --prompt"),
-        ({"prompt": [{"role": "user", "content": "x"}], "answer": "z"}, {}, "tokenizer has no chat template"),
+        ({"prompt": [{"role": "user", "content": "x"}], "answer": "z"}, {}, "row 1: the prompts are messages, but the"),
         ({"prompt": 3, "answer": "z"}, {}, "no column is the prompt by its name"),
+        ({"prompt": 3, "answer": "z"}, {}, "'prompt' of row 1 is 3, neither a text nor messages"),
+        ({"question": None, "problem": "", "answer": "z"}, {}, "'problem' of row 1 is empty: leave such rows out"),
+        ({"messages": DONE}, {}, "'messages' of row 1 ends with the assistant's answer: leave that out of it"),
+        ({"messages": DONE}, {"prompt": "messages"}, "one there; 'messages' of row 1 ends with the assistant's answer"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, {}, 'has turns of "from" and "value": write "role"'),
+        (
+            {"a": "x", "b": "y", "n": 1},
+            {},
+            "messages, instruction, query, input, conversation, conversations, text); columns",
+        ),
         ({"prompt": "x", "gold_text": "z"}, {}, "asks for the column 'answer', and rows of "),
         ({"prompt": "x", "gold_text": "z"}, {}, "name the column of the answer with --answer"),
         ({"prompt": "x", "answer": "z"}, {"prompt": "promt"}, "--prompt promt: a prompt is a text or a list"),
@@ -112,6 +125,58 @@ def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
     assert main(case.bring(tmp_path, **{"data": str(data), **options})) == MISTAKE
     assert said in capsys.readouterr().err
     assert not Path("mine.toml").exists()
+
+
+def test_the_row_without_a_prompt_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(
+        tmp_path / "its.jsonl", [{"prompt": f"{n}" if n != 20 else None, "answer": "z"} for n in range(40)]
+    )
+    assert main(case.bring(tmp_path, data=str(data))) == MISTAKE
+    assert "'prompt' of row 21 is empty: leave such rows out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "chat", "control_tokens"),
+    [("<|user|>{}+1=<eos><|assistant|>", False, "parse"), ("{}+1=", True, "text"), ("{}+1=<eo", True, "text")],
+)
+def test_a_text_that_is_templated_already_gets_no_second_template(
+    text: str, chat: bool, control_tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": text.format(n), "answer": "2"} for n in range(40)])
+    config, _ = begun(capsys, case.bring(tmp_path, data=str(data), model="chat"))
+    assert (source(config).chat, source(config).control_tokens) == (chat, control_tokens)
+    assert main(["check", "mine.toml"]) == 0
+    assert "spell control tokens" not in capsys.readouterr().out
+
+
+def test_a_reward_that_reads_texts_where_trl_gives_messages_is_told_their_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+    (tmp_path / "trl.py").write_text(
+        "import re\ndef score(completions, **more):\n    return [float(re.search('2', one)) for one in completions]\n"
+    )
+    begun(capsys, case.bring(tmp_path, model="chat", reward="trl.py:score"))
+    assert main(["check", "mine.toml"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "so a text is completions[0][0]['content']" in said
+
+
+def test_answers_that_are_no_text_are_not_said_to_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": f"{n}+1=", "answer": ["1", "2"]} for n in range(40)])
+    (tmp_path / "one_of.py").write_text("def score(trajectory, answer):\n    return trajectory.completion in answer\n")
+    begun(capsys, case.bring(tmp_path, data=str(data), reward="one_of.py:score"))
+    assert main(["check", "mine.toml"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reward ok 8 rows without a text or number as answer score 0 with an empty completion" in said
+
+
+def test_a_template_that_no_tokenizer_reads_makes_no_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case.model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    config, _ = begun(capsys, case.bring(tmp_path, model="model"))
+    assert not source(config).chat
 
 
 def test_columns_that_are_named_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,9 @@ REFUSING = (
 )
 
 
-def findings(folder: Path, answer: str, *, family: str = "qwen3", template: str = "", **row: Any) -> Any:
+def findings(
+    folder: Path, answer: str, *, family: str = "qwen3", template: str = "", source: Any = None, **row: Any
+) -> Any:
     (folder / "world.py").write_text(WORLD.replace("ANSWER", answer))
     row = {"prompt": [{"role": "user", "content": "1+2"}], "answer": "3", **row}
     (folder / "rows.jsonl").write_text(json.dumps(row))
@@ -42,7 +44,7 @@ def findings(folder: Path, answer: str, *, family: str = "qwen3", template: str 
     world = f"{{name='{folder}/world.py:World', max_tokens=256}}"
     config = configfile.load(MATH, ["task={kind='data', data='rows.jsonl'}", f"environment={world}"])
     tokenizer = Tokenizer(folder / "model")
-    built = task.build(one_source(data=str(folder / "rows.jsonl"), held_out=0.0), 1, tokenizer)
+    built = task.build(one_source(data=str(folder / "rows.jsonl"), held_out=0.0, **source or {}), 1, tokenizer)
     return list(turns.findings(config, built, tokenizer))
 
 
@@ -81,6 +83,60 @@ def test_rows_that_spell_control_tokens_are_noted(tmp_path: Path) -> None:
         "note",
         "1 of the first 1 prompts spell control tokens (<|im_end|>)",
     )
+
+
+SPELLED = "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "control_tokens", "says"),
+    [
+        (
+            SPELLED,
+            "text",
+            'which stay text; where rows are written in a chat template already, choose control_tokens = "parse"',
+        ),
+        (SPELLED, "parse", None),
+        ([{"role": "user", "content": SPELLED}], "text", 'control_tokens = "parse", and neither chat nor system'),
+        (
+            [{"role": "user", "content": SPELLED}],
+            "parse",
+            "to which the chat template adds its own; where rows are written in a chat template already",
+        ),
+        ("1+2", "text", None),
+    ],
+)
+def test_a_template_that_would_be_written_twice_is_noted(
+    tmp_path: Path, prompt: object, control_tokens: str, says: str | None
+) -> None:
+    notes = [
+        found.text
+        for found in findings(tmp_path, "return Done(1.0)", source={"control_tokens": control_tokens}, prompt=prompt)
+        if found.subject == "task"
+    ]
+    assert [says in text for text in notes] == [True] if says else notes == []
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENING = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "is_noted"),
+    [
+        (CHATML, {}, True),
+        (CHATML, {"prompt": "1+2"}, False),
+        (CHATML + "{% if add_generation_prompt %}" + OPENING + "{% endif %}", {}, False),
+        (CHATML + OPENING, {}, False),
+        ("[INST]{{ messages[0].content }}[/INST]{% if messages[1:] %} {{ messages[1].content }}{% endif %}", {}, False),
+    ],
+)
+def test_a_template_that_leaves_the_opening_of_a_turn_to_the_policy_is_noted(
+    tmp_path: Path, template: str, row: dict[str, Any], is_noted: bool
+) -> None:
+    texts = [one.text for one in findings(tmp_path, "return Done(1.0)", family="qwen2.5", template=template, **row)]
+    assert any(f"a completion begins with {OPENING!r}" in text for text in texts) == is_noted
+    assert any("does not open" in text for text in texts) == is_noted
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]

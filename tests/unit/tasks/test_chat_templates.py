@@ -316,6 +316,43 @@ def test_the_fields_of_messages_tools_and_arguments_reach_the_template(tmp_path:
     assert "I add" in tokenizer.render(prompt) and '"name": "add"' in tokenizer.render(prompt)
 
 
+def with_call(folder: Path, arguments: object, content: str = "1+2") -> Prompt:
+    """The prompt of a row whose second message is a call."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    turns = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "so?"},
+    ]
+    data = folder / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": turns, "answer": ""}))
+    return task.build(one_source(data=str(data), held_out=0.0), 1, None).prompt(0)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3", "deepseek", "glm"])
+@pytest.mark.parametrize("arguments", [{"a": 1}, {}, {"text": 'he said "5"', "list": [1, [None]]}, {"é": {"n": True}}])
+def test_the_arguments_of_a_call_are_written_once_whether_they_are_values_or_json(
+    tmp_path: Path, family: str, arguments: dict[str, Any]
+) -> None:
+    tokenizer, given = made(family), with_call(tmp_path, json.dumps(arguments))
+    assert tokenizer.render(given) == tokenizer.render(with_call(tmp_path, arguments))
+
+
+@pytest.mark.parametrize(("given", "read"), [("", {}), (" ", {}), ("[1]", "[1]"), ("no JSON", "no JSON")])
+def test_arguments_that_are_no_json_object_stay_text(tmp_path: Path, given: str, read: object) -> None:
+    assert with_call(tmp_path, given).messages[1].tool_calls[0]["function"]["arguments"] == read
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content"), [('{"n": 1' + "0" * 30 + "}", "1+2"), ({}, "half a character: \ud800")]
+)
+def test_a_message_that_crosses_no_process_is_refused_with_its_row(
+    tmp_path: Path, arguments: object, content: str
+) -> None:
+    with pytest.raises(TaskError, match=r"row 1: no message that a chat template gets"):
+        with_call(tmp_path, arguments, content)
+
+
 WRITES = "{% for m in messages %}{% if CONDITION %}<|im_start|>{{ m.role }} CONTENT<|im_end|>{% endif %}{% endfor %}"
 HISTORY = (
     Message(role="system", content="Be brief"),

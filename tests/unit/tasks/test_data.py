@@ -83,6 +83,28 @@ def test_a_string_becomes_a_chat_with_a_system_message_where_the_source_says_so(
     assert tokenizer.render(system) == "[system]be brief<eos>[user]hello<eos>[assistant]"
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_second_system_message_is_refused_with_the_row(tmp_path: Path, role: str, place: int) -> None:
+    asked = {"role": "user", "content": "hello"}
+    turns = [asked]
+    turns.insert(place, {"role": role, "content": "be kind"})
+    data = jsonl(tmp_path / "rows.jsonl", [{"prompt": [asked], "answer": ""}, {"prompt": turns, "answer": ""}])
+    assert len(task.build(one_source(data=data, held_out=0.0), 1).training) == 2
+    with pytest.raises(TaskError, match=r"row 2: the prompt has a system message, and task\.system is a second"):
+        task.build(one_source(data=data, held_out=0.0, system="be brief"), 1)
+
+
+@pytest.mark.parametrize(("column", "kept"), [("question", True), ("messages", True), ("prompt", False)])
+@pytest.mark.parametrize("value", ["what", [{"role": "user", "content": "what"}]])
+def test_rewards_may_name_the_column_of_the_prompt_but_for_prompt_itself(
+    tmp_path: Path, column: str, kept: bool, value: object
+) -> None:
+    data = jsonl(tmp_path / "rows.jsonl", [{column: value, "answer": "3"}])
+    prompt = task.build(one_source(data=data, held_out=0.0, prompt=column), 1).prompt(0)
+    assert prompt.columns == {"answer": "3", **({column: value} if kept else {})}
+
+
 def test_messages_need_a_tokenizer_with_a_template(tmp_path: Path) -> None:
     character_tokenizer("ab").save_pretrained(tmp_path)
     data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": ""}])
@@ -103,7 +125,10 @@ def test_a_template_writes_its_own_special_tokens_and_a_plain_text_gets_the_toke
 def test_columns_are_mapped_also_from_one_level_down(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "rows.jsonl", [{"q": "x", "meta": {"gold": 4, "level": 2}}])
     config = one_source(data=data, held_out=0.0, prompt="q", answer="meta.gold", columns={"grade": "meta.level"})
-    assert task.build(config, 1).prompt(0).columns == {"meta": {"gold": 4, "level": 2}, "answer": 4, "grade": 2}
+    assert task.build(config, 1).prompt(0).columns == {
+        **{"q": "x", "meta": {"gold": 4, "level": 2}},
+        **{"answer": 4, "grade": 2},
+    }
     with pytest.raises(TaskError, match=r"row 1: no column 'meta\.silver'"):
         task.build(one_source(data=data, prompt="q", answer="meta.silver"), 1)
 

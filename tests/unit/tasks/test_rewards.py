@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from several_rewards import length, no_opinion, per_token
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
+from streamppo.tasks import plugins
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards
-from streamppo.tasks.rewards.signature import detect_signature
+from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signature
 from streamppo.types import Prompt, ScoredText, decode, encode
 from streamppo.types import Reward as Given
 
@@ -374,6 +376,105 @@ def trl(prompts: list[str], completions: list[str], answer: list[str], **kwargs:
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     return 0.0
+
+
+def gsm8k(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    return score if solution_str == ground_truth and method == "strict" else format_score
+
+
+def informed(solution_str: str, ground_truth: str, extra_info: dict[str, int], level: int) -> float:
+    return float(extra_info.get("turns", 0) + level)
+
+
+ROWS = [
+    {"answer": "3"},
+    {"answer": "3", "score": 7.0},
+    {"answer": "3", "method": "flexible", "format_score": "none"},
+    {"answer": "3", "score": None, "data_source": "d", "reward_model": {"ground_truth": "3"}},
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_default_of_verls_signature_stays_though_a_column_has_its_name(row: dict[str, Any]) -> None:
+    found = detect_signature(gsm8k, "gsm8k", {})
+    assert found.columns(row) == {}
+    assert call(LoadedReward(found, gsm8k), (text("3"),), (row,))[0].reward == Given(score=1.0)
+
+
+@pytest.mark.parametrize(("extra", "total"), [({}, 2), ({"extra_info": None}, 2), ({"extra_info": {"turns": 3}}, 5)])
+def test_verls_extra_info_is_a_dict_in_every_row(extra: dict[str, Any], total: float) -> None:
+    found = detect_signature(informed, "informed", {})
+    row = {"answer": "3", "level": 2, **extra}
+    assert call(LoadedReward(found, informed), (text("3"),), (row,))[0].reward == Given(score=total)
+    with pytest.raises(TaskError, match="asks for the column 'level'"):
+        found.columns({"answer": "3"})
+
+
+def test_a_prompt_that_a_reward_asks_for_as_a_column_is_told_by_its_name() -> None:
+    def asking(trajectory: ScoredText, prompt: str) -> float:
+        return 0.0
+
+    with pytest.raises(TaskError, match=r"the column 'prompt'; columns are answer; the prompt is `trajectory\.prompt`"):
+        detect_signature(asking, "asking", {}).columns({"answer": "3"})
+
+
+def test_a_function_around_an_async_one_fails_with_what_to_do() -> None:
+    @wraps(annotated)
+    def around(*given: Any, **columns: Any) -> Any:
+        return annotated(*given, **columns)
+
+    found = detect_signature(around, "around", {})
+    (outcome,) = call(LoadedReward(found, around), (text("3"),), ({"answer": "3"},))
+    assert outcome.reason.startswith("returned a coroutine, and is no `async def`: make the function around it one")
+
+
+class AlwaysOne:
+    """An object that can be called."""
+
+    def __call__(self, trajectory: ScoredText) -> float:
+        return 1.0
+
+
+def test_an_object_is_no_reward_and_its_class_is() -> None:
+    with pytest.raises(TaskError, match="nor a class but a AlwaysOne: give the class, and what it is made with as"):
+        detect_signature(AlwaysOne(), "mine", {})
+    assert detect_signature(AlwaysOne, "mine", {}).style == "trajectory"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "module", "folder"),
+    [
+        ("from .helper import X", "pack/inner/r.py", "pack.inner.r", "."),
+        ("from .helper import X", "loose/r.py", "loose.r", "."),
+        ("from helper import X", "loose/r.py", "", "loose"),
+        ("import beside", "loose/r.py", "", "loose"),
+    ],
+)
+def test_an_import_of_a_neighbour_that_fails_says_how_it_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, name: str, module: str, folder: str
+) -> None:
+    for made in ("pack", "pack/inner", "loose", "loose/beside"):
+        (tmp_path / made).mkdir()
+    for file in ("pack/__init__.py", "pack/inner/__init__.py", "loose/helper.py", "pack/inner/helper.py"):
+        (tmp_path / file).write_text("X = 1\n")
+    (tmp_path / name).write_text(f"{line}\ndef score(trajectory):\n    return 1.0\n")
+    with pytest.raises(TaskError) as raised:
+        plugins.load(f"{tmp_path / name}:score", "reward.function")
+    advised = f"name it as a module, {module}:score, with" if module else "it is beside r.py, and is found with"
+    assert str(raised.value).endswith(f": {advised} PYTHONPATH={tmp_path / folder}")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    known = set(sys.modules)
+    assert callable(plugins.load(f"{module or tmp_path / name}:score", "reward.function"))
+    for imported in set(sys.modules) - known:
+        del sys.modules[imported]
+
+
+def test_an_import_of_what_is_nowhere_gets_no_advice(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(TaskError, match=r"No module named 'nowhere_at_all'$"):
+        plugins.load(f"{tmp_path / 'r.py'}:score", "reward.function")
 
 
 def test_the_three_signatures_are_told_apart() -> None:

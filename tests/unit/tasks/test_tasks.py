@@ -83,7 +83,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
     )
     built = task.build(config, 1)
     assert built.prompt(7).text == "1"
-    assert built.held_out(10)[0].columns == {"answer": "4", "solution": "4"}
+    assert built.held_out(10)[0].columns == {"question": "3", "answer": "4", "solution": "4"}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,12 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
     [
         ("a.jsonl", '{"prompt": "x"}\n', r"row 1: no column 'answer'; columns are prompt"),
         ("a.jsonl", '{"prompt": "x", "answer": "y"}\n{"pro', "line 2: not JSON"),
-        ("a.jsonl", "[1]\n", "must be an object"),
+        ("a.jsonl", "[1]\n", "must be an object, this is a list; each line of the file is one JSON object"),
+        (
+            "a.jsonl",
+            '[\n {"prompt": "x", "answer": "y"}\n]\n',
+            "not JSON: .*; each line of the file is one JSON object",
+        ),
         ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "not empty, not"),
         ("a.jsonl", "", "no rows"),
         ("a.csv", "prompt,answer\n", "use .jsonl, .jsonl.gz or .parquet"),

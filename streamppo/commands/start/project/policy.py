@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 from streamppo import durable
 from streamppo.commands.checks import folder as folders
-from streamppo.commands.start.project.rows import Measure
+from streamppo.commands.start.project.rows import PromptView
 from streamppo.config.sections import BUILTIN
 from streamppo.errors import ConfigError, TaskError
 from streamppo.tasks import warmup_data
@@ -44,12 +44,12 @@ class PolicyModel(NamedTuple):
         """True if its numbers are read, not assumed."""
         return self.folder is not None or self.path == BUILTIN
 
-    def measure(self) -> Measure:
-        """Return the function that counts the tokens of a prompt. Raises `ConfigError` without a tokenizer."""
+    def view(self) -> PromptView:
+        """Return the model's view of prompts. Raises `ConfigError` if its tokenizer cannot be loaded."""
         if self.path == BUILTIN:
-            return lambda prompt: len(warmup_data.Characters().ids(prompt))
+            return PromptView(lambda prompt: len(warmup_data.Characters().ids(prompt)))
         if self.folder is None:
-            return lambda prompt: -(-len(prompt.text) // CHARACTERS)
+            return PromptView(lambda prompt: -(-len(prompt.text) // CHARACTERS), chat=self.chat)
         # Slow to import, and needed only for a model on this machine.
         from streamppo.tasks.tokenizer import Tokenizer
 
@@ -57,7 +57,11 @@ class PolicyModel(NamedTuple):
             tokenizer = Tokenizer(self.folder)
         except TaskError as error:
             raise ConfigError(str(error)) from error
-        return lambda prompt: len(tokenizer.ids(prompt))
+        return PromptView(
+            lambda prompt: len(tokenizer.ids(prompt)),
+            lambda prompt: tokenizer.find_control_token(prompt) is not None,
+            chat=self.chat,
+        )
 
 
 def look(path: str) -> PolicyModel:
@@ -134,7 +138,8 @@ def _cache(settings: Mapping[str, object]) -> int | None:
 
 
 def _has_template(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+    # chat_template.json is a processor's: a tokenizer does not read it.
+    if (folder / "chat_template.jinja").is_file():
         return True
     try:
         return bool(json.loads(durable.read(folder / "tokenizer_config.json")).get("chat_template"))

@@ -13,7 +13,10 @@ from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.scoring import detect
 from streamppo.types import Prompt
 
-PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input", "conversation", "text")
+PROMPTS = (
+    *("prompt", "question", "problem", "messages", "instruction", "query", "input"),
+    *("conversation", "conversations", "text"),
+)
 """Names of a prompt's column, the most certain first."""
 ANSWERS = (
     *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
@@ -22,16 +25,28 @@ ANSWERS = (
 """Names of an answer's column, the most certain first."""
 LOOKED_AT = 64
 """Rows by which columns are chosen."""
+QUOTED = 60
+"""Characters of a value that is no prompt in a sentence about it."""
 MEASURED = 10_000
 """Rows that are measured; all are counted."""
-Measure = Callable[[Prompt], int]
-"""Tokens of a prompt, as the model reads it."""
+
+
+class PromptView(NamedTuple):
+    """A model's view of a prompt: the number of its tokens, and whether it spells control tokens.
+
+    `chat` tells if the model has a chat template.
+    """
+
+    measure: Callable[[Prompt], int]
+    spells: Callable[[Prompt], bool] = lambda prompt: False
+    chat: bool = False
 
 
 class DataRows(NamedTuple):
     """`total` rows of the data set `data`, whose prompts are texts or `messages`.
 
-    Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows.
+    Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows. Texts that are
+    `templated` are written in a chat template already.
     """
 
     data: str
@@ -41,6 +56,7 @@ class DataRows(NamedTuple):
     messages: bool
     prompts: Sequence[int]
     answers: Sequence[int]
+    templated: bool = False
 
     @property
     def longest_prompt(self) -> int:
@@ -53,7 +69,7 @@ class DataRows(NamedTuple):
         return max(self.answers, default=0)
 
 
-def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: Measure, *, chat: bool) -> DataRows:
+def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView) -> DataRows:
     """Read the rows of `data`, with prompt and answer in `columns`; empty names are chosen.
 
     Raises `ConfigError` if no column is the prompt, or if `reward` asks for a missing column.
@@ -74,15 +90,31 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: M
             f"{reward.function} asks for the column {min(missing)!r}, and rows of {data} have {', '.join(rows[0])}"
             + ("; name the column of the answer with --answer" if "answer" in missing else "")
         )
-    source = Source(data=data, prompt=prompt, answer=answer, chat=chat)
+    messages = isinstance(_at(rows[0], prompt), list)
+    shown = [Prompt(text=str(_at(row, prompt)), columns={}) for row in rows[:LOOKED_AT]]
+    templated = not messages and all(map(view.spells, shown))
+    source = Source(
+        data=data,
+        prompt=prompt,
+        answer=answer,
+        chat=view.chat and not templated,
+        control_tokens="parse" if templated else "text",
+    )
     try:
         prompts = [data_sets.prompt(row, f"{data}, row {place}", "data", source) for place, row in enumerate(rows, 1)]
-        lengths = [measure(row_prompt) for row_prompt in prompts]
+        lengths = [_length(view, row_prompt, f"{data}, row {place}") for place, row_prompt in enumerate(prompts, 1)]
         texts = [text for row_prompt in prompts if isinstance(text := row_prompt.columns.get("answer"), str) and text]
-        answers = [measure(Prompt(text=text, columns={})) for text in texts]
+        answers = [view.measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    return DataRows(data, total, prompt, answer, isinstance(_at(rows[0], prompt), list), lengths, answers)
+    return DataRows(data, total, prompt, answer, messages, lengths, answers, templated)
+
+
+def _length(view: PromptView, prompt: Prompt, where: str) -> int:
+    try:
+        return view.measure(prompt)
+    except TaskError as error:
+        raise TaskError(f"{where}: {error}") from error
 
 
 def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
@@ -90,7 +122,7 @@ def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
         if not all(_is_prompt(_at(row, named)) for row in rows):
             raise ConfigError(
                 f"--prompt {named}: a prompt is a text or a list of messages, and not every row of {data} has one "
-                f"there; columns are {', '.join(rows[0])}"
+                f"there{_misfit(rows, named)}; columns are {', '.join(rows[0])}"
             )
         return named
     fitting = [name for name in rows[0] if all(_is_prompt(row.get(name)) for row in rows)]
@@ -98,9 +130,10 @@ def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
     rest = [name for name in fitting if name not in ANSWERS]
     if known or len(rest) == 1:
         return (known or rest)[0]
+    doubtful = next((why for name in PROMPTS if (why := _misfit(rows, name))), "")
     raise ConfigError(
-        f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}); columns are {', '.join(rows[0])}: name "
-        "the one of the prompt with --prompt"
+        f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}){doubtful}; columns are "
+        f"{', '.join(rows[0])}: name the one of the prompt with --prompt"
     )
 
 
@@ -115,14 +148,32 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
     return next(fitting, "")
 
 
+def _misfit(rows: Sequence[Row], name: str) -> str:
+    """Say why the first value at `name` that is no prompt is none; "" if there is none, or no row has a value."""
+    values = [(place, _at(row, name)) for place, row in enumerate(rows, 1)]
+    if all(value is None for _, value in values):
+        return ""
+    return next((f"; {name!r} of row {place} {_why(value)}" for place, value in values if not _is_prompt(value)), "")
+
+
+def _why(value: object) -> str:
+    match value:
+        case [*_, {"role": "assistant"}]:
+            return "ends with the assistant's answer: leave that out of it, and keep it in a column of its own"
+        case [{"from": _, "value": _}, *_]:
+            return 'has turns of "from" and "value": write "role" (user, assistant, system) and "content"'
+        case None | "" | []:
+            return "is empty: leave such rows out"
+        case _:
+            return f"is {repr(value)[:QUOTED]}, neither a text nor messages"
+
+
 def _is_prompt(value: object) -> bool:
     """True for a text, and for messages that do not end with the assistant's."""
     if not isinstance(value, list):
         return isinstance(value, str) and bool(value)
     messages = cast("list[object]", value)
-    if not messages or not all(
-        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
-    ):
+    if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         return False
     return cast("Mapping[str, object]", messages[-1])["role"] != "assistant"
 

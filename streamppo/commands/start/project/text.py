@@ -85,7 +85,11 @@ def _task(chosen: ProjectChoices) -> Iterator[Line]:
     yield Line("data", _text(chosen.data), f"{rows.total:,} rows; the reward gets their other columns too")
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
     yield Line("answer", _text(rows.answer), "the column that the reward gets as `answer`" if rows.answer else "none")
-    if chosen.policy.chat and not rows.messages:
+    if rows.templated:
+        yield Line(
+            "control_tokens", '"parse"', "prompts spell control tokens: they are written in a chat template already"
+        )
+    elif chosen.policy.chat and not rows.messages:
         yield Line("chat", "true", "a prompt is a user's message in the tokenizer's chat template; false: a plain text")
     yield Line("held_out", f"{chosen.sizes.held_out:g}", "share of the rows that are evaluated on, never trained on")
     longest = f"the longest prompt has {'' if chosen.policy.is_known else 'about '}{rows.longest_prompt}"
