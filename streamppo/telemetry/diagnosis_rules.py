@@ -385,8 +385,8 @@ RULES = (
     SignRule(
         "contexts are computed again",
         f"less than {REUSED:.0%} of the contexts of 64 tokens and more that earlier turns had came from the cache",
-        "more rollout.slots than rollout.in_flight, a larger cache of SGLang, rollout.engine.kv = 'keep', agents that "
-        "extend their conversation",
+        "more rollout.slots than rollout.in_flight, a larger cache of SGLang, rollout.engine.kv = 'keep' (embedded), "
+        "agents that extend their conversation",
         _computed_again,
     ),
 )

@@ -1,4 +1,4 @@
-"""SGLang servers by URL, the other transports, and recomputed caches."""
+"""SGLang servers by URL, the other transports, and caches at a swap."""
 
 import asyncio
 import os
@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import sglang_case as case
 
-from streamppo.errors import ModelError
-from streamppo.rollout.engine import Sampling
+from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.engine import Completion, Sampling
 from streamppo.rollout.sglang import layout
 
 pytest_plugins = ["sglang_case"]
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 KEY = "a key"
+PROMPT = np.arange(3, 60, dtype=np.int32)
 SERVER = (
     *("--device=cpu", "--host=127.0.0.1", "--attention-backend=torch_native", "--sampling-backend=pytorch"),
     *("--grammar-backend=none", "--dtype=float32", "--disable-cuda-graph", "--max-total-tokens=8192"),
@@ -75,8 +76,31 @@ async def exact_swap(engine: Any, before: Any, after: Any, *, kept: bool) -> int
     return crossed
 
 
+async def waiting(engine: Any, prompt: np.ndarray) -> "asyncio.Task[Completion]":
+    """Pause SGLang and send it a prompt, which it begins after the next swap."""
+    await engine._life.link.call("pause_generation", mode="in_place")
+    task = asyncio.create_task(engine.generate(prompt, Sampling(20)))
+    await asyncio.sleep(case.BEGUN_S)
+    return task
+
+
 def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setting: case.Setting, url: str) -> None:
     after = case.model(seed=13)
+
+    async def refuse_a_push(engine: Any) -> None:
+        """A server keeps what it computed with refused weights, for a prompt that is then sampled again."""
+
+        async def refuse(tensors: Any) -> None:
+            await asyncio.sleep(case.BEGUN_S)
+            raise WeightsError("refused")
+
+        task = await waiting(engine, PROMPT)
+        engine._life.attestation.check = refuse
+        with pytest.raises(WeightsError, match="refused"):
+            await engine.update_weights(2, case.tensors(setting.model))
+        done = await task
+        assert (engine.version, engine.usage().restarts, done.cached) == (1, 1, 0)
+        np.testing.assert_allclose(done.logprobs, case.logprobs(after, PROMPT, done.tokens), atol=case.CLOSE)
 
     async def use() -> None:
         engine = await opened(setting, f"rollout.engine.urls=['{url}']")
@@ -90,6 +114,7 @@ def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setti
             done = await engine.generate(prompt, Sampling(20))
             np.testing.assert_allclose(done.logprobs, case.logprobs(after, prompt, done.tokens), atol=case.CLOSE)
             assert engine.usage().restarts == 0
+            await refuse_a_push(engine)
         finally:
             await engine.stop()
 
@@ -175,3 +200,33 @@ def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Set
             await engine.stop()
 
     setting.run(asyncio.wait_for(use(), 200))
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_request_that_waits_over_a_swap_is_of_the_new_version_and_its_cache_is_used_by_no_other(
+    setting: case.Setting, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, before, after = setting.engine, setting.model, case.model(seed=17)
+    monkeypatch.setattr(engine, "_setup", engine._setup._replace(kv=kv))
+    monkeypatch.setattr(engine._life, "_kv", kv)
+    first = engine.version + 1
+
+    async def use() -> list[Completion]:
+        await engine.update_weights(first, case.tensors(before))
+        await engine.generate(PROMPT[:-1], Sampling(1, 0.0))
+        task = await waiting(engine, PROMPT)
+        await engine.update_weights(first + 1, case.tensors(after))
+        return [await task, await engine.generate(PROMPT, Sampling(20))]
+
+    waited, later = setting.run(use())
+    new = case.logprobs(after, PROMPT, waited.tokens)
+    if kv == "keep":
+        # As a running completion: on the cache of the older weights, and one token late.
+        assert waited.cached == len(PROMPT) - 1
+        assert waited.versions.tolist() == [first] + [first + 1] * 19
+        new = case.continued(before, after, PROMPT, waited.tokens, 0)
+    else:
+        assert (waited.cached, set(waited.versions)) == (0, {first + 1})
+    np.testing.assert_allclose(waited.logprobs, new, atol=case.CLOSE)
+    assert (later.cached, set(later.versions)) == (0, {first + 1})
+    np.testing.assert_allclose(later.logprobs, case.logprobs(after, PROMPT, later.tokens), atol=case.CLOSE)

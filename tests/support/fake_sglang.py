@@ -31,6 +31,7 @@ class Fake:
         self.capacity = capacity
         self.lives: list[int] = []
         self.aborted: list[str] = []
+        self.keys: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.look = asyncio.Event()
@@ -67,6 +68,7 @@ class Fake:
             return {"meta_info": {"input_token_logprobs": [(None, 1, None), (self.norm, 2, None)]}}
         if self.deadly:
             raise ConnectionError("it fell over")
+        self.keys.append(fields["extra_key"])
         self.running += 1
         self.most = max(self.most, self.running)
         try:

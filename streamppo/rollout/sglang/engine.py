@@ -158,7 +158,8 @@ class SGLangEngine:
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
         counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
-        # The key of a prompt finds only entries of the present version.
+        # The key of a prompt finds what the version of its request computed. With kv = "keep" a request that waits in
+        # SGLang over a swap is sampled on the cache of the version before, as a running one; it counts as 0, too.
         return Usage(self._tokens, self._busy_s, idle_s, *counts, {0: self._reused} if self._reused else {})
 
     async def stop(self) -> None:
@@ -249,8 +250,8 @@ class SGLangEngine:
             strings=self._setup.strings,
             biases=self._biases,
             rid=rid,
-            # A key per version keeps cached prefixes of older versions from being reused.
-            key=f"{self._run}-{self._held}",
+            # The key keeps what other weights computed from being reused: of older versions, and of a push that failed.
+            key=f"{self._run}-{self._restarts}-{self._held}",
             interval=INTERVAL if cuts else 0,
             routes=self._setup.routes,
         )

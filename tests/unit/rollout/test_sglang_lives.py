@@ -73,6 +73,7 @@ def test_a_completion_of_weights_in_doubt_is_not_handed_over() -> None:
             await update
         assert (await under_way).versions.tolist() == [5]
         assert fake.lives == [0, 1]
+        assert len({*fake.keys}) == 2, "a server's cache of the weights in doubt is not used"
         await engine.stop()
 
     run(case())
