@@ -46,6 +46,8 @@ SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_no
 """The metrics of the printed tables; the report has all of them."""
 LINES = 20
 """Versions of the printed tables."""
+HORIZONS = {"entropy": 64, "proximal_kl": 8, "behavior_kl": 4, "ess": 4, "grad_norm": 2}
+"""Updates up to which a metric of a replay with changes moves as a fork's (benchmarks/learning/what_if.py)."""
 
 
 class ReplayedUpdate(TypedDict):
@@ -86,6 +88,8 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     other = [] if changes else _compare(recorded, digests, exact=exact)
     if changes or not exact:
         _print_curves(_curves(run, reports))
+    if changes:
+        _print_horizons()
     try:
         echo(f"report: {_report(run, changes, recorded, digests, reports)}")
     except RunError as error:
@@ -222,6 +226,14 @@ def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
         rows.add_row(f"{curve['version']}", "run", *(_number(curve["recorded"] or {}, name) for name in SHOWN))
         rows.add_row("", "replay", *(_number(curve["replayed"], name) for name in SHOWN))
     console().print(rows)
+
+
+def _print_horizons() -> None:
+    reach = ", ".join(f"{updates} ({name})" for name, updates in HORIZONS.items())
+    echo(
+        "these batches were sampled without the changes: with 20 changes of configs/math.toml, a fork moved as its "
+        f"replay did up to update {reach}; beyond that, and for reward and accuracy, use `streamppo fork`"
+    )
 
 
 def _number(metrics: Mapping[str, object], name: str) -> str:

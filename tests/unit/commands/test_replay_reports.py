@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import COUNTERS
+from conftest import COUNTERS, REPOSITORY
 
 from streamppo import durable
 from streamppo.commands import replay
@@ -99,7 +99,23 @@ def test_what_if_shows_its_table_before_it_fails_to_write_its_report(
     remade(monkeypatch, OTHERS)
     with pytest.raises(RunError, match="replays: cannot be written"):
         replay.replay(run, None, ("learner.lr=1e-5",))
-    assert "entropy" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "entropy" in shown
+    assert "a fork moved as its replay did up to update 64 (entropy), 8 (proximal_kl), " in " ".join(shown.split())
+
+
+def test_how_far_a_what_if_holds_is_what_was_measured() -> None:
+    measured = json.loads((REPOSITORY / "benchmarks" / "results" / "what-if-cpu.json").read_text())
+    assert len(measured["runs"]) == 60
+    assert {name: updates for name, updates in measured["horizons"].items() if updates} == replay.HORIZONS
+    page = (REPOSITORY / "docs" / "fork.md").read_text()
+    for name, reach in measured["horizons"].items():
+        lines = [line for line in measured["summary"] if line["metric"] == name]
+        *_, last = [", ".join(str(line[verdict]) for verdict in ("agrees", "silent", "opposite")) for line in lines]
+        within = [line for line in lines if line["horizon"] <= reach]
+        until = ", ".join(str(sum(line[verdict] for line in within)) for verdict in ("agrees", "silent", "opposite"))
+        shown = f"{name} | {reach} | {until if reach else ''} | {last} |".replace("  ", " ")
+        assert shown in page.replace("`", "").replace("*", ""), shown
 
 
 def test_a_divergence_has_its_report(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
