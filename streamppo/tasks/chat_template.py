@@ -192,6 +192,7 @@ class ChatTemplate:
             raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
         if wrong := RESERVED & template.arguments.keys():
             raise TaskError(f"{min(wrong)!r} is not an argument that the configuration may give to a chat template")
+        self._refuse_choice(template)
         chat: Any = [message.plain() for message in messages]
         # Templates would treat an empty list as tools.
         tools = list(template.tools) or None
@@ -210,6 +211,17 @@ class ChatTemplate:
                 'as text: take it out of the row, or choose control_tokens = "parse"'
             )
         return private
+
+    def _refuse_choice(self, template: Template) -> None:
+        """Raise `TaskError` if there are several templates, of which transformers takes none by itself."""
+        named: object = self._tokenizer.chat_template
+        if not isinstance(named, dict) or "chat_template" in template.arguments:
+            return
+        if "default" not in named and not (template.tools and "tool_use" in named):
+            raise TaskError(
+                f"the tokenizer has no chat template but those named {', '.join(map(repr, sorted(named)))}: copy the "
+                "one for these prompts to chat_template.jinja in the model's folder"
+            )
 
     def _render_checked(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         try:

@@ -108,10 +108,10 @@ DONE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
             {},
             "messages, instruction, query, input, conversation, conversations, text); columns",
         ),
-        ({"prompt": "x", "gold_text": "z"}, {}, "asks for the column 'answer', and rows of "),
+        ({"prompt": "x", "gold_text": "z"}, {}, "asks for the column 'answer', and row 1 of "),
         ({"prompt": "x", "gold_text": "z"}, {}, "name the column of the answer with --answer"),
         ({"prompt": "x", "answer": "z"}, {"prompt": "promt"}, "--prompt promt: a prompt is a text or a list"),
-        ({"prompt": "x", "answer": "z"}, {"answer": "anser"}, "--answer anser: not every row"),
+        ({"prompt": "x", "answer": "z"}, {"answer": "anser"}, "--answer anser: not every row of "),
         ({"prompt": "x", "answer": "z"}, {"model": "./nowhere"}, "--model: './nowhere' is not a folder here"),
         ({"prompt": "x", "answer": "z"}, {"reward": "reward.py:scoer"}, "reward.py has no 'scoer'"),
         ({"prompt": "x", "answer": "z"}, {"data": "none.jsonl"}, "none.jsonl: no such file or folder"),
@@ -125,6 +125,39 @@ def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
     assert main(case.bring(tmp_path, **{"data": str(data), **options})) == MISTAKE
     assert said in capsys.readouterr().err
     assert not Path("mine.toml").exists()
+
+
+@pytest.mark.parametrize("gap", [{}, {"answer": None}])
+@pytest.mark.parametrize("named", [{}, {"answer": "answer"}])
+def test_the_row_without_an_answer_is_named(
+    gap: dict[str, Any], named: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = [{"prompt": f"{n}", **({"answer": "z"} if n != 20 else gap)} for n in range(40)]
+    data = case.rows(tmp_path / "its.jsonl", content)
+    assert main(case.bring(tmp_path, data=str(data), **named)) == MISTAKE
+    said = capsys.readouterr().err
+    assert ("row 21 has none; columns are prompt" if named else "row 21 of ") in said
+
+
+def test_templates_of_which_none_is_the_default_are_no_plain_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = case.model(tmp_path / "model") / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").write_text(case.TEMPLATE)
+    words = case.bring(tmp_path, model="model")
+    assert main(words) == MISTAKE
+    said = " ".join(capsys.readouterr().err.split())
+    assert "row 1: the tokenizer has no chat template but those named 'rag': copy the one for these prompts to" in said
+    (folder / "rag.jinja").rename(tmp_path / "model" / "chat_template.jinja")
+    config, _ = begun(capsys, words)
+    assert source(config).chat
+
+
+def test_answers_that_are_numbers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(100)])
+    config, said = begun(capsys, case.bring(tmp_path, data=str(data)))
+    assert config.rollout.max_tokens == 6 and "(up to 3 tokens)" in said
 
 
 def test_the_row_without_a_prompt_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -316,6 +316,33 @@ def test_the_fields_of_messages_tools_and_arguments_reach_the_template(tmp_path:
     assert "I add" in tokenizer.render(prompt) and '"name": "add"' in tokenizer.render(prompt)
 
 
+NAMED = {"tool_use": "[tools]{{ messages[0].content }}", "rag": "[rag]{{ messages[0].content }}"}
+
+
+@pytest.mark.parametrize(
+    ("templates", "given", "rendered"),
+    [
+        (NAMED, Template(), None),
+        (NAMED, Template(tools=({"type": "function"},)), "[tools]hi"),
+        (NAMED, Template(arguments={"chat_template": "rag"}), "[rag]hi"),
+        ({**NAMED, "default": "{{ messages[0].content }}"}, Template(), "hi"),
+    ],
+)
+def test_of_several_templates_the_one_that_transformers_takes_is_taken_or_none(
+    tmp_path: Path, templates: Any, given: Template, rendered: str | None
+) -> None:
+    saved = tokenizer_kinds.make("byte_bpe", "qwen3")
+    saved.chat_template = templates
+    saved.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    prompt = Prompt(text="hi", columns={}, messages=(user("hi"),), template=given)
+    if rendered is not None:
+        assert tokenizer.render(prompt) == rendered
+        return
+    with pytest.raises(TaskError, match="no chat template but those named 'rag', 'tool_use': copy the one"):
+        tokenizer.render(prompt)
+
+
 def with_call(folder: Path, arguments: object, content: str = "1+2") -> Prompt:
     """The prompt of a row whose second message is a call."""
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}

@@ -139,7 +139,7 @@ def _cache(settings: Mapping[str, object]) -> int | None:
 
 def _has_template(folder: Path) -> bool:
     # chat_template.json is a processor's: a tokenizer does not read it.
-    if (folder / "chat_template.jinja").is_file():
+    if (folder / "chat_template.jinja").is_file() or any((folder / "additional_chat_templates").glob("*.jinja")):
         return True
     try:
         return bool(json.loads(durable.read(folder / "tokenizer_config.json")).get("chat_template"))

@@ -1,6 +1,6 @@
 """A user's rows: the columns of prompt and answer, their number, and their lengths in tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -11,6 +11,7 @@ from streamppo.tasks import data as data_sets
 from streamppo.tasks import dataset_files
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.scoring import detect
+from streamppo.tasks.scorers import gold
 from streamppo.types import Prompt
 
 PROMPTS = (
@@ -45,8 +46,8 @@ class PromptView(NamedTuple):
 class DataRows(NamedTuple):
     """`total` rows of the data set `data`, whose prompts are texts or `messages`.
 
-    Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows. Texts that are
-    `templated` are written in a chat template already.
+    Lengths of prompts and of answers that are texts or numbers are in tokens, and of the first `MEASURED` rows. Texts
+    that are `templated` are written in a chat template already.
     """
 
     data: str
@@ -65,7 +66,7 @@ class DataRows(NamedTuple):
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer that is a text; 0 if there is none."""
+        """Tokens of the longest answer that is a text or number; 0 if there is none."""
         return max(self.answers, default=0)
 
 
@@ -84,12 +85,7 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
         raise ConfigError(f"{data}: no rows")
     prompt = _prompt_column(data, rows[:LOOKED_AT], columns[0])
     answer = _answer_column(data, rows[:LOOKED_AT], columns[1], prompt)
-    has = {*rows[0], *(["answer"] if answer else [])}
-    if missing := needs.needs - has:
-        raise ConfigError(
-            f"{reward.function} asks for the column {min(missing)!r}, and rows of {data} have {', '.join(rows[0])}"
-            + ("; name the column of the answer with --answer" if "answer" in missing else "")
-        )
+    _refuse_gaps(data, rows, reward, needs.needs - {"answer"} if answer else needs.needs)
     messages = isinstance(_at(rows[0], prompt), list)
     shown = [Prompt(text=str(_at(row, prompt)), columns={}) for row in rows[:LOOKED_AT]]
     templated = not messages and all(map(view.spells, shown))
@@ -103,11 +99,23 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
     try:
         prompts = [data_sets.prompt(row, f"{data}, row {place}", "data", source) for place, row in enumerate(rows, 1)]
         lengths = [_length(view, row_prompt, f"{data}, row {place}") for place, row_prompt in enumerate(prompts, 1)]
-        texts = [text for row_prompt in prompts if isinstance(text := row_prompt.columns.get("answer"), str) and text]
+        texts = [text for row_prompt in prompts if (text := _answer_text(row_prompt))]
         answers = [view.measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
     return DataRows(data, total, prompt, answer, messages, lengths, answers, templated)
+
+
+def _refuse_gaps(data: str, rows: Sequence[Row], reward: FunctionScorer, needs: Set[str]) -> None:
+    """Raise `ConfigError` for the first row without a column that `reward` needs; a null is no answer."""
+    for place, row in enumerate(rows, 1):
+        missing = {name for name in needs if name not in row or (name == "answer" and row[name] is None)}
+        if missing:
+            has = ", ".join(name for name, value in row.items() if value is not None)
+            raise ConfigError(
+                f"{reward.function} asks for the column {min(missing)!r}, and row {place} of {data} has {has}"
+                + ("; name the column of the answer with --answer" if "answer" in missing else "")
+            )
 
 
 def _length(view: PromptView, prompt: Prompt, where: str) -> int:
@@ -115,6 +123,14 @@ def _length(view: PromptView, prompt: Prompt, where: str) -> int:
         return view.measure(prompt)
     except TaskError as error:
         raise TaskError(f"{where}: {error}") from error
+
+
+def _answer_text(prompt: Prompt) -> str:
+    """Return the answer as a completion has it, also a number; "" if it is neither that nor a text."""
+    try:
+        return gold.text(prompt.columns.get("answer"))
+    except TaskError:
+        return ""
 
 
 def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
@@ -139,9 +155,10 @@ def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
 
 def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> str:
     if named:
-        if any(_at(row, named) is None for row in rows):
+        if gap := next((place for place, row in enumerate(rows, 1) if _at(row, named) is None), 0):
             raise ConfigError(
-                f"--answer {named}: not every row of {data} has such a column; columns are {', '.join(rows[0])}"
+                f"--answer {named}: not every row of {data} has one, row {gap} has none; columns are "
+                f"{', '.join(rows[gap - 1])}"
             )
         return named
     fitting = (name for name in ANSWERS if name != prompt and all(_at(row, name) is not None for row in rows))
