@@ -42,7 +42,7 @@ def _end_late(code: int) -> None:
     kept = [thread.name for thread in _lasting() if thread is not threading.main_thread()]
     kept += [child.name for child in multiprocessing.active_children()]
     what = f"by {', '.join(kept)}" if kept else "by an exit hook (atexit)"
-    _end(code, f"the process ends without waiting: it is held up {what}")
+    _end(code, f"the process is held up {what}, and is not waited for")
 
 
 def _end(code: int, reason: str) -> NoReturn:

@@ -322,6 +322,6 @@ def test_the_lines_of_a_consent_are_read_to_a_bound(tmp_path: Path, math_config:
 def test_many_names_are_told_in_a_sentence(tmp_path: Path, math_config: Callable[..., Config]) -> None:
     scorers: dict[str, Scorer] = {f"{number}": FunctionScorer(function=f"evil{number}:score") for number in range(50)}
     config = structs.replace(math_config(), reward=Reward(scorers))
-    with pytest.raises(ConfigError, match=r"'evil0:score'.* and 40 more: look") as told:
+    with pytest.raises(ConfigError, match=r"'evil0:score'.* and 40 more: read") as told:
         consent.ask(tmp_path, [config])
     assert len(str(told.value)) < 1000

@@ -38,8 +38,8 @@ def test_a_request_that_is_none_changes_nothing(driver_case: Make, logged: pytes
 FORBIDDEN = {
     "are more than one GPU": ["learner.gpus=0.5", "rollout.gpus=0.5"],
     "must be 1: one for each of rollout.engine.urls": ["rollout.engine={kind='sglang', urls=['http://localhost:1']}"],
-    "asks for 3 CPUs (there are 2)": ["cluster.cpus=2"],
-    "asks for 2 GPUs (there are 1)": ["rollout.gpus=1"],
+    "needs 3 CPUs (there are 2)": ["cluster.cpus=2"],
+    "needs 2 GPUs (there are 1)": ["rollout.gpus=1"],
 }
 
 

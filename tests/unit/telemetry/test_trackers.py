@@ -209,4 +209,4 @@ def test_an_error_of_ray_ends_its_gauges_and_nothing_else(
     for line in LINES:
         sink.line(json.loads(line))
     (warning,) = caplog.messages
-    assert "given up" in warning and "no such worker" in warning
+    assert "have stopped" in warning and "no such worker" in warning
