@@ -55,6 +55,8 @@ LOOKS = {
     "bisect": ["bisect", "RUN", "--metric", "entropy", "--below", "9"],
     "try": ["try", "RUN", "--version", "3", "--prompt", "0", "-n", "1"],
     "bisect what was changed": ["bisect", "RUN", "--metric", "entropy", "--below", "0", "--set", "learner.lr=1e-3"],
+    "verify": ["verify", "RUN", "--updates", "0"],
+    "verify an update": ["verify", "RUN", "--updates", "1"],
 }
 PAGE = ["/", "/watch.js", "/sections", "/batch", "/batch/3", "/batch/3/0", "/batch/9/9"]
 """What a page of `watch` asks for."""
@@ -67,10 +69,12 @@ ENDS = {
     "fork": BEGUN,
     "try": BEGUN,
     "bisect what was changed": BEGUN,
+    "verify": "the chain does not hold at version 0",
+    "verify an update": f"cannot be replayed: {BEGUN}",
     "export": "no checkpoint of version 3",
     "inspect the time": "no process has reported",
 }
-"""This run was made without processes: it has no checkpoint and no phases."""
+"""This run was made without processes: it has no checkpoint, no phases and no chain."""
 FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "inputs.json", "archive"]
 FILES += ["model", "model/tokenizer.json"]
 DEEP = 100_000
@@ -142,7 +146,7 @@ def places(run: Path, name: str) -> list[Path]:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_the_whole_folder_is_looked_at(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = look(run, LOOKS[name]), capsys.readouterr().err
+    code, told = look(run, LOOKS[name]), "".join(capsys.readouterr())
     assert code == 0 or (name in ENDS and ENDS[name] in told), told
 
 

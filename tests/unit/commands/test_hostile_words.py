@@ -82,7 +82,7 @@ REACHED = {
     **{"inspect": "completion", "inspect a prompt": "failed: reward", "report": "report.html", "eval": "accuracy"},
     **dict.fromkeys(("resume with trust", "resume with changes", "run"), "processes would start here"),
     **dict.fromkeys(("reward-test", "reward-test of given words"), "mean reward"),
-    **dict.fromkeys(("resume", "replay", "bundle", "fork", "bisect", "try"), "--trust"),
+    **dict.fromkeys(("resume", "replay", "bundle", "fork", "bisect", "try", "verify"), "--trust"),
     **{"check": "settings", "init": "begin with", "data": "1 rows", "eval as JSON": '"reasons"'},
 }
 """Words without which a command has not come as far as it is to."""
@@ -108,6 +108,7 @@ COMMANDS = {
     "fork": ["fork", "RUN", "--at", "1", "--runs", "RUNS"],
     "bisect": ["bisect", "RUN", "--metric", "reward", "--above", "0"],
     "try": ["try", "RUN", "--version", "1", "--prompt", "0"],
+    "verify": ["verify", "RUN"],
     "resume": ["resume", "RUN"],
     "resume with trust": ["resume", "RUN", "--trust"],
     "resume with changes": ["resume", "RUN", "--trust", "OVERRIDE"],
