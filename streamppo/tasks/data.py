@@ -155,8 +155,10 @@ def _evaluation(source: Source) -> tuple[str, str]:
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """Convert one row according to `source`. Raises `TaskError` with the name of a missing column."""
     text, messages = content(_column(row, source.prompt, where), where, source)
-    # Rewards may name a prompt's column, but `prompt`, which TRL and agents give in a form of their own.
-    columns = {key: value for key, value in row.items() if not key == source.prompt == "prompt"}
+    columns: dict[str, object] = {**row}
+    # Rewards get the prompt's column, unless it is called `prompt`: TRL and agents have that in a form of their own.
+    if source.prompt == "prompt":
+        columns.pop("prompt", None)
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
     if source.answer:
         columns["answer"] = _column(row, _answer_column(row, source.answer), where)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = Mapping[str, Any]
 """The columns of one row of data, by name; the user's functions take values of any type."""
-LINES = "each line of the file is one JSON object, in UTF-8"
 BATCH = 1024
 """Rows of a parquet file in memory as Python objects at one time."""
 SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow")
@@ -63,7 +62,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             try:
                 yield parse(line, f"{path}, line {number}")
             except TaskError as error:
-                raise TaskError(f"{error}; {LINES}") from error
+                raise TaskError(f"{error}; each line of the file is one JSON object, in UTF-8") from error
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -149,10 +149,7 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
 
 def _own_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
     """Make the row's own answer a completion; an empty one if the answer is neither a text nor a number."""
-    try:
-        completion = gold.text(prompt.columns.get("answer"))
-    except TaskError:
-        completion = ""
+    completion = gold.completion(prompt.columns.get("answer"))
     tokens = tokenizer.encode_turn(completion, "stop") if completion or tokenizer.eos_id is not None else None
     return ScoredText(
         prompt=prompt.text,

@@ -26,6 +26,14 @@ def text(answer: object) -> str:
     raise TaskError(f"the row's answer is {_quoted(answer)}, which is neither a text nor a finite number")
 
 
+def completion(answer: object) -> str:
+    """Return a gold answer as a completion would have it; "" if it is neither a text nor a finite number."""
+    try:
+        return text(answer)
+    except TaskError:
+        return ""
+
+
 def number(answer: object) -> Fraction:
     r"""Read a gold answer as a number: alone, after the last ####, or in the last \boxed{}. Raises `TaskError`."""
     whole = text(answer)

@@ -83,12 +83,12 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
         raise ConfigError(str(error)) from error
     if not rows:
         raise ConfigError(f"{data}: no rows")
-    prompt = _prompt_column(data, rows[:LOOKED_AT], columns[0])
-    answer = _answer_column(data, rows[:LOOKED_AT], columns[1], prompt)
+    first = rows[:LOOKED_AT]
+    prompt = _prompt_column(data, first, columns[0])
+    answer = _answer_column(data, first, columns[1], prompt)
     _refuse_gaps(data, rows, reward, needs.needs - {"answer"} if answer else needs.needs)
     messages = isinstance(_at(rows[0], prompt), list)
-    shown = [Prompt(text=str(_at(row, prompt)), columns={}) for row in rows[:LOOKED_AT]]
-    templated = not messages and all(map(view.spells, shown))
+    templated = not messages and all(view.spells(Prompt(text=str(_at(row, prompt)), columns={})) for row in first)
     source = Source(
         data=data,
         prompt=prompt,
@@ -99,7 +99,7 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
     try:
         prompts = [data_sets.prompt(row, f"{data}, row {place}", "data", source) for place, row in enumerate(rows, 1)]
         lengths = [_length(view, row_prompt, f"{data}, row {place}") for place, row_prompt in enumerate(prompts, 1)]
-        texts = [text for row_prompt in prompts if (text := _answer_text(row_prompt))]
+        texts = [text for row_prompt in prompts if (text := gold.completion(row_prompt.columns.get("answer")))]
         answers = [view.measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
@@ -123,14 +123,6 @@ def _length(view: PromptView, prompt: Prompt, where: str) -> int:
         return view.measure(prompt)
     except TaskError as error:
         raise TaskError(f"{where}: {error}") from error
-
-
-def _answer_text(prompt: Prompt) -> str:
-    """Return the answer as a completion has it, also a number; "" if it is neither that nor a text."""
-    try:
-        return gold.text(prompt.columns.get("answer"))
-    except TaskError:
-        return ""
 
 
 def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
