@@ -19,7 +19,9 @@ def init(
     /,
     *,
     model: Annotated[str, Parameter(help="Your model: a folder or hub name, or builtin:tiny.")] = "",
-    data: Annotated[str, Parameter(help="Your data, rows with a prompt: jsonl, parquet, a folder, a hub name.")] = "",
+    data: Annotated[
+        str, Parameter(help="Your data, rows with a prompt: jsonl, csv, parquet, a folder, a hub name.")
+    ] = "",
     reward: Annotated[str, Parameter(help="Yours: FILE.py:FUNCTION, or package.module:function.")] = "",
     gpu: Annotated[Whole, Parameter(validator=Number(gte=0), help="How many GPUs, with SGLang (default: 0).")] = 0,
     prompt: Annotated[str, Parameter(help="The column of the prompt, if its name is unusual.")] = "",

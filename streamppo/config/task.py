@@ -39,7 +39,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
 
     data: str
-    """A jsonl, jsonl.gz or parquet file, a folder, or a hub name (extra `data`)."""
+    """A jsonl, csv or parquet file, a folder, or a hub name (extra `data`)."""
     subset: str = ""
     """Configuration of a hub data set."""
     split: str = "train"

@@ -1,7 +1,9 @@
 """Reads rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
 
+import csv
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +19,7 @@ Row: TypeAlias = Mapping[str, Any]
 """The columns of one row of data, by name; the user's functions take values of any type."""
 BATCH = 1024
 """Rows of a parquet file in memory as Python objects at one time."""
-SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow", ".csv", ".tsv")
 
 
 class Unread(NamedTuple):
@@ -52,8 +54,14 @@ def _file(path: Path) -> Iterator[Row]:
             return _parquet(path)
         case ".arrow":
             return _arrow(path)
+        case ".csv" | ".csv.gz":
+            return _csv(path, ",")
+        case ".tsv" | ".tsv.gz":
+            return _csv(path, "\t")
         case _:
-            raise TaskError(f"{path}: {path.suffix or 'no suffix'} is not read: use .jsonl, .jsonl.gz or .parquet")
+            raise TaskError(
+                f"{path}: {path.suffix or 'no suffix'} is not read: use .jsonl, .csv, .parquet or .jsonl.gz"
+            )
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -85,6 +93,40 @@ def parse(text: bytes, where: str) -> Row:
     if not isinstance(row, dict):
         raise TaskError(f"{where}: a row must be an object, this is a {type(row).__name__}")
     return row
+
+
+def _csv(path: Path, delimiter: str) -> Iterator[Row]:
+    """Read a table with a header: each value is text, an empty one None, as in a gap of pandas and `datasets`.
+
+    Example: the column without a name that `DataFrame.to_csv` writes for its index is no column of the rows.
+    """
+    csv.field_size_limit(sys.maxsize)
+    table = csv.reader(_decoded(path), delimiter=delimiter, strict=True)
+    try:
+        names = next(table, [])
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise TaskError(
+                f"{path}: the first line names {', '.join(map(repr, twice))} twice; it has the columns' names"
+            )
+        for values in table:
+            if not values:
+                continue
+            if len(values) != len(names):
+                raise TaskError(f"{path}, line {table.line_num}: {len(values)} values for {len(names)} columns")
+            yield {name: value or None for name, value in zip(names, values, strict=True) if name}
+    except csv.Error as error:
+        raise TaskError(f"{path}, line {table.line_num}: not CSV: {error}") from error
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    """Yield the lines of a file as text in UTF-8, with or without a byte order mark."""
+    encoding = "utf-8-sig"
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            yield line.decode(encoding)
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{path}, line {number}: not UTF-8: {error.reason}; save the file as UTF-8") from error
+        encoding = "utf-8"
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from streamppo import durable
 from streamppo.errors import TaskError
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
-UNREAD = re.compile(r"\.(csv|tsv|json|ndjson|feather|(jsonl|csv|json|parquet)\.\w+)$")
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
+UNREAD = re.compile(r"\.(json|ndjson|feather|(jsonl|csv|tsv|json|parquet)\.\w+)$")
 """Endings of unsupported data formats."""
 SHARD = r"(?:[-_.]\d+)?(?:[-_]of[-_]\d+)?(?:[-_.][0-9a-f]{8,})?"
 """The shard suffix of a name such as train-00000-of-00002-a09b74b3ef9c3b56."""
@@ -29,7 +29,10 @@ class SplitFiles(NamedTuple):
 
 
 def find(folder: Path, split: str) -> SplitFiles:
-    """Find the files of `split`. Raises `TaskError` if there are none, or one has an unsupported format."""
+    """Find the files of `split`.
+
+    Raises `TaskError` if there are none, two differ in their endings alone, or one has an unsupported format.
+    """
     if is_saved_dataset(folder):
         try:
             entries = json.loads(durable.read(folder / "state.json"))["_data_files"]
@@ -41,16 +44,24 @@ def find(folder: Path, split: str) -> SplitFiles:
     others = [name for name in seen if not ending(name) and UNREAD.search(name.name)]
     if unread := [str(name) for name in others if _is_named(_stem(name), split)]:
         raise TaskError(
-            f"{folder}: {', '.join(unread)} of the split {split!r} would be left out: make jsonl or parquet of it, "
-            "move it away, or name the file that is meant as `data`"
+            f"{folder}: {', '.join(unread)} of the split {split!r} would be left out: make jsonl, csv or parquet of "
+            "it, move it away, or name the file that is meant as `data`"
         )
     of_split = [name for name in data if _is_of(name, split)]
     if not of_split:
         names = ", ".join(map(str, data)) or "none"
         raise TaskError(
-            f"{folder}: no file of the split {split!r}; jsonl, parquet and arrow files in it: {names}; "
+            f"{folder}: no file of the split {split!r}; jsonl, csv, parquet and arrow files in it: {names}; "
             "a single file can be named as `data`"
         )
+    for name in of_split:
+        if same := [str(other) for other in of_split if other.with_name(_stem(other)) == name.with_name(_stem(name))][
+            1:
+        ]:
+            raise TaskError(
+                f"{folder}: {name} and {' and '.join(same)} differ in their endings alone: their rows may be the same; "
+                "move one away, or name the file that is meant as `data`"
+            )
     doubtful = [str(name) for name in data if name not in of_split and _mentions(name, split)]
     return SplitFiles([folder / name for name in of_split], doubtful)
 

@@ -81,7 +81,7 @@ class Draw:
     def allowed(self) -> str:
         """A pattern of messages that may refuse a healthy draw: they name a feature that some templates lack."""
         found = {
-            r"\.gz|\.csv": self.rows in ("gzip", "csv"),
+            r"\.gz": self.rows == "gzip",
             r"tool|alternate|roles": self.rows == "tools",
             r"system": self.rows == "system",
             r"names of files": self.engine == "sglang" and self.layout in ("bin", "bare_names"),

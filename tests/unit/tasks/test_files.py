@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ OF_TRAIN = [
     "data/train-00000-of-00001.parquet",
     "main/train/a.arrow",
     "train/train-00000-of-00001.parquet",
+    "train.csv",
+    "train-00000-of-00002.csv.gz",
+    "train/anything.tsv",
 ]
 DOUBTFUL = ["nest/test/train.jsonl", "train-old.jsonl", "train.copy.jsonl", "train_en.jsonl", "train/test.jsonl"]
 OF_NONE = [".cache/train.jsonl", ".train.jsonl", "a/.git/train/x.jsonl", "test.jsonl", "trainer.jsonl", "other.jsonl"]
@@ -65,13 +69,22 @@ def test_a_hidden_file_and_one_of_another_name_are_not_of_the_split(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "name", ["train.csv", "train.json", "train-00001-of-00002.jsonl.zst", "train.csv.gz", "a/train.tsv"]
+    "name", ["train.feather", "train.json", "train-00001-of-00002.jsonl.zst", "train.csv.zst", "a/train.ndjson"]
 )
 def test_data_of_the_split_in_a_form_that_is_not_read_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(TaskError, match=f"{name} of the split 'train' would be left out: make jsonl or parquet of it"):
+    with pytest.raises(
+        TaskError, match=f"{name} of the split 'train' would be left out: make jsonl, csv or parquet of it"
+    ):
         files.find(made(tmp_path, name, "train.jsonl"), "train")
     made(tmp_path, "test.jsonl")
     assert found(tmp_path, "test")[0] == {"test.jsonl"}
+
+
+@pytest.mark.parametrize("names", [("train.csv", "train.jsonl"), ("train/a.jsonl", "train/a.jsonl.gz")])
+def test_two_files_that_differ_in_their_endings_alone_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    first, second = map(re.escape, names)
+    with pytest.raises(TaskError, match=f"{first} and {second} differ in their endings alone.*move one away"):
+        files.find(made(tmp_path, *names), "train")
 
 
 def test_files_that_hold_no_rows_are_no_data(tmp_path: Path) -> None:

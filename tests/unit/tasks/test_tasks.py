@@ -99,7 +99,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
         ),
         ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "not empty, not"),
         ("a.jsonl", "", "no rows"),
-        ("a.csv", "prompt,answer\n", "use .jsonl, .jsonl.gz or .parquet"),
+        ("a.txt", "prompt,answer\n", "use .jsonl, .csv, .parquet or .jsonl.gz"),
         ("a.parquet", "no parquet", "not a parquet file"),
     ],
 )
