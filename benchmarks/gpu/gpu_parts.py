@@ -179,7 +179,7 @@ def update() -> Result:
     """Updates of half a billion parameters: tokens/s, memory against the estimate of `check`, sum of weight bits."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "update.json"
-        variants = ["base", "fsdp", "off", "off_fsdp", "fa4_off"]
+        variants = ["base", "sdpa", "full", "fsdp", "fa4", *["compiled"] * ON_GPU]
         command = [sys.executable, "-m", "benchmarks.gpu.gpu_update", "--json", str(out), "--variants", *variants]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not out.exists():
@@ -216,10 +216,10 @@ def _transformers(kinds: list[str], *, compiled: bool) -> Result:
 
 
 def _attentions() -> list[str]:
-    from streamppo.config.sections import FLASH
-    from streamppo.learner.attention import attention
+    from streamppo.learner.attention import attention, varlen
 
-    return ["sdpa", *(name for name in FLASH if ON_GPU and attention.is_flash_installed(name))]
+    own = [varlen.register()] if varlen.is_available() else []
+    return ["sdpa", *own, *(name for name in attention.RUNS_ON if ON_GPU and attention.is_flash_installed(name))]
 
 
 def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Result:

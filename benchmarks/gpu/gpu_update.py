@@ -3,9 +3,11 @@
     python -m benchmarks.gpu.gpu_update --json update.json
     python -m benchmarks.gpu.gpu_update --json update.json --variants base fsdp off --times 3
 
-It needs torch, transformers and this repository. `bits` is a sum over all bits of the weights after the last update:
-it is equal for variants that guarantee equal weights. Results are written after every variant; on a CPU all sizes are
-small.
+It needs torch, transformers and this repository. The first update has rows of other lengths than the rest, which are
+timed. `bits` is a sum over all bits of the weights after the last one: it is equal for variants that guarantee equal
+weights. `redone` is true if the updates after the first, done again in a process that has compiled nothing, as in a
+resumed run, give the same bits. With `--profile`, `kernels` are those that took most of one more update, with their
+number and milliseconds. Results are written after every variant; on a CPU all sizes are small.
 """
 
 import os
@@ -14,6 +16,7 @@ import os
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -28,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map_only
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config import file as configfile
@@ -48,22 +52,27 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ROWS, MEAN, MOST, BUDGET = (128, 500, 2048, 16384) if ON_GPU else (16, 12, 40, 128)
 LARGE: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936}
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 1000}
-OFF, COMPILE = "model.gradient_checkpointing=off", ("model.compile=true", "learner.exact=false")
-FA4 = "model.attention=flash_attention_4"
+FULL, NOT_EXACT = "model.gradient_checkpointing=full", "learner.exact=false"
+COMPILE = "model.compile=true", NOT_EXACT
+SDPA, FA4 = "model.attention=sdpa", "model.attention=flash_attention_4"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
-    "fsdp": (),
-    "off": (OFF,),
-    "off_fsdp": (OFF,),
-    "off_not_exact": (OFF, "learner.exact=false"),
-    "off_32k": (OFF, f"learner.micro_batch_tokens={2 * BUDGET}"),
-    "fa4": (FA4,),
-    "fa4_off": (FA4, OFF),
-    "off_compiled": (OFF, *COMPILE),
     "compiled": COMPILE,
-    "fa4_off_compiled": (FA4, OFF, *COMPILE),
+    "sdpa": (SDPA,),
+    "unshared": ("model.share_prompts=false",),
+    "compiled_not_exact": COMPILE,
+    "compiled_32k": (*COMPILE, f"learner.micro_batch_tokens={2 * BUDGET}"),
+    "full": (FULL,),
+    "compiled_full": (*COMPILE, FULL),
+    "sdpa_compiled": (SDPA, *COMPILE),
+    "sdpa_full": (SDPA, FULL),
+    "fsdp": (),
+    "not_exact": (NOT_EXACT,),
+    "fa4": (FA4,),
+    "fa4_compiled": (FA4, *COMPILE),
 }
-"""Overrides of configs/gsm8k-qwen2.5-0.5b.toml; variants with `fsdp` in their name use FSDP with one rank."""
+"""Overrides of configs/gsm8k-qwen2.5-0.5b.toml without checkpointing. Variants with `fsdp` in their name use FSDP with
+one rank; of the others, torch computes deterministically but for those with `not_exact`."""
 Result = dict[str, Any]
 
 
@@ -72,12 +81,13 @@ def main() -> None:
     made.add_argument("--json", type=Path, required=True, help="file for the results")
     made.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     made.add_argument("--times", type=int, default=3, help="updates after the first")
+    made.add_argument("--profile", action="store_true", help="one more update, with its kernels")
     options = made.parse_args()
     of_rank.acquire(float(ON_GPU))
     found: dict[str, Result] = {}
     with tempfile.TemporaryDirectory() as folder, alone(Path(folder)):
         for name in options.variants:
-            found[name] = tried(name, Path(folder) / "model", options.times)
+            found[name] = tried(name, Path(folder) / "model", options.times, profile=options.profile)
             options.json.write_text(json.dumps(found, indent=1) + "\n")
             print(name, json.dumps(found[name]), flush=True)
 
@@ -104,16 +114,17 @@ def model_config() -> Qwen2Config:
     return Qwen2Config(**sizes, **ends, max_position_embeddings=4096)
 
 
-def tried(name: str, model: Path, times: int) -> Result:
+def tried(name: str, model: Path, times: int, *, profile: bool = False) -> Result:
     """The results of a variant, or its error."""
     before, compiled = load_policy.is_whole, torch.compile
     if "fsdp" in name:
         load_policy.is_whole = lambda *_, **__: False
     if not ON_GPU:
         # No kernels are compiled, which would take minutes.
-        layers.torch.compile = lambda *given, **words: compiled(*given, **words, backend="aot_eager")
+        layers.torch.compile = lambda *given, options, **words: compiled(*given, **words, backend="aot_eager")
+    torch._dynamo.reset()
     try:
-        return measured(name, model, times)
+        return measured(name, model, times, profile=profile)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:600]}"}
     finally:
@@ -123,12 +134,12 @@ def tried(name: str, model: Path, times: int) -> Result:
             torch.cuda.empty_cache()
 
 
-def measured(name: str, model: Path, times: int) -> Result:
+def measured(name: str, model: Path, times: int, *, profile: bool = False) -> Result:
     where = f"learner.gpus={int(ON_GPU)}", f"rollout.gpus={int(ON_GPU)}"
     sizes = f"queue.batch_size={ROWS}", f"learner.micro_batch_tokens={BUDGET}", "learner.minibatches=2"
-    overrides = [f"model.path={model}", *sizes, *where, *VARIANTS[name]]
+    overrides = [f"model.path={model}", "model.gradient_checkpointing=auto", *sizes, *where, *VARIANTS[name]]
     config = configfile.load(ROOT / "configs" / "gsm8k-qwen2.5-0.5b.toml", overrides)
-    torch.use_deterministic_algorithms(ON_GPU and config.learner.exact)
+    torch.use_deterministic_algorithms(ON_GPU and "not_exact" not in name)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -136,12 +147,20 @@ def measured(name: str, model: Path, times: int) -> Result:
     policy = load_policy.load(config.model, model, config.rollout.temperature, mesh)
     adamw = optimizer.adamw(policy, config)
     updater = Updater(policy, adamw, objective.build(config), config, group=mesh.get_group())
-    rows = batch()
+    rows, first = batch(), pad(batch(seed=8)).to(updater.device)
     padded = pad(rows).to(updater.device)
-    seconds = [timed(updater, padded) for _ in range(times + 1)]
+    seconds = [timed(updater, first)]
+    before = kept(updater)
+    seconds += [timed(updater, padded) for _ in range(times)]
+    bits = sum_of_bits(updater)
+    more = kernels(updater, padded) if profile else {}
+    peak = memory(config, max(len(one.prompt_tokens) // 4 + one.num_tokens for one in rows.trajectories))
+    torch._dynamo.reset()
+    restore(updater, before)
+    for _ in range(times):
+        timed(updater, padded)
     lengths = [len(one.prompt_tokens) // 4 + one.num_tokens for one in rows.trajectories]
     sampled, s = sum(one.num_tokens for one in rows.trajectories), statistics.median(seconds[1:])
-    bits = [local(one).detach().view(torch.int32).to(torch.int64).sum() for one in policy.parameters()]
     return {
         "attention": policy.lm.config._attn_implementation,
         "tokens": sum(lengths),
@@ -150,9 +169,44 @@ def measured(name: str, model: Path, times: int) -> Result:
         "all_s": [round(one, 3) for one in seconds],
         "tokens_per_s": round(sum(lengths) / s),
         "tflops": round(flops(lengths, sampled) / s / 1e12, 1),
-        "bits": int(torch.stack(bits).sum()),
-        **memory(config, max(lengths)),
+        "bits": bits,
+        "redone": bits == sum_of_bits(updater),
+        **peak,
+        **more,
     }
+
+
+def sum_of_bits(updater: Updater) -> int:
+    bits = [local(one).detach().view(torch.int32).to(torch.int64).sum() for one in updater.policy.parameters()]
+    return int(torch.stack(bits).sum())
+
+
+def kept(updater: Updater) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Copies, in the host's memory, of the weights and of the optimizer's state."""
+    weights = [local(one).detach().to("cpu", copy=True) for one in updater.policy.parameters()]
+    return weights, copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.cpu, updater.optimizer.state_dict()))
+
+
+@torch.no_grad()
+def restore(updater: Updater, state: tuple[list[torch.Tensor], dict[str, Any]]) -> None:
+    for weight, before in zip(updater.policy.parameters(), state[0], strict=True):
+        local(weight).copy_(before)
+    updater.optimizer.load_state_dict(state[1])
+
+
+def kernels(updater: Updater, padded: PaddedBatch) -> Result:
+    """What one more update does on the device: seconds, launches, and the kernels that take most of it."""
+    activity = torch.profiler.ProfilerActivity.CUDA if ON_GPU else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        s = timed(updater, padded)
+    done: dict[str, list[float]] = {}
+    for event in profile.key_averages():
+        took = event.self_device_time_total if ON_GPU else event.self_cpu_time_total
+        one = done.setdefault(event.key[:100], [0, 0.0])
+        one[0], one[1] = one[0] + event.count, one[1] + took / 1e3
+    most = sorted(done.items(), key=lambda item: -item[1][1])
+    totals = {"launches": int(sum(n for n, _ in done.values())), "device_s": sum(ms for _, ms in done.values()) / 1e3}
+    return {"profiled_s": s, **totals, "kernels": [[name, n, round(ms, 1)] for name, (n, ms) in most[:40]]}
 
 
 def timed(updater: Updater, padded: PaddedBatch) -> float:
@@ -176,9 +230,9 @@ def memory(config: Config, longest: int) -> Result:
     return {"peak_gib": round(peak / 2**30, 2), "reserved_gib": round(reserved / 2**30, 2), "check_gib": parts}
 
 
-def batch() -> Batch:
+def batch(seed: int = 7) -> Batch:
     """Rows of lognormal lengths, eight for each prompt."""
-    generator, vocabulary = np.random.default_rng(7), model_config().vocab_size
+    generator, vocabulary = np.random.default_rng(seed), model_config().vocab_size
     rows: list[Trajectory] = []
     prompt = np.zeros(0, np.int32)
     for number in range(ROWS):

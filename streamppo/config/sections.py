@@ -28,8 +28,8 @@ BUILTIN = "builtin:tiny"
 """The model.path of a small model that the run makes itself."""
 HEAD_WIDTH = 8
 """Width of an attention head of builtin:tiny."""
-FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attention kernels for packed rows, without padding."""
+JOINED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen")
+"""Attention kernels for packed rows, without padding, in 16 bits, on a GPU; the last is torch's own."""
 
 # --- the model -----------------------------------------------------------------------------------------------
 
@@ -61,10 +61,12 @@ class Model(Section, frozen=True):
     """Parameters and activations of learner and engine."""
     float32_head: bool = True
     """Compute logits in float32 in learner and engine (arXiv:2506.13585)."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
-    """The learner's; auto: flash-attn for bfloat16 on a GPU, else sdpa."""
+    attention: Literal[
+        "auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+    ] = "auto"
+    """The learner's; auto: for bfloat16 on a GPU flash-attn, or torch's own (varlen), else sdpa."""
     share_prompts: bool = True
-    """With sdpa, compute a prompt once for its samples in a micro-batch."""
+    """Compute a prompt once for its samples in a micro-batch; not with eager."""
     float32_router: bool = False
     """The learner computes expert scores in float32."""
     gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
@@ -79,10 +81,10 @@ class Model(Section, frozen=True):
     """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """Flash-attn needs bfloat16, float32_router needs compile off, clock must be a time."""
+        """Attention over packed rows needs bfloat16, float32_router needs compile off, clock must be a time."""
         if self.clock and not _is_time(self.clock):
             yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
-        if self.attention in FLASH and self.dtype != "bfloat16":
+        if self.attention in JOINED and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
         if self.compile and self.float32_router:
             yield "float32_router = true needs single operations, and compile = true fuses them"
@@ -286,10 +288,7 @@ class Config(Section, frozen=True):
         yield from _gpus(self)
         yield from self.model.lora.refuses(algorithm.kl) if self.model.lora else ()
         if self.model.compile and learner.exact:
-            yield (
-                "model.compile chooses operations by the first sizes, which differ in a resumed run: it "
-                "needs learner.exact = false"
-            )
+            yield "model.compile may choose other operations in a resumed run: it needs learner.exact = false"
         if not _names_folder(self.name):
             yield (
                 f"name ({_short(self.name)}) must be usable as the name of a folder: at most {LONGEST_NAME} bytes, "
@@ -382,7 +381,7 @@ def _gpus(config: Config) -> Iterator[str]:
     together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
     if learner.gpus > 1:
         yield f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
-    if config.model.attention in FLASH and not learner.gpus:
+    if config.model.attention in JOINED and not learner.gpus:
         yield f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
     if shares_gpus(config) and together > 1:
         yield (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from streamppo.config.sections import Config
 from streamppo.learner.attention.prefix_sharing import work
+from streamppo.learner.attention.tree import RowSizes
 from streamppo.learner.batch.padded import micro_batches, row_order
 from streamppo.learner.objective.idle_rows import IdleRows
 from streamppo.learner.objective.objective import Epoch
@@ -35,25 +36,23 @@ class Division(NamedTuple):
             return (torch.arange(num_rows),)
         return row_order(num_rows, self.config.seed, version, epoch.number).chunk(epoch.minibatches)
 
-    def micro_batches(self, tokens_B: Tensor, rows: Tensor, lines_B: Tensor | None = None) -> list[Tensor]:
-        """This rank's micro-batches of `rows`; every rank has the same number of them, and some may be empty.
-
-        A row with branches is several lines, `lines_B`, of at most `tokens_B` tokens.
-        """
+    def micro_batches(self, sizes: RowSizes, rows: Tensor) -> list[Tensor]:
+        """This rank's micro-batches of `rows`; every rank has the same number of them, and some may be empty."""
         budget = self.config.learner.micro_batch_tokens
         cost = partial(work, 1, hidden=self.hidden) if self.ranks > 1 else float
         is_padded, ranks = self.is_padded, self.ranks
-        by_rank = micro_batches(rows, tokens_B, budget, ranks, padded=is_padded, work=cost, lines_B=lines_B)
+        tokens_B, prompts, lines_B = sizes
+        by_rank = micro_batches(
+            rows, tokens_B, budget, ranks, padded=is_padded, work=cost, lines_B=lines_B, prompts=prompts
+        )
         return by_rank[self.rank]
 
-    def own_rows(
-        self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch], chosen: IdleRows, lines_B: Tensor | None = None
-    ) -> list[int]:
+    def own_rows(self, sizes: RowSizes, version: int, epochs: Sequence[Epoch], chosen: IdleRows) -> list[int]:
         """The rows whose tokens this rank reads in an update: the rows of its passes, and the `STAND_IN`."""
-        num_rows = len(tokens_B)
+        num_rows = len(sizes.tokens_B)
         passes = [chosen.scored_B.nonzero()[:, 0]]
         passes += [chosen.select(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
-        pieces = [piece for rows in passes for piece in self.micro_batches(tokens_B, rows, lines_B)]
+        pieces = [piece for rows in passes for piece in self.micro_batches(sizes, rows)]
         return torch.cat([*pieces, STAND_IN]).unique().tolist()
 
 

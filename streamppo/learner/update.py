@@ -47,6 +47,9 @@ from streamppo.learner.scorer import Scorer, score
 from streamppo.process import phase
 from streamppo.types import TokenRecord
 
+STEPS = 8
+"""The numbers of tokens for which layers are compiled: rows end to end are filled up to one of them."""
+
 log = logging.getLogger(__name__)
 
 
@@ -102,6 +105,9 @@ class Updater:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         width, is_padded = policy.lm.config.get_text_config().hidden_size, policy.layout is attention.padded
         self.division = Division(config, self.rank, self.ranks, width, is_padded)
+        for model in filter(None, (policy, reference, teacher)):
+            if isinstance(model, Policy) and config.model.compile:
+                model.step = -(-config.learner.micro_batch_tokens // STEPS)
         self.bad_steps = self.critic_bad_steps = 0
 
     def remember(
@@ -131,8 +137,8 @@ class Updater:
 
     def own_rows(self, batch: PaddedBatch) -> list[int]:
         """The rows of `batch` whose tokens this rank reads in its update; `batch` may be without tokens."""
-        chosen, (tokens_B, lines_B) = idle_rows.find(self.config, batch), self.policy.sizes(batch.on_host)
-        return self.division.own_rows(tokens_B, batch.version, self.objective.epochs, chosen, lines_B)
+        chosen, sizes = idle_rows.find(self.config, batch), self.policy.sizes(batch.on_host)
+        return self.division.own_rows(sizes, batch.version, self.objective.epochs, chosen)
 
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> UpdateResult:
         """Train on `batch` for `epochs`, by default those of the objective.
@@ -232,8 +238,7 @@ class Updater:
         return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
-        tokens_B, lines_B = self.policy.sizes(batch.on_host)
-        return self.division.micro_batches(tokens_B, rows, lines_B)
+        return self.division.micro_batches(self.policy.sizes(batch.on_host), rows)
 
     def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: PolicyOutput | None) -> PolicyOutput:
         """The scores of `rows` by the current weights: `graph` if it can be reused, else a new pass."""

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import learner_case as case
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
+from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.chunked_head import LogitShape, chunked_logprobs_entropy
-from streamppo.config.sections import FLASH
+from streamppo.config.sections import JOINED
 from streamppo.learner import device, scorer, update
-from streamppo.learner.attention import attention
+from streamppo.learner.attention import attention, prefix_kv, prefix_sharing, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import hf_files, optimizer, snapshot
 from streamppo.learner.model import policy as model
@@ -25,6 +28,7 @@ from streamppo.learner.objective.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Sampling
+from streamppo.types import Batch
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, hash_tensor
 
@@ -240,19 +244,24 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def policy(folder: Path, implementation: str, dtype: torch.dtype = torch.bfloat16) -> model.Policy:
     """A transformer in `dtype` and a value head in float32, which is not zero, as FSDP's mixed precision has them."""
     torch.manual_seed(9)
+    if implementation == varlen.NAME:
+        varlen.register()
     made = model.Policy(hf_files.read(folder, implementation), 0.7, layout=attention.layout(implementation))
     torch.nn.init.normal_(made.value_head.weight, std=0.05)
+    prefix_kv.prepare(made.transformers)
     made.lm.to(dtype)
     return made.to(DEVICE)
 
 
 def each_attention() -> list[Any]:
     missing = [pytest.mark.skipif(torch.cuda.is_available(), reason="not installed")]
-    return [
-        "sdpa",
-        "eager",
-        *(pytest.param(name, marks=[] if attention.is_flash_installed(name) else missing) for name in FLASH),
-    ]
+    return ["sdpa", "eager", *each_joined(missing)]
+
+
+def each_joined(missing: list[Any]) -> list[Any]:
+    installed = {name: attention.is_flash_installed(name) for name in attention.RUNS_ON}
+    installed |= {varlen.NAME: varlen.is_available()}
+    return [pytest.param(name, marks=[] if installed[name] else missing) for name in JOINED]
 
 
 def rows() -> PaddedBatch:
@@ -285,6 +294,78 @@ def test_gradients_in_bfloat16_are_near_those_in_float32(wide: Path, implementat
     expected, got = gradients("eager", torch.float32), gradients(implementation, torch.bfloat16)
     assert torch.nn.functional.cosine_similarity(got, expected, dim=0) > 0.99
     assert ((got - expected).norm() / expected.norm()).item() < 0.1
+
+
+@pytest.mark.parametrize("implementation", each_attention())
+@pytest.mark.parametrize("prompts", [4, 1])
+def test_samples_that_share_their_prompt_have_its_scores_and_gradients(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, implementation: str, prompts: int
+) -> None:
+    """Also where a prompt is longer than its completions, and where all rows have the same one."""
+    if implementation == "eager":
+        pytest.skip("computes every row on its own")
+    drawn, generator = case.batch().trajectories, np.random.default_rng(3)
+    starts = [generator.integers(2, 17, 40 + 30 * n).astype(np.int32).tobytes() for n in range(prompts)]
+    made = [replace(one, prompt_tokens=starts[n % prompts]) for n, one in enumerate(drawn)]
+    batch = pad(Batch(version=3, min_version=1, trajectories=tuple(made))).to(torch.device(DEVICE))
+    monkeypatch.setattr(prefix_sharing, "WORTH", 100.0)
+    found = []
+    for dtype, name, share in ((torch.float32, "eager", False), (torch.bfloat16, implementation, True)):
+        scorer_ = policy(wide, name, dtype)
+        scorer_.share_prompts = share
+        with Counted() as counted:
+            scored = scorer_(batch, "both")
+        (scored.logprobs_BT.sum() + scored.values_BT.square().sum()).backward()
+        grads = [parameter.grad for parameter in scorer_.parameters() if parameter.grad is not None]
+        found.append((scored, torch.cat([one.float().flatten() for one in grads]), counted.tokens))
+    (exact, expected, every), (scored, got, shared) = found
+    assert shared < 0.8 * every
+    torch.testing.assert_close(scored.logprobs_BT, exact.logprobs_BT, rtol=0, atol=0.3)
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=0) > 0.99
+    assert ((got - expected).norm() / expected.norm()).item() < 0.1
+
+
+class Counted(TorchFunctionMode):
+    """Counts the tokens that are embedded."""
+
+    tokens = 0
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding:
+            self.tokens += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("implementation", [varlen.NAME, "sdpa"])
+def test_compiled_updates_make_the_same_bits_in_a_resumed_run(wide: Path, tmp_path: Path, implementation: str) -> None:
+    """A resumed run compiles its layers for rows of other lengths than those that the run began with."""
+    options = ["model.dtype=bfloat16", "model.attention=varlen", "learner.gpus=1"]
+    options += ["model.compile=true", "learner.exact=false"]
+    config = case.config_of(*options, "learner.lr=0.001", "learner.minibatches=2")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with case.group(0, 1, tmp_path / "store", "nccl"):
+            updater = case.updater(config, wide, DEVICE)
+            updater.optimizer = optimizer.adamw(updater.policy, config)
+            updater.update(long_rows(60, seed=1))
+            state = deepcopy((updater.policy.state_dict(), updater.optimizer.state_dict()))
+            made = []
+            for _ in range(2):
+                updater.update(long_rows(900, seed=2))
+                made.append({name: one.clone() for name, one in updater.policy.state_dict().items()})
+                torch._dynamo.reset()
+                updater.policy.load_state_dict(state[0])
+                updater.optimizer.load_state_dict(deepcopy(state[1]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, made[1][name]) for name, one in made[0].items())
+
+
+def long_rows(most: int, seed: int) -> PaddedBatch:
+    generator = np.random.default_rng(seed)
+    masks = [np.ones(int(generator.integers(most // 4, most)), np.bool_) for _ in range(case.BATCH)]
+    drawn = [case.drawn_row(generator, n, 3, 5, mask) for n, mask in enumerate(masks)]
+    return pad(Batch(version=3, min_version=1, trajectories=tuple(drawn))).to(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("implementation", each_attention())

@@ -43,7 +43,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         assert queries[-1] == len(q) and keys[-1] == len(k) == len(v)
         calls.append(Call(queries, keys, max_seqlen_q, max_seqlen_k, causal))
         rows = zip(pairwise(queries), pairwise(keys), strict=True)
-        return torch.cat([_row(q[slice(*own)], k[slice(*seen)], v[slice(*seen)], softmax_scale) for own, seen in rows])
+        return torch.cat(
+            [attend(q[slice(*own)], k[slice(*seen)], v[slice(*seen)], softmax_scale) for own, seen in rows]
+        )
 
     flash_utils: Any = modeling_flash_attention_utils
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
@@ -64,9 +66,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return calls
 
 
-def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of one row [tokens, heads, width], aligned at the end as in flash-attn since 2.1."""
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
+    """Causal attention of one row [tokens, heads, width], aligned at the end as in flash-attn since 2.1.
+
+    With a `window`, a token sees as many tokens, itself included.
+    """
     sees = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    if window:
+        sees = sees.triu(1 - window + len(k) - len(q))
     turned = [x[None].transpose(1, 2) for x in (q, k, v)]
     made = torch.nn.functional.scaled_dot_product_attention(*turned, attn_mask=sees, scale=scale, enable_gqa=True)
     return made.transpose(1, 2)[0]

@@ -42,7 +42,7 @@ class TablePolicy(nn.Module):
     def reshard(self) -> None:
         """Do nothing: no weights are gathered."""
 
-    def sizes(self, host: Host) -> tree.TreeSizes:
+    def sizes(self, host: Host) -> tree.RowSizes:
         """As `Policy.sizes`, for rows without branches."""
         return tree.sizes(host, attention.padded, None)
 

@@ -19,7 +19,7 @@ from streamppo.commands.bundle.file import Bundle
 from streamppo.commands.bundle.tokens import Columns, columns_of
 from streamppo.config import consent
 from streamppo.config.mesh import Mesh
-from streamppo.config.sections import FLASH, Config
+from streamppo.config.sections import JOINED, Config
 from streamppo.config.transport import ObjectStore
 from streamppo.errors import BundleError, ConfigError, StreamppoError
 from streamppo.learner import device
@@ -84,7 +84,7 @@ def _here(config: Config) -> Config:
     learner = structs.replace(
         config.learner, ranks=1, mesh=Mesh(), offload=False, transport=ObjectStore(), gpus=float(has_gpu)
     )
-    attention = "auto" if config.model.attention in FLASH and not has_gpu else config.model.attention
+    attention = "auto" if config.model.attention in JOINED and not has_gpu else config.model.attention
     return structs.replace(config, learner=learner, model=structs.replace(config.model, attention=attention))
 
 

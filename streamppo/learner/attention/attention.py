@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.config.engine import FAMILIES
-from streamppo.config.sections import FLASH, Model
+from streamppo.config.sections import JOINED, Model
 from streamppo.errors import ModelError
+from streamppo.learner.attention import varlen
 from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ LEAK = 1e-3
 """The largest difference of the two passes that counts as rounding, relative to the largest entry, in float32."""
 CAP = "attn_logit_softcapping"
 """transformers' field for a bound on attention scores: flash-attn and eager attention apply it, SDPA does not."""
+NAMES = {"sdpa": "SDPA", "eager": "eager attention"}
+"""Words for transformers' names."""
 
 
 class ContextPass(NamedTuple):
@@ -76,24 +79,32 @@ def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Re
     return Reading({"input_ids": to_device(inputs_BL, device)}, place_BL)
 
 
-def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
+def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU, *, step: int = 1) -> Reading:
     """One sequence without padding; positions restart at every row.
 
+    A last row of zeros fills it up to a multiple of `step` tokens.
     flash-attn gets the rows' bounds. Every other implementation finds them in the positions and makes a mask of N * N
     entries: correct but wasteful.
     """
     place_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     inside_BL = place_BL < width_B[:, None]
+    tokens_N, positions_N = inputs_BL[inside_BL], place_BL[inside_BL]
+    if missing := -len(tokens_N) % step:
+        tokens_N = torch.nn.functional.pad(tokens_N, (0, missing))
+        positions_N, width_B = (
+            torch.cat([positions_N, torch.arange(missing)]),
+            torch.cat([width_B, torch.tensor([missing])]),
+        )
     longest, bounds_32 = int(width_B.max()), to_device(bounds(width_B), device)
     arguments: dict[str, Tensor | int] = {
-        "input_ids": to_device(inputs_BL[inside_BL][None], device),
-        "position_ids": to_device(place_BL[inside_BL][None], device),
+        "input_ids": to_device(tokens_N[None], device),
+        "position_ids": to_device(positions_N[None], device),
         "cu_seq_lens_q": bounds_32,
         "cu_seq_lens_k": bounds_32,
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    return Reading(arguments, (width_B.cumsum(0) - width_B)[:, None] + place_BL)
+    return Reading(arguments, (width_B.cumsum(0) - width_B)[: len(inputs_BL), None] + place_BL)
 
 
 def bounds(width_B: Tensor) -> Tensor:
@@ -116,14 +127,16 @@ def told_apart() -> Iterator[None]:
 
 def layout(implementation: str) -> Layout:
     """The layout of rows for `implementation`."""
-    return joined if implementation in FLASH else padded
+    return joined if implementation in JOINED else padded
 
 
 def choose(config: Model, device: str) -> str:
     """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
 
-    SDPA in float32 and on the CPU, and, with a warning, where no flash-attn runs.
+    Where none runs, torch's own; SDPA in float32 and on the CPU, and, with a warning, on a GPU without either.
     """
+    if config.attention == varlen.NAME:
+        return varlen.register()
     if config.attention != "auto":
         return config.attention
     if device != "cuda" or config.dtype == "float32":
@@ -132,7 +145,9 @@ def choose(config: Model, device: str) -> str:
     for name, capabilities in RUNS_ON.items():
         if major in capabilities and is_flash_installed(name):
             return name
-    _warn("no flash-attn that runs on this GPU is installed: the learner uses SDPA, which computes padding too")
+    if varlen.is_available():
+        return varlen.register()
+    _warn("no flash-attn runs on this GPU, with this torch: the learner uses SDPA, which computes padding too")
     return "sdpa"
 
 
@@ -158,18 +173,26 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
     return "sdpa"
 
 
-def fall_back_to_eager(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
-    """`chosen`, or eager attention if `chosen` is SDPA and a model of `configs` caps its scores, as Gemma 2 does.
+def fall_back(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
+    """`chosen`, or the attention after it that computes models of `configs` completely: varlen, SDPA, eager.
 
-    Raises `ModelError` if the configuration names SDPA, which ignores the cap without a warning.
+    Raises `ModelError` if the configuration names one that leaves a part out.
     """
-    if chosen != "sdpa" or not any(getattr(hf_config.get_text_config(), CAP, None) for hf_config in configs):
-        return chosen
-    why = f"the model caps the scores of its attention ({CAP}), which SDPA leaves out"
-    if config.attention != "auto":
-        raise ModelError(f'{why}: choose model.attention = "auto" or "eager"')
-    _warn(f"{why}: the learner uses eager attention")
-    return "eager"
+    every = list(configs)
+    for name, following, refusal in ((varlen.NAME, "sdpa", varlen.refusal), ("sdpa", "eager", _sdpa_refusal)):
+        reason = next(filter(None, map(refusal, every)), "") if chosen == name else ""
+        if reason and config.attention != "auto":
+            raise ModelError(f'{reason}: choose model.attention = "auto" or "eager"')
+        if reason:
+            _warn(f"{reason}: the learner uses {NAMES[following]}")
+            chosen = following
+    return chosen
+
+
+def _sdpa_refusal(config: "PretrainedConfig") -> str:
+    if getattr(config.get_text_config(), CAP, None):
+        return f"the model caps the scores of its attention ({CAP}), which SDPA leaves out"
+    return ""
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
 """The layers of a transformer: computed again in the backward pass, and compiled."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 Checkpointing: TypeAlias = Literal["off", "full", "offloaded"]
 """Layers keep their activations, or only their input, which may be in CPU memory."""
+SIZES = 64
+"""The most variants of a layer that are compiled: numbers of tokens, with and without gradient."""
 PLACES = ("layers", "h", "language_model.layers", "blocks")
 """The attribute of the layers: in most models, in GPT-2 and similar, in the text part of vision models, in MPT."""
 
@@ -54,6 +58,22 @@ def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextMana
 
 
 def compile_layers(transformer: "PreTrainedModel") -> None:
-    """Compile each layer's forward, for any width of rows; hooks and checkpointing stay outside of it."""
+    """Compile each layer's forward; hooks and checkpointing stay outside of it.
+
+    Padded rows are compiled for any width. Rows end to end are compiled for each number of tokens: nothing in a layer
+    then depends on the first rows of a process, which differ in a resumed run. Where torch computes deterministically,
+    the compiler chooses nothing by measuring.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SIZES)
+    options: Any = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     for layer in layers_of(transformer):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = partial(_call, torch.compile(layer.forward, dynamic=True, options=options))
+
+
+def _call(compiled: Callable[..., Any], hidden_BWD: Tensor, **named: Any) -> Any:
+    """Call a compiled layer; of rows end to end, all its tensors of a token's numbers have a size that is known."""
+    if "cu_seq_lens_q" in named:
+        for tensor in tree_leaves((hidden_BWD, named)):
+            if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[:2] == hidden_BWD.shape[:2]:
+                torch._dynamo.mark_static(tensor, 1)
+    return compiled(hidden_BWD, **named)

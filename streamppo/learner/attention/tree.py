@@ -25,16 +25,20 @@ from torch import Tensor
 
 from streamppo.learner.attention.attention import CPU, Layout, Reading, padded
 from streamppo.learner.attention.prefix_sharing import work
-from streamppo.learner.batch.padded import Host
+from streamppo.learner.batch.padded import Host, SharedPrompts
 from streamppo.learner.device import to_device
 from streamppo.types import Ints, branches
 from streamppo.types.branches import Size
 
 
-class TreeSizes(NamedTuple):
-    """The tokens [B] of each row's longest line, and its lines [B]; without `lines_B` the row is one line's tokens."""
+class RowSizes(NamedTuple):
+    """The tokens of each row's longest line, its lines, and `prompts` if they are computed once for their samples.
+
+    Without `lines_B` the row is one line.
+    """
 
     tokens_B: Tensor
+    prompts: SharedPrompts | None = None
     lines_B: Tensor | None = None
 
 
@@ -45,16 +49,17 @@ class TreeLine(NamedTuple):
     tokens: Ints
 
 
-def sizes(host: Host, layout: Layout, hidden: int | None) -> TreeSizes:
+def sizes(host: Host, layout: Layout, hidden: int | None) -> RowSizes:
     """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are those of `read`."""
     width_B = host.start_B + host.length_B
     if host.branches is None:
-        return TreeSizes(width_B)
+        return RowSizes(width_B)
     lengths = [_lengths(*row, hidden) for row in zip(host.branches, width_B.tolist(), strict=True)]
     if layout is not padded:
-        return TreeSizes(torch.tensor([sum(line_lengths) for line_lengths in lengths]))
-    return TreeSizes(
+        return RowSizes(torch.tensor([sum(line_lengths) for line_lengths in lengths]))
+    return RowSizes(
         torch.tensor([max(line_lengths) for line_lengths in lengths]),
+        None,
         torch.tensor([len(line_lengths) for line_lengths in lengths]),
     )
 

@@ -6,10 +6,8 @@ causal attention no real token ever sees padding, so no attention mask is needed
 
 import hashlib
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +31,14 @@ class Host:
 
     Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
 
-    `widths` are the lengths in tokens of a selection's longest completion and of its longest row. `branches` are those
-    of each row, None if none has any.
+    Rows with the same number in `group_B` are samples of one prompt. `widths` are the lengths in tokens of a
+    selection's longest completion and of its longest row. `branches` are those of each row, None if none has any.
     """
 
     inputs_BL: Tensor
     start_B: Tensor
     length_B: Tensor
+    group_B: Tensor
     widths: tuple[int, int] = (0, 0)
     branches: tuple[bytes, ...] | None = None
 
@@ -48,7 +47,7 @@ class Host:
         start_B, length_B = self.start_B[rows], self.length_B[rows]
         widths = int(length_B.max()), int((start_B + length_B).max())
         branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
-        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, widths, branches)
+        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.group_B[rows], widths, branches)
 
 
 class PaddedBatch(NamedTuple):
@@ -90,7 +89,12 @@ class PaddedBatch(NamedTuple):
         """The columns that lay out passes."""
         if self.host is not None:
             return self.host
-        return Host(self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu(), branches=self.branches)
+        columns = self.inputs_BL, self.start_B, self.length_B, self.prompt_B, self.prefix_B
+        inputs_BL, start_B, length_B, prompt_B, prefix_B = (column.cpu() for column in columns)
+        group_B = prompt_B * (1 + start_B.max()) + start_B
+        # A row that continues an earlier segment shares it with no other.
+        group_B = torch.where(prefix_B > 0, -1 - torch.arange(len(prefix_B)), group_B)
+        return Host(inputs_BL, start_B, length_B, group_B, branches=self.branches)
 
     def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`; its routes stay in the host's memory."""
@@ -224,6 +228,13 @@ def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
 
 
+class SharedPrompts(NamedTuple):
+    """The group of each row, and the tokens that a micro-batch computes once for all rows of a group."""
+
+    group_B: Tensor
+    shared_B: Tensor
+
+
 def micro_batches(
     rows: Tensor,
     tokens_B: Tensor,
@@ -233,6 +244,7 @@ def micro_batches(
     padded: bool = True,
     work: Callable[[int], float] = float,
     lines_B: Tensor | None = None,
+    prompts: SharedPrompts | None = None,
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
@@ -242,7 +254,8 @@ def micro_batches(
     Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
     Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
     one row. A row longer than the budget is alone in its micro-batch. With a heavy tail of lengths, padding would be
-    most of the work, so short and long rows get separate micro-batches.
+    most of the work, so short and long rows get separate micro-batches. Of rows that are not padded, the samples of
+    a prompt are in as few micro-batches as possible, each of which computes those of `prompts` once.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
@@ -250,7 +263,7 @@ def micro_batches(
     shares = [
         _split_padded(mine, tokens_B[mine].tolist(), lines_B[mine].tolist(), budget)
         if padded
-        else _split_joined(mine, tokens_B[mine].tolist(), budget)
+        else _split_joined(mine, tokens_B, budget, prompts)
         for mine in dealt
     ]
     num_batches = max(map(len, shares))
@@ -292,11 +305,19 @@ def _split_padded(rows: Tensor, tokens: list[int], lines: list[int], budget: int
     return pieces
 
 
-def _split_joined(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
+def _split_joined(rows: Tensor, tokens_B: Tensor, budget: int, prompts: SharedPrompts | None) -> list[Tensor]:
+    """Rows in their order, and the samples of a prompt one after the other."""
+    if prompts is None:
+        prompts = SharedPrompts(torch.arange(len(tokens_B)), torch.zeros_like(tokens_B))
+    else:
+        rows = rows[prompts.group_B[rows].argsort(stable=True)]
     pieces: list[Tensor] = []
-    start = 0
-    while start < len(tokens):
-        count = max(1, bisect_right(list(accumulate(tokens[start:])), budget))
-        pieces.append(rows[start : start + count])
-        start += count
-    return pieces
+    start, size, before = 0, 0, None
+    columns = (column[rows].tolist() for column in (tokens_B, *prompts))
+    for end, (tokens, group, shared) in enumerate(zip(*columns, strict=True)):
+        more = tokens - shared if group == before else tokens
+        if end > start and size + more > budget:
+            pieces.append(rows[start:end])
+            start, size, more = end, 0, tokens
+        size, before = size + more, group
+    return [*pieces, rows[start:]] if len(rows) else []

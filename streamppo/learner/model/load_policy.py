@@ -17,7 +17,7 @@ from streamppo.config.algorithm import CRITICS
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
-from streamppo.learner.attention import attention, layers, prefix_sharing, short_rows
+from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, short_rows
 from streamppo.learner.model import adapters, hf_files, lm_head, norms, weight_files
 from streamppo.learner.model.hf_files import CriticStart
 from streamppo.learner.model.policy import Policy, local
@@ -68,12 +68,15 @@ def load(
     transformers = [] if whole is None else whole.transformers
     chosen = attention.without_leaks(chosen, config, path, transformers)
     configs = [read_settings(source) for source in (path, critic) if source not in CRITICS]
-    chosen = attention.fall_back_to_eager(chosen, config, configs)
-    share_prompts = config.share_prompts and chosen == "sdpa" and prefix_sharing.can_share(transformers)
+    chosen = attention.fall_back(chosen, config, configs)
+    shares = chosen == "sdpa" or attention.layout(chosen) is attention.joined
+    share_prompts = config.share_prompts and shares and prefix_sharing.can_share(transformers)
     policy = shard_without_weights(
         config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied
     )
     policy.temperature, policy.share_prompts = temperature, share_prompts
+    if share_prompts and policy.layout is attention.joined:
+        prefix_kv.prepare(policy.transformers)
     policy.to_empty(device="cpu" if offload else device)
     if not isinstance(policy, FSDPModule):
         # `to_empty` gave tied weights separate memory.

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
-from streamppo.config.sections import FLASH
+from streamppo.config.sections import JOINED
 from streamppo.errors import ModelError
-from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, tree
+from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, shared_keys, tree
 from streamppo.learner.attention.attention import Layout, Reading
 from streamppo.learner.attention.layers import Checkpointing
-from streamppo.learner.batch.padded import Host, PaddedBatch
+from streamppo.learner.batch.padded import Host, PaddedBatch, SharedPrompts
 from streamppo.learner.device import to_device
 from streamppo.learner.model import adapters, lm_head
 from streamppo.learner.model.working_copy import WorkingCopy
@@ -80,12 +80,13 @@ class Policy(nn.Module):
     """Log-probs and entropies at `temperature`, and values, of given completions.
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a separate transformer. Policy
-    and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass when that is
-    cheaper (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context` computes the context of
-    completions without gradient (prefix_kv.py). Rows are split into `slices`, and each of their ranks gets the scores
-    of all tokens (context_parallel.py). With `replays_routes`, tokens go to the engine's experts (routing.py).
-    `unknown_V` excludes tokens from the distribution (lm_head.py). A `working_copy` has the weights in the type of
-    computation, unless FSDP casts them for each pass (working_copy.py).
+    and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass (shared_keys.py),
+    in padded rows when that is cheaper (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context`
+    computes the context of completions without gradient (prefix_kv.py). Rows are split into `slices`, and each of their
+    ranks gets the scores of all tokens (context_parallel.py). With `replays_routes`, tokens go to the engine's experts
+    (routing.py). Rows end to end are filled up to a multiple of `step` tokens. `unknown_V` excludes tokens from the
+    distribution (lm_head.py). A `working_copy` has the weights in the type of computation, unless FSDP casts them for
+    each pass (working_copy.py).
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Policy(nn.Module):
         self.float32_head = float32_head
         self.layout = layout
         self.share_prompts = share_prompts
+        self.step = 1
         self.detach_context = False
         self.slices = context_parallel.WHOLE
         self.routers = Routers(None)
@@ -198,9 +200,19 @@ class Policy(nn.Module):
         )
         return self.lm.config.hidden_size if all(masked) and all(known) else None
 
-    def sizes(self, host: Host) -> tree.TreeSizes:
+    def sizes(self, host: Host) -> tree.RowSizes:
         """The tokens of each row in a pass, for micro-batches."""
-        return tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
+        sizes = tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
+        if not self.shares_keys or host.branches is not None:
+            return sizes
+        return sizes._replace(prompts=SharedPrompts(host.group_B, host.start_B))
+
+    @property
+    def shares_keys(self) -> bool:
+        """True if rows lie end to end and samples take their prompt's keys (shared_keys.py)."""
+        # With slices, keys would be repeated before their exchange.
+        is_whole = self.slices.ranks == 1 and not self.detach_context
+        return self.share_prompts and self.layout is attention.joined and is_whole
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """The critic's own parameters: its transformer, if it has one, and the value head."""
@@ -217,7 +229,11 @@ class Policy(nn.Module):
             if self.layout is attention.joined:
                 return prefix_kv.joined(inputs_BL, start_B, width_B, device)
             return prefix_kv.padded(inputs_BL, start_B, width_B, device, share=self.share_prompts)
-        if self.share_prompts:
+        if self.shares_keys:
+            return shared_keys.read(inputs_BL, start_B, width_B, device, step=self.step)
+        if self.layout is attention.joined:
+            reading = attention.joined(inputs_BL, width_B, device, step=self.step)
+        elif self.share_prompts:
             reading = prefix_sharing.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size, device)
         else:
             reading = self.layout(inputs_BL, width_B, device)
@@ -232,7 +248,7 @@ class Policy(nn.Module):
 
     def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
         # Only a joined layout without flash-attn needs transformers' search for packed rows.
-        is_flash = transformer.config._attn_implementation in FLASH
+        is_flash = transformer.config._attn_implementation in JOINED
         with attention.told_apart() if is_flash or self.layout is attention.padded else nullcontext():
             before = {} if reading.context is None else prefix_kv.keys_and_values(transformer, reading.context)
             with layers.offloading(self.checkpointing, reading.arguments["input_ids"].device):

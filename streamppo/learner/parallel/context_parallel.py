@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from streamppo.config.engine import FAMILIES
 from streamppo.config.mesh import Mesh
-from streamppo.config.sections import FLASH
+from streamppo.config.sections import JOINED
 from streamppo.learner.attention import attention
 from streamppo.learner.attention.attention import Reading
 from streamppo.learner.device import everybody
@@ -107,7 +107,7 @@ def name_of(implementation: str, slices: Slices) -> str:
 
     if slices.ranks == 1:
         return implementation
-    name = implementation if implementation in FLASH else PREFIX + implementation
+    name = implementation if implementation in JOINED else PREFIX + implementation
     if name not in _wrapped:
         _wrapped[name] = ALL_ATTENTION_FUNCTIONS[implementation]
         AttentionInterface.register(name, _attend)

@@ -1,22 +1,40 @@
 """Rows end to end, as flash-attn reads them: every row is scored as if it were alone."""
 
+from copy import deepcopy
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import fake_flash
+import fake_varlen
 import learner_case as case
 import pytest
 import torch
 from fake_flash import Call
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3Model,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+    MistralModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from streamppo.config.sections import FLASH
+from streamppo.config.sections import JOINED
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner.attention import attention
-from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad
+from streamppo.learner.attention import attention, varlen
+from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, micro_batches, pad
 from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model.policy import Policy, PolicyOutput
 
-TWO, THREE, FOUR = FLASH
+TWO, THREE, FOUR, _ = JOINED
 BF16 = "model.dtype=bfloat16"
 
 
@@ -93,7 +111,10 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
         results[choice] = case.metrics(updater, pad(case.batch()))
     rows = pad(case.batch())
     widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
-    (plan,), (wasteful,) = (micro_batches(every, widths_B, 40, 1, padded=padded) for padded in (False, True))
+    prompts = SharedPrompts(rows.on_host.group_B, rows.start_B)
+    (plan,), (wasteful,) = (
+        micro_batches(every, widths_B, 40, 1, padded=padded, prompts=prompts) for padded in (False, True)
+    )
     passes = [call.queries[-1] for call in flash[::2]]
     assert passes == 3 * [int(widths_B[piece].sum()) for piece in plan]
     assert max(passes) <= 40 and len(plan) < len(wasteful)
@@ -185,6 +206,96 @@ def test_auto_takes_the_newest_flash_attention_that_runs(
     assert chosen(monkeypatch, capability, there, BF16) == expected
     assert chosen(monkeypatch, capability, there, BF16, "model.attention=eager") == "eager"
     assert chosen(monkeypatch, capability, there) == "sdpa"
+
+
+def test_auto_takes_torchs_own_where_no_flash_attention_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "is_available", lambda: True)
+    assert chosen(monkeypatch, 9, set(), BF16) == "varlen"
+    assert chosen(monkeypatch, 9, {THREE}, BF16) == THREE
+    assert chosen(monkeypatch, 9, set()) == "sdpa"
+
+
+# Configurations as transformers writes them, and the attention that computes such a model completely.
+GEMMA, SINKS, WIDE = Gemma2Config(), GptOssConfig(), Qwen3Config(head_dim=320)
+PLAIN, LATENT = Qwen2Config(), DeepseekV3Config()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("model", "expected"), [(PLAIN, "varlen"), (LATENT, "varlen"), (WIDE, "sdpa"), (SINKS, "sdpa"), (GEMMA, "eager")]
+)
+def test_a_model_that_torchs_own_cannot_compute_gets_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model: PretrainedConfig, expected: str
+) -> None:
+    attention._warn.cache_clear()
+    monkeypatch.setattr(varlen, "is_available", lambda: True)
+    config = case.config_of(BF16).model
+    assert attention.fall_back("varlen", config, [PLAIN, model]) == expected
+    assert caplog.text.count("torch's flash attention") == (expected != "varlen")
+    named = case.config_of(BF16, "learner.gpus=1", "model.attention=varlen").model
+    if expected != "varlen":
+        with pytest.raises(ModelError, match=r"torch's flash attention .*choose model.attention"):
+            attention.fall_back("varlen", named, [model])
+
+
+class Seen(NamedTuple):
+    """A model's class and configuration; torch's kernel gets the window, and the widths of keys and values."""
+
+    model: type[PreTrainedModel]
+    config: PretrainedConfig
+    window: tuple[int, int]
+    widths: tuple[int, int]
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 20}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DENSE = {"first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+KERNELS = [
+    Seen(MistralModel, MistralConfig(**TINY, **HEADS, sliding_window=5), (4, 0), (8, 8)),
+    Seen(LlamaModel, LlamaConfig(**TINY, **HEADS), (-1, 0), (8, 8)),
+    Seen(DeepseekV3Model, DeepseekV3Config(**TINY, **MLA, **DENSE), (-1, 0), (12, 12)),
+]
+
+
+@pytest.mark.parametrize("case_", KERNELS, ids=lambda seen: seen.config.model_type)
+def test_torchs_kernel_gets_rows_windows_and_heads_as_the_models_have_them(
+    monkeypatch: pytest.MonkeyPatch, case_: Seen
+) -> None:
+    """transformers' models with torch's own attention make the hidden states that they make with SDPA, row by row."""
+    calls: list[Any] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **named: Any) -> Tensor:
+        calls.append((named["window_size"], (key.shape[-1], value.shape[-1])))
+        assert named["enable_gqa"] and not named.keys() - {"scale", "window_size", "enable_gqa"}
+        window = named["window_size"][0] + 1
+        rows = fake_varlen.rows(*bounds[:2])
+        return torch.cat(
+            [fake_flash.attend(query[own], key[seen], value[seen], named["scale"], window) for own, seen in rows]
+        )
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel_like(kernel))
+    torch.manual_seed(3)
+    plain = case_.model._from_config(deepcopy(case_.config), attn_implementation="sdpa").eval()
+    joined = case_.model._from_config(deepcopy(case_.config), attn_implementation=varlen.register()).eval()
+    joined.load_state_dict(plain.state_dict())
+    inputs_BL, width_B = torch.randint(0, 20, (3, 11)), torch.tensor([7, 11, 2])
+    reading = attention.joined(inputs_BL, width_B)
+    with torch.no_grad():
+        made = joined(**reading.arguments, use_cache=False).last_hidden_state[0]
+        for row, width in enumerate(width_B.tolist()):
+            alone = plain(input_ids=inputs_BL[row : row + 1, :width], use_cache=False).last_hidden_state[0]
+            torch.testing.assert_close(made[reading.place_BL[row, :width]], alone, rtol=0, atol=1e-5)
+    assert calls == [(case_.window, case_.widths)]
+
+
+def kernel_like(function: Any) -> Any:
+    """`function` with the arguments of torch's kernel, as far as we look at them."""
+
+    def varlen_attn(*tensors: Any, enable_gqa: bool = False, **named: Any) -> Tensor:
+        return function(*tensors, enable_gqa=enable_gqa, **named)
+
+    return varlen_attn
 
 
 @pytest.mark.usefixtures("alone")

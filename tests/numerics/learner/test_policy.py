@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fake_varlen
 import learner_case as case
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamppo.errors import ConfigError, RunError, UpdateError
 from streamppo.learner import device
-from streamppo.learner.attention import layers
+from streamppo.learner.attention import attention, layers, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import load_policy, optimizer
 
@@ -144,6 +145,43 @@ def test_compiled_layers_compute_the_same_and_keep_their_names(folder: Path, mon
         scores.append(scored.logprobs_BT.detach())
     assert names[0] == names[1]
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_layers_over_rows_end_to_end_are_compiled_for_few_numbers_of_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, share_prompts: bool
+) -> None:
+    """Scores and gradients are those without a compiler, and no size of the first rows is in what is compiled later."""
+    fake_varlen.install(monkeypatch)
+    monkeypatch.setattr(attention, "choose", lambda *_: varlen.register())
+    widths: list[int] = []
+
+    compiled_by, everything_but_kernels = torch.compile, torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        hidden_1ND = next(one for one in inputs if isinstance(one, torch.Tensor) and one.dim() == 3)
+        widths.append(hidden_1ND.shape[1])
+        return everything_but_kernels(module, inputs)
+
+    def compile_all(function: Any, *, options: Any, dynamic: bool) -> Any:
+        return compiled_by(function, dynamic=dynamic, backend=backend)
+
+    monkeypatch.setattr(layers.torch, "compile", compile_all)
+    torch._dynamo.reset()
+    found = []
+    for compiled in ("false", "true"):
+        options = (f"model.compile={compiled}", f"model.share_prompts={str(share_prompts).lower()}")
+        updater = case.updater(case.config_of(*options, "learner.exact=false", "learner.micro_batch_tokens=40"), folder)
+        for seed in range(5):
+            scored = updater.policy(pad(case.batch(seed=seed)), "both")
+            (scored.logprobs_BT.sum() + scored.values_BT.sum()).backward()
+        found.append({name: case.full(one.grad) for name, one in updater.policy.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=1e-5 * gradient.abs().max().item(), msg=name)
+    assert all(width % 5 == 0 for width in widths), widths
+    # The compiler may begin its first one again.
+    assert 1 < len(set(widths)) <= len(widths) <= len(set(widths)) + 1
 
 
 def test_what_a_compiler_cannot_do_is_refused() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import learner_case as case
 import torch
 
+from streamppo.learner.attention.tree import RowSizes
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.objective import idle_rows
 from streamppo.queue.store import batch_parts
@@ -50,9 +51,9 @@ def test_a_rank_of_several_reads_a_part_of_the_rows_and_all_ranks_together_read_
 ) -> None:
     with case.group(0, 1, tmp_path / "store"):
         updater = case.updater(case.config_of(), folder)
-    tokens_B, epochs = torch.arange(1, 65), updater.objective.epochs
+    sizes, epochs = RowSizes(torch.arange(1, 65)), updater.objective.epochs
     every_B = torch.ones(64, dtype=torch.bool)
     chosen = idle_rows.IdleRows(every_B, every_B, ~every_B)
-    ranks = [updater.division._replace(rank=rank, ranks=4).own_rows(tokens_B, 0, epochs, chosen) for rank in range(4)]
+    ranks = [updater.division._replace(rank=rank, ranks=4).own_rows(sizes, 0, epochs, chosen) for rank in range(4)]
     assert {row for rows in ranks for row in rows} == set(range(64))
     assert all(len(rows) <= 17 for rows in ranks), "a quarter, and the row of an empty pass"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fake_flash
 import learner_case as case
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.learner.attention import layers, prefix_sharing
+from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing
 from streamppo.learner.attention.layers import Checkpointing
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model.policy import Policy
 from streamppo.types import Batch, Trajectory, ints
 
+EACH = ("sdpa", "flash_attention_2")
 COLUMNS = ("logprobs_BT", "entropy_BT", "values_BT", "bootstrap_B")
 
 
@@ -46,23 +48,30 @@ A, LONGER, ZERO, OTHER = [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 0], [9]
 ROWS = grouped([A, LONGER, A, OTHER, LONGER, A, A, ZERO], [4, 1, 2, 3, 5, 4, 1, 2])
 
 
-def policy(folder: Path, *, share_prompts: bool, checkpointing: Checkpointing = "off") -> Policy:
+def policy(
+    folder: Path, *, share_prompts: bool, checkpointing: Checkpointing = "off", implementation: str = "sdpa"
+) -> Policy:
     torch.manual_seed(9)
-    made = Policy(hf_files.read(folder, "sdpa"), 0.7, share_prompts=share_prompts)
+    layout = attention.layout(implementation)
+    made = Policy(hf_files.read(folder, implementation), 0.7, layout=layout, share_prompts=share_prompts)
     torch.nn.init.normal_(made.value_head.weight)
+    prefix_kv.prepare(made.transformers)
     layers.checkpoint_activations(made.lm.base_model, checkpointing)
     return made
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share prompts also where it is more work."""
+    """Share prompts also where it is more work; flash-attn 2 is one in plain torch."""
+    fake_flash.install(monkeypatch)
     monkeypatch.setattr(prefix_sharing, "WORTH", 100.0)
 
 
 @pytest.mark.usefixtures("always")
-def test_every_row_is_scored_as_if_it_were_alone(folder: Path) -> None:
-    made, plain = policy(folder, share_prompts=True), policy(folder, share_prompts=False)
+@pytest.mark.parametrize("implementation", EACH)
+def test_every_row_is_scored_as_if_it_were_alone(folder: Path, implementation: str) -> None:
+    made = policy(folder, share_prompts=True, implementation=implementation)
+    plain = policy(folder, share_prompts=False)
     with torch.no_grad():
         scored = made(ROWS, "both")
         for row in range(len(ROWS.start_B)):
@@ -77,10 +86,12 @@ def test_every_row_is_scored_as_if_it_were_alone(folder: Path) -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("checkpointing", ["off", "full"])
-def test_gradients_are_those_of_rows_alone(folder: Path, checkpointing: Checkpointing) -> None:
+@pytest.mark.parametrize("implementation", EACH)
+def test_gradients_are_those_of_rows_alone(folder: Path, checkpointing: Checkpointing, implementation: str) -> None:
     gradients: list[dict[str, torch.Tensor]] = []
     for share_prompts in (True, False):
-        made = policy(folder, share_prompts=share_prompts, checkpointing=checkpointing)
+        chosen = implementation if share_prompts else "sdpa"
+        made = policy(folder, share_prompts=share_prompts, checkpointing=checkpointing, implementation=chosen)
         scored = made(ROWS, "both")
         weights = torch.Generator().manual_seed(1)
         sum(

@@ -181,7 +181,13 @@ def host_of(pairs: list[list[tuple[int, int]]], widths: list[int]) -> Host:
     """Rows of different tokens; each prompt is one token."""
     width_B = torch.tensor(widths)
     inputs_BL = torch.arange(len(widths) * max(widths)).view(len(widths), -1) + 1
-    return Host(inputs_BL, torch.ones_like(width_B), width_B - 1, branches=tuple(map(branches.column, pairs)))
+    return Host(
+        inputs_BL,
+        torch.ones_like(width_B),
+        width_B - 1,
+        torch.zeros_like(width_B),
+        branches=tuple(map(branches.column, pairs)),
+    )
 
 
 @given(columns_of(), st.sampled_from([WIDE, NARROW]))
@@ -278,7 +284,7 @@ def test_a_context_of_1000_tokens_that_8_answers_share_is_computed_once(folder: 
         products.append(sum(flops for name, flops in counts.items() if "attention" not in str(name)))
     # 1,000 + 8 * 20 + 7 tokens beside 8 * 1,020, in all matrix products but those of attention and the head.
     assert products[0] < 0.2 * products[1]
-    assert policy(folder).sizes(rows.on_host) == tree.TreeSizes(torch.tensor([1167]), torch.tensor([1]))
+    assert policy(folder).sizes(rows.on_host) == tree.RowSizes(torch.tensor([1167]), None, torch.tensor([1]))
 
 
 def test_many_short_paths_are_not_one_wide_square(folder: Path) -> None:
@@ -297,7 +303,7 @@ def test_the_sizes_for_micro_batches_are_those_of_the_lines(
 ) -> None:
     host = host_of(*rows)
     for layout, hidden in WAYS:
-        tokens_B, lines_B = tree.sizes(host, layout, hidden)
+        tokens_B, _, lines_B = tree.sizes(host, layout, hidden)
         alone = [
             tree.read(host.select(torch.tensor([row])), layout, hidden) for row in range(len(rows[1])) if rows[0][row]
         ]

@@ -1,15 +1,17 @@
 """Splitting an update differently (micro-batches, ranks, one pass or two) changes nothing beyond rounding."""
 
 import sys
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import learner_case as case
 import pytest
 import torch
 from conftest import REPOSITORY
+from msgspec.structs import replace
 
 from streamppo.errors import UpdateError
-from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad, row_order
+from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, micro_batches, pad, row_order
 from streamppo.learner.objective.objective import Objective
 from streamppo.learner.scorer import Scorer
 
@@ -355,6 +357,40 @@ def test_micro_batches_of_joined_rows_hold_as_many_as_the_budget_has_tokens_for(
     tokens_B = torch.tensor([5, 30, 7, 7, 12, 1, 18, 9])
     (share,) = micro_batches(torch.arange(8), tokens_B, 24, 1, padded=False)
     assert [tokens_B[piece].tolist() for piece in share] == [[30], [18], [12, 9], [7, 7, 5, 1]]
+
+
+def test_a_micro_batch_of_joined_rows_counts_the_prompt_of_its_samples_once() -> None:
+    generator = torch.Generator().manual_seed(4)
+    group_B, shared_B = torch.arange(60) % 9, torch.randint(1, 40, (9,), generator=generator)[torch.arange(60) % 9]
+    tokens_B = shared_B + torch.randint(1, 60, (60,), generator=generator)
+
+    def tokens(piece: torch.Tensor) -> int:
+        once = {int(group_B[row]): int(shared_B[row]) for row in piece.tolist()}
+        return int((tokens_B - shared_B)[piece].sum()) + sum(once.values())
+
+    for ranks in (1, 2):
+        shares = micro_batches(
+            torch.arange(60), tokens_B, 300, ranks, padded=False, prompts=SharedPrompts(group_B, shared_B)
+        )
+        assert sorted(torch.cat([piece for share in shares for piece in share]).tolist()) == list(range(60))
+        assert all(tokens(piece) <= 300 for share in shares for piece in share)
+        apart = micro_batches(torch.arange(60), tokens_B, 300, ranks, padded=False)
+        assert len(shares[0]) < len(apart[0])
+        groups = [set(group_B[piece].tolist()) for piece in shares[0]]
+        # At most the last samples of one piece are of the prompt of the next one's first.
+        assert all(len(one & other) <= 1 for one, other in pairwise(groups))
+
+
+def test_segments_of_a_row_share_nothing_with_those_of_other_rows() -> None:
+    batch = case.batch()
+    made = [replace(one, prefix=n % 3, prompt_tokens=bytes(20)) for n, one in enumerate(batch.trajectories)]
+    rows = pad(replace(batch, trajectories=tuple(made)))
+    assert rows.prefix_B.count_nonzero() > 1
+    group_B, own = rows.on_host.group_B, rows.prefix_B > 0
+    assert len(group_B[own].unique()) == int(own.sum()) and not set(group_B[own].tolist()) & set(group_B[~own].tolist())
+    for row, other in combinations(torch.arange(len(group_B))[~own].tolist(), 2):
+        if group_B[row] == group_B[other]:
+            assert rows.prompt_B[row] == rows.prompt_B[other] and rows.start_B[row] == rows.start_B[other]
 
 
 def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most() -> None:

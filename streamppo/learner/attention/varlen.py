@@ -1,0 +1,87 @@
+"""Torch's own flash attention for rows end to end, under the name "varlen": a GPU needs no package for it.
+
+N tokens of all queries, K of all keys, end to end; H heads of width D.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NAME = "varlen"
+KERNEL = f'torch\'s flash attention (model.attention = "{NAME}")'
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""transformers' arguments for the rows."""
+WIDEST = 256
+"""The widest head that the kernels compute."""
+WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
+"""transformers' fields for the width of a head."""
+SINKS = ("gpt_oss", "deepseek_v4")
+"""Values of model_type whose attention adds a learned score that belongs to no token."""
+
+
+def is_available() -> bool:
+    """True if torch has it, since 2.10, and this GPU runs it."""
+    try:
+        import torch.nn.attention.varlen
+    except ImportError:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def register() -> str:
+    """Make it known to transformers, which makes no mask for it; return its name."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface
+
+    # Since torch 2.12 it asks whether heads of queries share keys; before, they just may.
+    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    kernel = partial(varlen_attn, enable_gqa=True) if asks else varlen_attn
+    AttentionInterface.register(NAME, partial(attend, kernel))
+    return NAME
+
+
+def refusal(config: "PretrainedConfig") -> str:
+    """The reason why it cannot compute the attention of a model of transformers' `config`; "" if it can."""
+    text = config.get_text_config()
+    widest = max(getattr(text, name, None) or 0 for name in WIDTHS)
+    if widest > WIDEST:
+        return f"the model's attention has heads of {widest} entries, and {KERNEL} takes {WIDEST}"
+    if getattr(text, "attn_logit_softcapping", None):
+        return f"the model caps the scores of its attention, which {KERNEL} leaves out"
+    if text.model_type in SINKS:
+        return f"the model's attention has sinks, which {KERNEL} leaves out"
+    return ""
+
+
+def attend(
+    kernel: Callable[..., Any],
+    module: Any,
+    query_1HND: Tensor,
+    key_1HKD: Tensor,
+    value_1HKD: Tensor,
+    _: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention, aligned at the end of each row: [1, N, H, D]. Raises `ModelError` for what it leaves out."""
+    if any(named.get(name) is not None for name in ("softcap", "s_aux")):
+        raise ModelError(f"{type(module).__name__} caps its scores or has sinks, and {KERNEL} leaves both out")
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query_1HND, key_1HKD, value_1HKD))
+    missing = query.shape[-1] - value.shape[-1]
+    if missing:
+        value = torch.nn.functional.pad(value, (0, missing))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    bounds = (named[name] for name in BOUNDS)
+    attended = kernel(query, key, value, *bounds, scale=scaling, window_size=window)
+    return attended[None, ..., : attended.shape[-1] - missing], None
