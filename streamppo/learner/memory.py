@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.algorithms.chunked_head import PIECE
-from streamppo.config.sections import Config, Model, longest_row
+from streamppo.config.sections import JOINED, Config, Model, longest_completion, longest_row
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.learner.model import adapters
@@ -218,7 +218,8 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
                  is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
                  ranks. Of a rank alone a copy of what is trained in the compute type; in float32 nothing
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each;
-                 with tensor parallelism the slices that a rank gathers twice
+                 with tensor parallelism the slices that a rank gathers twice; the keys and values of shared prompts,
+                 which each of their samples has
     mask         with agents, whose rows are trees: the tokens that each token sees, and their copy in the compute type
                  that attention keeps in every layer, or with checkpointing in one; where paths are less work, nothing
     head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
@@ -246,6 +247,7 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     kind, layer_input = config.model.gradient_checkpointing, model.hidden * model.element
     keeps_all = kind in ("off", "auto")
     layers = tokens * model.layers * (per_layer if keeps_all else layer_input * (kind != "offloaded"))
+    keys = _repeated_keys(config, model, tokens, longest)
     reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
     # A moving reference is kept in float32, other frozen models in the compute type.
@@ -254,10 +256,10 @@ def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     return RankMemory(
         state=0 if learner.offload else state(config, model),
         gathered=gathered,
-        activations=layers,
+        activations=layers + keys * keeps_all,
         mask=_tree_mask(config, model, tokens, longest),
         head=_head(config, model, tokens),
-        layer=tokens * (per_layer + 2 * model.widest) * (not keeps_all)
+        layer=(tokens * (per_layer + 2 * model.widest) + keys // model.layers) * (not keeps_all)
         + alone * int(gradients * model.rest * model.element),
         reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * BATCH
@@ -274,12 +276,32 @@ def routes(config: Config, model: ModelSizes, longest: int) -> int:
 
 def _tree_mask(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
     """The mask of tree rows, which agents produce, if SDPA computes them."""
-    attention = config.model.attention
-    is_sdpa = attention == "sdpa" or (attention == "auto" and not (config.learner.gpus and model.element < MASTER))
+    is_sdpa = config.model.attention in ("sdpa", "auto") and not _is_joined(config, model)
     if not isinstance(config.environment, AgentEnvironment) or not is_sdpa:
         return 0
     copies = model.layers if config.model.gradient_checkpointing in ("off", "auto") else 1
     return tokens * longest * (1 + model.element * copies)
+
+
+def _repeated_keys(config: Config, model: ModelSizes, tokens: int, longest: int) -> int:
+    """Keys and values of all layers beyond one for each token, if rows lie end to end and are as long as the longest.
+
+    P prompt tokens and n samples with T tokens of their own have P + n (P + T) keys in place of P + n T.
+    """
+    # Mixtures of experts share no prompts, nor do ranks with slices of rows.
+    shares = config.model.share_prompts and not model.by_expert and config.learner.mesh.slices == 1
+    if not shares or not _is_joined(config, model):
+        return 0
+    samples, own = config.queue.samples_per_prompt, longest_completion(config)
+    prompt = longest - own
+    repeated = (prompt + samples * longest) / (prompt + samples * own) - 1
+    return int(tokens * repeated * model.cache_per_token)
+
+
+def _is_joined(config: Config, model: ModelSizes) -> bool:
+    """True if attention is over rows end to end: every kernel for them computes in 16 bits on a GPU."""
+    chosen = config.model.attention
+    return chosen in JOINED or (chosen == "auto" and config.learner.gpus > 0 and model.element < MASTER)
 
 
 def _head(config: Config, model: ModelSizes, tokens: int) -> int:

@@ -6,6 +6,7 @@ of no split           .cache/train.jsonl, and ambiguous names: train-old.jsonl, 
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -54,14 +55,14 @@ def find(folder: Path, split: str) -> SplitFiles:
             f"{folder}: no file of the split {split!r}; jsonl, csv, parquet and arrow files in it: {names}; "
             "a single file can be named as `data`"
         )
+    by_stem: dict[Path, list[str]] = defaultdict(list)
     for name in of_split:
-        if same := [str(other) for other in of_split if other.with_name(_stem(other)) == name.with_name(_stem(name))][
-            1:
-        ]:
-            raise TaskError(
-                f"{folder}: {name} and {' and '.join(same)} differ in their endings alone: their rows may be the same; "
-                "move one away, or name the file that is meant as `data`"
-            )
+        by_stem[name.with_name(_stem(name))].append(str(name))
+    if same := next((names for names in by_stem.values() if len(names) > 1), None):
+        raise TaskError(
+            f"{folder}: {' and '.join(same)} differ in their endings alone: their rows may be the same; "
+            "move one away, or name the file that is meant as `data`"
+        )
     doubtful = [str(name) for name in data if name not in of_split and _mentions(name, split)]
     return SplitFiles([folder / name for name in of_split], doubtful)
 

@@ -133,7 +133,7 @@ def shard_without_weights(
         layers.checkpoint_activations(transformer, kind)
         if config.compile:
             layers.compile_layers(transformer)
-        elif config.attention == "auto" and mesh.device_type == "cpu" and slices.ranks == 1:
+        elif (config.attention, attends, mesh.device_type) == ("auto", "sdpa", "cpu") and slices.ranks == 1:
             short_rows.prepare(transformer)
         if not config.compile and mesh.device_type == "cpu":
             norms.prepare(transformer)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import fake_flash
+import fake_varlen
 import learner_case as case
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing
+from streamppo.learner import memory
+from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, shared_keys, varlen
 from streamppo.learner.attention.layers import Checkpointing
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model.policy import Policy
 from streamppo.types import Batch, Trajectory, ints
+from streamppo.weights.models.settings import read_settings
 
 EACH = ("sdpa", "flash_attention_2")
 COLUMNS = ("logprobs_BT", "entropy_BT", "values_BT", "bootstrap_B")
@@ -138,6 +141,45 @@ def test_it_is_done_where_it_is_less_work_and_by_as_much_as_operations_say(folde
     assert counted(long, share_prompts=True) == counted(long, share_prompts=False)
 
 
+def kept_bytes(folder: Path, rows: PaddedBatch, *, share_prompts: bool) -> int:
+    """Bytes of the numbers that a pass over `rows`, end to end, keeps for its backward pass."""
+    made = policy(folder, share_prompts=share_prompts, implementation="flash_attention_2")
+    weights = {one.untyped_storage()._cdata for one in made.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in weights and tensor.is_floating_point():
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    reading = made._reading(rows.on_host, torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made._hidden(made.lm.base_model, reading)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.usefixtures("always")
+def test_the_keys_that_samples_repeat_are_in_the_estimate_of_memory(folder: Path) -> None:
+    """For rows of P = 12 prompt tokens and T = 4 of their own, of which 8 share a prompt."""
+    rows = grouped([list(range(2, 14))] * 8, [4] * 8)
+    kept = {share: kept_bytes(folder, rows, share_prompts=share) for share in (True, False)}
+    bfloat16 = (
+        "model.dtype=bfloat16",
+        "learner.gpus=1",
+        "rollout.max_tokens=4",
+        "queue.samples_per_prompt=8",
+        "queue.batch_size=16",
+    )
+    config = case.config_of(*bfloat16, "model.gradient_checkpointing=off", "learner.micro_batch_tokens=44")
+    of_rank, alone = (
+        memory.rank(one, memory.sizes(read_settings(folder), one.model), 16).activations
+        for one in (config, replace(config, model=replace(config.model, share_prompts=False)))
+    )
+    # 44 tokens with their activations, here in float32, and 140 - 44 further keys and values.
+    repeated = kept[True] - kept[False] * 44 / 128
+    assert repeated == pytest.approx(2 * (of_rank - alone), rel=0.05)
+
+
 # --- whole updates, and models that cannot ---------------------------------------------------------------------
 
 
@@ -160,6 +202,33 @@ def test_an_update_is_the_same_with_prompts_shared_and_not(
     real = prefix_sharing.shared
     monkeypatch.setattr(prefix_sharing, "shared", lambda *arguments: used.append(True) or real(*arguments))
     choices = (f"algorithm.critic.model={critic}", "learner.minibatches=2", "algorithm.kl.loss_beta=0.1")
+    one = case.updated(folder, rows, *choices)
+    assert used
+    used.clear()
+    case.assert_same(one, case.updated(folder, rows, *choices, "model.share_prompts=false"))
+    assert not used
+
+
+WHOLE: dict[str, tuple[str, ...]] = {
+    "a critic of its own": ("algorithm.critic.model=policy", "algorithm.kl.loss_beta=0.1"),
+    "adapters": ("model.lora={rank=2}", "algorithm.kl.reward_beta=0.1"),
+    "checkpointing": ("model.gradient_checkpointing=offloaded",),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("choices", WHOLE.values(), ids=WHOLE)
+def test_so_is_one_of_rows_end_to_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, choices: tuple[str, ...], fsdp: bool
+) -> None:
+    fake_varlen.install(monkeypatch)
+    monkeypatch.setattr(attention, "choose", lambda *_: varlen.register())
+    if fsdp:
+        monkeypatch.setattr(load_policy, "is_whole", lambda *_, **__: False)
+    rows, used, real = same_prompts(), list[bool](), shared_keys.shared
+    monkeypatch.setattr(shared_keys, "shared", lambda *one, **named: used.append(True) or real(*one, **named))
+    choices = (*choices, "learner.minibatches=2", "learner.micro_batch_tokens=60")
     one = case.updated(folder, rows, *choices)
     assert used
     used.clear()
