@@ -3,11 +3,12 @@
     python -m benchmarks.gpu.gpu_update --json update.json
     python -m benchmarks.gpu.gpu_update --json update.json --variants base fsdp off --times 3
 
-It needs torch, transformers and this repository. The first update has rows of other lengths than the rest, which are
-timed. `bits` is a sum over all bits of the weights after the last one: it is equal for variants that guarantee equal
-weights. `redone` is true if the updates after the first, done again in a process that has compiled nothing, as in a
-resumed run, give the same bits. With `--profile`, `kernels` are those that took most of one more update, with their
-number and milliseconds. Results are written after every variant; on a CPU all sizes are small.
+It needs torch, transformers and this repository. The first update has rows of other lengths than the rest, and is not
+timed, nor is the second. `bits` is a sum over all bits of the weights after the last one: it is equal for variants that
+guarantee equal weights. `redone` is true if the updates after the first, done again in a process that has compiled
+nothing, as in a resumed run, give the same bits. With `--profile`, `kernels` are those that took most of one more
+update, with their number and milliseconds, and `host` the Python functions that took most of another one, without what
+they call. Results are written after every variant; on a CPU all sizes are small.
 """
 
 import os
@@ -17,8 +18,10 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import copy
+import cProfile
 import gc
 import json
+import pstats
 import statistics
 import tempfile
 import time
@@ -151,13 +154,15 @@ def measured(name: str, model: Path, times: int, *, profile: bool = False) -> Re
     padded = pad(rows).to(updater.device)
     seconds = [timed(updater, first)]
     before = kept(updater)
+    # The second is slower too, in a process's first variant.
+    timed(updater, padded)
     seconds += [timed(updater, padded) for _ in range(times)]
     bits = sum_of_bits(updater)
-    more = kernels(updater, padded) if profile else {}
+    more = {**kernels(updater, padded), "host": host(updater, padded)} if profile else {}
     peak = memory(config, max(len(one.prompt_tokens) // 4 + one.num_tokens for one in rows.trajectories))
     torch._dynamo.reset()
     restore(updater, before)
-    for _ in range(times):
+    for _ in range(1 + times):
         timed(updater, padded)
     lengths = [len(one.prompt_tokens) // 4 + one.num_tokens for one in rows.trajectories]
     sampled, s = sum(one.num_tokens for one in rows.trajectories), statistics.median(seconds[1:])
@@ -207,6 +212,18 @@ def kernels(updater: Updater, padded: PaddedBatch) -> Result:
     most = sorted(done.items(), key=lambda item: -item[1][1])
     totals = {"launches": int(sum(n for n, _ in done.values())), "device_s": sum(ms for _, ms in done.values()) / 1e3}
     return {"profiled_s": s, **totals, "kernels": [[name, n, round(ms, 1)] for name, (n, ms) in most[:40]]}
+
+
+def host(updater: Updater, padded: PaddedBatch) -> list[list[Any]]:
+    """The Python functions that take most of an update by themselves: place, calls, milliseconds."""
+    with cProfile.Profile() as profile:
+        timed(updater, padded)
+    profiled: Any = pstats.Stats(profile)
+    took = {
+        f"{Path(file).name}:{line} {name}": (n, own) for (file, line, name), (_, n, own, *_) in profiled.stats.items()
+    }
+    most = sorted(took.items(), key=lambda item: -item[1][1])
+    return [[name, n, round(1e3 * own, 1)] for name, (n, own) in most[:30]]
 
 
 def timed(updater: Updater, padded: PaddedBatch) -> float:

@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
@@ -22,7 +23,7 @@ from streamppo.config.sections import JOINED
 from streamppo.learner import device, scorer, update
 from streamppo.learner.attention import attention, prefix_kv, prefix_sharing, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad
-from streamppo.learner.model import hf_files, optimizer, snapshot
+from streamppo.learner.model import hf_files, norms, optimizer, snapshot
 from streamppo.learner.model import policy as model
 from streamppo.learner.objective.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
@@ -111,6 +112,24 @@ def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path
     for name, tensor in results["cpu"][0].items():
         torch.testing.assert_close(results["cuda"][0][name], tensor, rtol=0, atol=1e-5, msg=name)
     assert results["cuda"][1]["policy_loss"] == pytest.approx(results["cpu"][1]["policy_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_norms_on_a_gpu_are_those_of_the_formula(dtype: torch.dtype, atol: float) -> None:
+    torch.manual_seed(2)
+    x_NC, weight_C = torch.randn(700, 128, device=DEVICE), torch.randn(128, device=DEVICE)
+    found = []
+    for kind in (torch.float64, dtype):
+        module = Qwen2RMSNorm(128, eps=1e-5).to(DEVICE, kind)
+        module.weight.data.copy_(weight_C.to(dtype))
+        if kind is dtype:
+            norms.prepare(module)
+        given_NC = x_NC.to(dtype).to(kind).requires_grad_()
+        made_NC = module(given_NC)
+        made_NC.square().mean().backward()
+        found.append((made_NC, given_NC.grad * 700, module.weight.grad))
+    for exact, made in zip(*found, strict=True):
+        torch.testing.assert_close(made.double(), exact.double(), rtol=2 * atol, atol=atol)
 
 
 SINGLE = ("learner.micro_batch_tokens=30", "model.dtype=bfloat16", "learner.gpus=1")

@@ -135,7 +135,7 @@ def shard_without_weights(
             layers.compile_layers(transformer)
         elif (config.attention, attends, mesh.device_type) == ("auto", "sdpa", "cpu") and slices.ranks == 1:
             short_rows.prepare(transformer)
-        if not config.compile and mesh.device_type == "cpu":
+        if not config.compile:
             norms.prepare(transformer)
     if not is_whole(mesh.size(), offload=offload):
         _shard(policy, config.dtype, mesh, slices, offload=offload)

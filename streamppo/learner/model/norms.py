@@ -1,10 +1,11 @@
-"""RMS norms on a CPU as one operation with its own gradient. N tokens of width C.
+"""RMS norms as one operation with its own gradient. N tokens of width C.
 
     y = w * n,   n = x * inv,   inv = 1 / sqrt(mean(x * x) + eps)        https://arxiv.org/abs/1910.07467, equation 4
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
 
-transformers' own norm is a chain of operations, whose gradients pass over all tokens several times. Forward and
-backward, this one takes half to two thirds of its time (benchmarks/cost/short_rows.py).
+transformers' own norm is a chain of operations, whose gradients pass over all tokens several times. On a CPU, forward
+and backward, this one takes half to two thirds of its time (benchmarks/cost/short_rows.py). On a GPU it is torch's
+kernel, which rounds once in 16 bits, as engines do; transformers rounds n, and then w * n.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,9 @@ def prepare(transformer: "PreTrainedModel") -> None:
 
 
 def normalise(module: Any, otherwise: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    """The norm of llama, qwen2 and qwen3; `otherwise`, the original, if a type is not float32."""
+    """The norm of llama, qwen2 and qwen3; on a CPU `otherwise`, the original, if a type is not float32."""
+    if hidden_states.is_cuda:
+        return torch.nn.functional.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
     if hidden_states.dtype is not torch.float32 or module.weight.dtype is not torch.float32:
         return otherwise(hidden_states)
     normed: Any = _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.gemma.modeling_gemma import GemmaModel
-from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
@@ -60,7 +60,18 @@ def test_gradients_are_the_slopes_of_values() -> None:
     assert torch.autograd.gradcheck(norms._RMSNorm.apply, (given[0], weight, 1e-3))
 
 
-def test_in_bfloat16_the_norm_is_transformers_own() -> None:
+def test_torchs_kernel_for_gpus_rounds_less_than_transformers_in_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x_NC, weight_C = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((500, 64), (64,)))
+    theirs = LlamaRMSNorm(64, eps=1e-5).bfloat16()
+    theirs.weight.data.copy_(weight_C)
+    exact_NC = x_NC.double() * (x_NC.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight_C.double()
+    made_NC = torch.nn.functional.rms_norm(x_NC, weight_C.shape, weight_C, 1e-5)
+    ours, other = ((one.double() - exact_NC).norm() for one in (made_NC, theirs(x_NC)))
+    assert ours < 0.8 * other < 0.02 * exact_NC.norm()
+
+
+def test_in_bfloat16_the_norm_on_a_cpu_is_transformers_own() -> None:
     theirs, ours = transformer("llama"), transformer("llama")
     norms.prepare(ours)
     for one, other in zip(computed(ours, torch.bfloat16), computed(theirs, torch.bfloat16), strict=True):
