@@ -71,9 +71,13 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wind
 
     With a `window`, a token sees as many tokens, itself included.
     """
-    sees = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-    if window:
-        sees = sees.triu(1 - window + len(k) - len(q))
+    sees = seen(len(q), len(k), window)
     turned = [x[None].transpose(1, 2) for x in (q, k, v)]
     made = torch.nn.functional.scaled_dot_product_attention(*turned, attn_mask=sees, scale=scale, enable_gqa=True)
     return made.transpose(1, 2)[0]
+
+
+def seen(queries: int, keys: int, window: int = 0) -> torch.Tensor:
+    """The keys that each query sees."""
+    sees = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return sees.triu(1 - window + keys - queries) if window else sees

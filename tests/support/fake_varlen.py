@@ -11,13 +11,15 @@ from torch.nn.attention import varlen
 
 
 @torch.library.custom_op("streamppo_tests::varlen", mutates_args=())
-def _attend(tensors: list[Tensor], queries: Tensor, keys: Tensor, longest: list[int], scale: float) -> Tensor:
+def _attend(tensors: list[Tensor], queries: Tensor, keys: Tensor, sizes: list[int], scale: float) -> Tensor:
+    """`sizes` are the longest row of queries, that of keys, and the window, 0 for none."""
     query, key, value = tensors
     assert queries.dtype == keys.dtype == torch.int32
     assert queries[-1] == len(query) and keys[-1] == len(key) == len(value)
+    *longest, window = sizes
     assert longest == [int(bounds.diff().max()) for bounds in (queries, keys)]
     parts = rows(queries, keys)
-    return torch.cat([fake_flash.attend(query[own], key[seen], value[seen], scale) for own, seen in parts])
+    return torch.cat([fake_flash.attend(query[own], key[seen], value[seen], scale, window) for own, seen in parts])
 
 
 @_attend.register_fake
@@ -26,7 +28,9 @@ def _like(tensors: list[Tensor], *_: object) -> Tensor:
 
 
 @torch.library.custom_op("streamppo_tests::varlen_backward", mutates_args=())
-def _backward(gradient: Tensor, tensors: list[Tensor], queries: Tensor, keys: Tensor, scale: float) -> list[Tensor]:
+def _backward(
+    gradient: Tensor, tensors: list[Tensor], queries: Tensor, keys: Tensor, window: int, scale: float
+) -> list[Tensor]:
     query, key, value = tensors
     # An operation computes without autograd.
     made = [torch.zeros_like(one, dtype=torch.float64) for one in (query, key, value)]
@@ -34,7 +38,7 @@ def _backward(gradient: Tensor, tensors: list[Tensor], queries: Tensor, keys: Te
     for own, seen in rows(queries, keys):
         g, q = (one[own].double().transpose(0, 1) for one in (gradient, query))
         k, v = (one[seen].double().repeat_interleave(groups, 1).transpose(0, 1) for one in (key, value))
-        share = _shares(q, k, scale)
+        share = _shares(q, k, scale, window)
         of_share = g @ v.mT
         of_score = share * (of_share - (of_share * share).sum(-1, keepdim=True)) * scale
         made[0][own] += (of_score @ k).transpose(0, 1)
@@ -49,13 +53,13 @@ def _likes(gradient: Tensor, tensors: list[Tensor], *_: object) -> list[Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, queries, keys, _, ctx.scale = inputs
+    tensors, queries, keys, (_, _, ctx.window), ctx.scale = inputs
     ctx.save_for_backward(*tensors, queries, keys)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     *tensors, queries, keys = ctx.saved_tensors
-    return _backward(gradient, tensors, queries, keys, ctx.scale), None, None, None, None
+    return _backward(gradient, tensors, queries, keys, ctx.window, ctx.scale), None, None, None, None
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)
@@ -67,9 +71,9 @@ def rows(queries: Tensor, keys: Tensor) -> list[tuple[slice, slice]]:
     return [(slice(*own), slice(*seen)) for own, seen in pairs]
 
 
-def _shares(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _shares(query: Tensor, key: Tensor, scale: float, window: int) -> Tensor:
     """The softmax of causal scores, aligned at the end: [heads, queries, keys]."""
-    sees = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
+    sees = fake_flash.seen(query.shape[1], key.shape[1], window)
     return (query @ key.mT * scale).masked_fill(~sees, -torch.inf).softmax(-1)
 
 
@@ -78,7 +82,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def varlen_attn(*tensors: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
         query, key, value, queries, keys, *longest = tensors
-        assert enable_gqa and window_size == (-1, 0)
-        return _attend([query, key, value], queries, keys, longest, scale)
+        assert enable_gqa and window_size[1] == 0
+        return _attend([query, key, value], queries, keys, [*longest, window_size[0] + 1], scale)
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)

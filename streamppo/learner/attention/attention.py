@@ -190,6 +190,8 @@ def fall_back(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]")
 
 
 def _sdpa_refusal(config: "PretrainedConfig") -> str:
+    if config.get_text_config().model_type in varlen.SINKS:
+        return "the model's attention has sinks, which SDPA leaves out"
     if getattr(config.get_text_config(), CAP, None):
         return f"the model caps the scores of its attention ({CAP}), which SDPA leaves out"
     return ""

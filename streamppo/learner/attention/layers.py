@@ -64,8 +64,12 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
     then depends on the first rows of a process, which differ in a resumed run. Where torch computes deterministically,
     the compiler chooses nothing by measuring.
     """
+    from torch._inductor import config as compiler
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SIZES)
-    options: Any = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    # The oldest torch that is promised has no such option.
+    exact = torch.are_deterministic_algorithms_enabled() and hasattr(compiler, "deterministic")
+    options: Any = {"deterministic": True} if exact else {}
     for layer in layers_of(transformer):
         layer.forward = partial(_call, torch.compile(layer.forward, dynamic=True, options=options))
 

@@ -51,7 +51,11 @@ def register() -> str:
 
 def refusal(config: "PretrainedConfig") -> str:
     """The reason why it cannot compute the attention of a model of transformers' `config`; "" if it can."""
+    from transformers import MODEL_MAPPING
+
     text = config.get_text_config()
+    if not getattr(MODEL_MAPPING.get(type(text), None), "_supports_attention_backend", False):
+        return f"{text.model_type} models have attention of their own, in place of which {KERNEL} cannot be put"
     widest = max(getattr(text, name, None) or 0 for name in WIDTHS)
     if widest > WIDEST:
         return f"the model's attention has heads of {widest} entries, and {KERNEL} takes {WIDEST}"

@@ -222,7 +222,7 @@ PLAIN, LATENT = Qwen2Config(), DeepseekV3Config()
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("model", "expected"), [(PLAIN, "varlen"), (LATENT, "varlen"), (WIDE, "sdpa"), (SINKS, "sdpa"), (GEMMA, "eager")]
+    ("model", "expected"), [(PLAIN, "varlen"), (LATENT, "varlen"), (WIDE, "sdpa"), (SINKS, "eager"), (GEMMA, "eager")]
 )
 def test_a_model_that_torchs_own_cannot_compute_gets_the_next_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model: PretrainedConfig, expected: str

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import fake_varlen
 import learner_case as case
 import model_families as families
 import pytest
@@ -11,6 +12,8 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.errors import ModelError
+from streamppo.learner.attention import attention as of_learner
+from streamppo.learner.attention import varlen
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy, policy
 
@@ -22,15 +25,27 @@ EAGER = ("Gemma2", "GptOss")
 """Families that SDPA computes otherwise, or does not compute."""
 
 
+OWN = ("FalconH1", "Nemotron", "Qwen3Next", "StableLm")
+"""Families that torch's attention over rows end to end cannot be put into; nor into those of `EAGER`."""
+
+
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("end_to_end", [False, True])
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in families.NAMES]
 )
-def test_scores_and_gradients_are_the_models_own(tmp_path: Path, family: str) -> None:
+def test_scores_and_gradients_are_the_models_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, end_to_end: bool
+) -> None:
     families.make(family, tmp_path)
     attention = "eager" if family in EAGER else "sdpa"
-    config = case.config_of(f"model.attention={attention}").model
+    config = case.config_of(f"model.attention={'auto' if end_to_end else attention}").model
+    if end_to_end:
+        fake_varlen.install(monkeypatch)
+        monkeypatch.setattr(of_learner, "choose", lambda *_: varlen.register())
     trained = load_policy.load(config, tmp_path, 0.7, init_device_mesh("cpu", (1,)))
+    chosen = trained.lm.config.get_text_config()._attn_implementation
+    assert chosen == ("varlen" if end_to_end and family not in EAGER + OWN else attention)
     rows = pad(case.batch())
     scored = trained(rows, "policy")
     weights_BT = torch.randn(rows.mask_BT.shape, generator=torch.Generator().manual_seed(1)) * rows.mask_BT

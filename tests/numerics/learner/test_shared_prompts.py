@@ -126,6 +126,22 @@ def test_a_prompt_is_computed_once_and_no_token_of_another_completion_is_seen() 
             assert sees[line, 0, places[at]].nonzero().flatten().tolist() == places[: at + 1].tolist()
 
 
+@pytest.mark.parametrize("step", [1, 16])
+def test_each_row_of_attention_has_its_completion_and_the_keys_of_its_prompt(step: int) -> None:
+    reading = shared_keys.read(ROWS.inputs_BL, ROWS.start_B, ROWS.start_B + ROWS.length_B, step=step)
+    queries, keys = (reading.arguments[name].diff().tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    # Of A and LONGER the prompt and its completions; OTHER and ZERO have one sample, which is a row with its prompt.
+    expected = [(3, 3), (4, 7), (2, 5), (4, 7), (1, 4), (4, 4), (1, 5), (5, 9), (4, 4), (6, 6)]
+    # 34 tokens, filled up with a row of their own.
+    assert sorted(zip(queries, keys, strict=True)) == sorted(expected + [(14, 14)] * (step == 16))
+    tokens_N, keys_K = reading.arguments["input_ids"][0], reading.arguments[prefix_kv.NAME].token_K
+    rows = dict(zip(keys_K[torch.tensor(keys).cumsum(0) - 1].tolist(), keys_K.split(keys), strict=False))
+    for row, width in enumerate((ROWS.start_B + ROWS.length_B).tolist()):
+        places = reading.place_BL[row, :width]
+        assert torch.equal(tokens_N[places], ROWS.inputs_BL[row, :width])
+        assert torch.equal(rows[int(places[-1])], places)
+
+
 def test_it_is_done_where_it_is_less_work_and_by_as_much_as_operations_say(folder: Path) -> None:
     def counted(rows: PaddedBatch, *, share_prompts: bool) -> int:
         with FlopCounterMode(display=False) as counter:
