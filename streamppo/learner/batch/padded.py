@@ -31,14 +31,15 @@ class Host:
 
     Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
 
-    Rows with the same number in `group_B` are samples of one prompt. `widths` are the lengths in tokens of a
-    selection's longest completion and of its longest row. `branches` are those of each row, None if none has any.
+    `widths` are the lengths in tokens of a selection's longest completion and of its longest row. `branches` are those
+    of each row, None if none has any.
     """
 
     inputs_BL: Tensor
     start_B: Tensor
     length_B: Tensor
-    group_B: Tensor
+    prompt_B: Tensor
+    prefix_B: Tensor
     widths: tuple[int, int] = (0, 0)
     branches: tuple[bytes, ...] | None = None
 
@@ -47,7 +48,15 @@ class Host:
         start_B, length_B = self.start_B[rows], self.length_B[rows]
         widths = int(length_B.max()), int((start_B + length_B).max())
         branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
-        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.group_B[rows], widths, branches)
+        columns = start_B, length_B, self.prompt_B[rows], self.prefix_B[rows]
+        return Host(self.inputs_BL[rows][:, : widths[1]], *columns, widths, branches)
+
+    def groups(self) -> "SharedPrompts":
+        """The rows that have their tokens before the completion in common."""
+        group_B = self.prompt_B * (1 + self.start_B.max()) + self.start_B
+        # A row that continues an earlier segment shares it with no other.
+        group_B = torch.where(self.prefix_B > 0, -1 - torch.arange(len(self.prefix_B)), group_B)
+        return SharedPrompts(group_B, self.start_B)
 
 
 class PaddedBatch(NamedTuple):
@@ -89,12 +98,8 @@ class PaddedBatch(NamedTuple):
         """The columns that lay out passes."""
         if self.host is not None:
             return self.host
-        columns = self.inputs_BL, self.start_B, self.length_B, self.prompt_B, self.prefix_B
-        inputs_BL, start_B, length_B, prompt_B, prefix_B = (column.cpu() for column in columns)
-        group_B = prompt_B * (1 + start_B.max()) + start_B
-        # A row that continues an earlier segment shares it with no other.
-        group_B = torch.where(prefix_B > 0, -1 - torch.arange(len(prefix_B)), group_B)
-        return Host(inputs_BL, start_B, length_B, group_B, branches=self.branches)
+        inputs_BL, start_B, length_B = self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu()
+        return Host(inputs_BL, start_B, length_B, self.prompt_B.cpu(), self.prefix_B.cpu(), branches=self.branches)
 
     def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`; its routes stay in the host's memory."""

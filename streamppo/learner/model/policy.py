@@ -21,7 +21,7 @@ from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, shared_keys, tree
 from streamppo.learner.attention.attention import Layout, Reading
 from streamppo.learner.attention.layers import Checkpointing
-from streamppo.learner.batch.padded import Host, PaddedBatch, SharedPrompts
+from streamppo.learner.batch.padded import Host, PaddedBatch
 from streamppo.learner.device import to_device
 from streamppo.learner.model import adapters, lm_head
 from streamppo.learner.model.working_copy import WorkingCopy
@@ -205,7 +205,7 @@ class Policy(nn.Module):
         sizes = tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
         if not self.shares_keys or host.branches is not None:
             return sizes
-        return sizes._replace(prompts=SharedPrompts(host.group_B, host.start_B))
+        return sizes._replace(prompts=host.groups())
 
     @property
     def shares_keys(self) -> bool:

@@ -30,7 +30,7 @@ from transformers import (
 from streamppo.config.sections import JOINED
 from streamppo.errors import ConfigError, ModelError
 from streamppo.learner.attention import attention, varlen
-from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, micro_batches, pad
+from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad
 from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model.policy import Policy, PolicyOutput
 
@@ -111,7 +111,7 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
         results[choice] = case.metrics(updater, pad(case.batch()))
     rows = pad(case.batch())
     widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
-    prompts = SharedPrompts(rows.on_host.group_B, rows.start_B)
+    prompts = rows.on_host.groups()
     (plan,), (wasteful,) = (
         micro_batches(every, widths_B, 40, 1, padded=padded, prompts=prompts) for padded in (False, True)
     )

@@ -181,13 +181,8 @@ def host_of(pairs: list[list[tuple[int, int]]], widths: list[int]) -> Host:
     """Rows of different tokens; each prompt is one token."""
     width_B = torch.tensor(widths)
     inputs_BL = torch.arange(len(widths) * max(widths)).view(len(widths), -1) + 1
-    return Host(
-        inputs_BL,
-        torch.ones_like(width_B),
-        width_B - 1,
-        torch.zeros_like(width_B),
-        branches=tuple(map(branches.column, pairs)),
-    )
+    columns = torch.ones_like(width_B), width_B - 1, torch.zeros_like(width_B), torch.zeros_like(width_B)
+    return Host(inputs_BL, *columns, branches=tuple(map(branches.column, pairs)))
 
 
 @given(columns_of(), st.sampled_from([WIDE, NARROW]))

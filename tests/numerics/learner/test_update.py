@@ -386,7 +386,7 @@ def test_segments_of_a_row_share_nothing_with_those_of_other_rows() -> None:
     made = [replace(one, prefix=n % 3, prompt_tokens=bytes(20)) for n, one in enumerate(batch.trajectories)]
     rows = pad(replace(batch, trajectories=tuple(made)))
     assert rows.prefix_B.count_nonzero() > 1
-    group_B, own = rows.on_host.group_B, rows.prefix_B > 0
+    group_B, own = rows.on_host.groups().group_B, rows.prefix_B > 0
     assert len(group_B[own].unique()) == int(own.sum()) and not set(group_B[own].tolist()) & set(group_B[~own].tolist())
     for row, other in combinations(torch.arange(len(group_B))[~own].tolist(), 2):
         if group_B[row] == group_B[other]:
