@@ -1,7 +1,7 @@
 """Updates of the real learner on a model of half a billion parameters, by variant: tokens/s, memory against `check`.
 
     python -m benchmarks.gpu.gpu_update --json update.json
-    python -m benchmarks.gpu.gpu_update --json update.json --variants base fsdp off --times 3
+    python -m benchmarks.gpu.gpu_update --json update.json --variants base fsdp compiled --times 3
 
 It needs torch, transformers and this repository. The first update has rows of other lengths than the rest, and is not
 timed, nor is the second. `bits` is a sum over all bits of the weights after the last one: it is equal for variants that

@@ -355,8 +355,8 @@ class Counted(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("implementation", [varlen.NAME, "sdpa"])
-def test_compiled_updates_make_the_same_bits_in_a_resumed_run(wide: Path, tmp_path: Path, implementation: str) -> None:
+@pytest.mark.skipif(not varlen.is_available(), reason="torch has no attention over rows end to end")
+def test_compiled_updates_make_the_same_bits_in_a_resumed_run(wide: Path, tmp_path: Path) -> None:
     """A resumed run compiles its layers for rows of other lengths than those that the run began with."""
     options = ["model.dtype=bfloat16", "model.attention=varlen", "learner.gpus=1"]
     options += ["model.compile=true", "learner.exact=false"]

@@ -38,8 +38,6 @@ PROBED = (5, 7)
 """Lengths of the two rows that `leak` passes together and alone: longer than a convolution's window."""
 LEAK = 1e-3
 """The largest difference of the two passes that counts as rounding, relative to the largest entry, in float32."""
-CAP = "attn_logit_softcapping"
-"""transformers' field for a bound on attention scores: flash-attn and eager attention apply it, SDPA does not."""
 NAMES = {"sdpa": "SDPA", "eager": "eager attention"}
 """Words for transformers' names."""
 
@@ -192,8 +190,8 @@ def fall_back(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]")
 def _sdpa_refusal(config: "PretrainedConfig") -> str:
     if config.get_text_config().model_type in varlen.SINKS:
         return "the model's attention has sinks, which SDPA leaves out"
-    if getattr(config.get_text_config(), CAP, None):
-        return f"the model caps the scores of its attention ({CAP}), which SDPA leaves out"
+    if getattr(config.get_text_config(), varlen.CAP, None):
+        return f"the model caps the scores of its attention ({varlen.CAP}), which SDPA leaves out"
     return ""
 
 

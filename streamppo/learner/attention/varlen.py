@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 NAME = "varlen"
 KERNEL = f'torch\'s flash attention (model.attention = "{NAME}")'
+CAP = "attn_logit_softcapping"
+"""transformers' field for a bound on attention scores, which flash-attn and eager attention apply, and no other."""
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """transformers' arguments for the rows."""
 WIDEST = 256
@@ -59,7 +61,7 @@ def refusal(config: "PretrainedConfig") -> str:
     widest = max(getattr(text, name, None) or 0 for name in WIDTHS)
     if widest > WIDEST:
         return f"the model's attention has heads of {widest} entries, and {KERNEL} takes {WIDEST}"
-    if getattr(text, "attn_logit_softcapping", None):
+    if getattr(text, CAP, None):
         return f"the model caps the scores of its attention, which {KERNEL} leaves out"
     if text.model_type in SINKS:
         return f"the model's attention has sinks, which {KERNEL} leaves out"

@@ -69,8 +69,7 @@ def load(
     chosen = attention.without_leaks(chosen, config, path, transformers)
     configs = [read_settings(source) for source in (path, critic) if source not in CRITICS]
     chosen = attention.fall_back(chosen, config, configs)
-    shares = chosen == "sdpa" or attention.layout(chosen) is attention.joined
-    share_prompts = config.share_prompts and shares and prefix_sharing.can_share(transformers)
+    share_prompts = config.share_prompts and chosen != "eager" and prefix_sharing.can_share(transformers)
     policy = shard_without_weights(
         config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied
     )

@@ -340,8 +340,9 @@ HARMLESS = {
     *("code that comes with the model", "an attention of the hub", "a tokenizer that is nested for ever"),
 }
 """What the update does not read."""
-EITHER = {"a trillion threads"}
-"""The update is computed by at most `MOST_THREADS`: on some machines with the bits of one thread."""
+EITHER = {"a trillion threads": "has other weights than in the run"}
+"""The update is computed by at most `MOST_THREADS`: on some machines with the bits of one thread, else with these
+words."""
 REASONS = {
     **{"a billion layers": "num_hidden_layers = 1000000000", "many layers": "num_hidden_layers = 4000"},
     **{"a billion epochs": "optimizer steps in one update", "rows too wide to be padded": "too many to be padded"},
@@ -365,7 +366,8 @@ def test_other_content_ends_with_a_sentence(
     path = tmp_path / "a.safetensors"
     file.write(path, CONTENTS[what](file.read(whole)))
     code, told = ends(path, capsys)
-    assert what in EITHER or (code == 0) == (what in HARMLESS), told
+    is_harmless = EITHER[what] not in told if what in EITHER else what in HARMLESS
+    assert (code == 0) == is_harmless, told
     assert REASONS.get(what, "") in told, told
     assert code == 0 or str(path) in told, told
 
