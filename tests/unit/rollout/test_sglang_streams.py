@@ -56,8 +56,13 @@ def check(fake: Streaming, name: int, handed: list[Completion], whole: Completio
 
 
 async def swapped(fake: Streaming, engine: SGLangEngine, version: int) -> None:
-    """Swap to `version`, and step on until that has come to its end."""
-    await fake.ended(asyncio.ensure_future(engine.update_weights(version, pushed(float(version)))))
+    """Swap to `version`, and step on until that has come to its end.
+
+    No step is made before SGLang holds it: a thread copies the weights first, and may take as long as completions last.
+    """
+    swap = asyncio.ensure_future(engine.update_weights(version, pushed(float(version))))
+    await fake.took(version)
+    await fake.ended(swap)
 
 
 @pytest.mark.parametrize("seed", range(16))
