@@ -15,7 +15,7 @@ check:
 test:
     pytest -n 2
 
-# The slow tests, or one third of them: `just slow --third 0`
+# The slow tests, or an eighth of them: `just slow --part 0/8`
 slow *options:
     pytest -n 2 -m 'slow and not sglang' --durations=40 {{options}}
 

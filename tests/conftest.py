@@ -5,9 +5,11 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 # Before torch's first import, also in processes that tests start: on two busy cores several threads take three times
 # as long as one.
@@ -62,7 +64,6 @@ if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
     # What pytest has for the folder above all folders of tests.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-THIRDS = 3
 LONGEST = (REPOSITORY / "tests" / "longest.txt").read_text().split()
 """The longest tests, by file or by name, in the order in which `pytest -n` starts them."""
 APART = {name.partition("::")[0] for name in LONGEST}
@@ -75,18 +76,60 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--third", type=int, choices=range(THIRDS), help="run one third of the chosen tests")
+    parser.addoption("--part", type=part, metavar="K/N", help="every N-th chosen test, from number K (0 to N - 1) on")
+
+
+def part(text: str) -> slice:
+    """The places of the tests of a part K/N. Raises `ValueError` for one that there is not."""
+    number, _, parts = text.partition("/")
+    if not 0 <= int(number) < int(parts):
+        raise ValueError(text)
+    return slice(int(number), None, int(parts))
+
+
+class SampledCases:
+    """Makes all cases of a function slow but the `n` of its mark `sampled(n)`, before `-m` chooses tests."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        cases = defaultdict[tuple[str, int], list[pytest.Item]](list)
+        for item in items:
+            if (mark := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
+                cases[begins(item.nodeid)[1], mark.args[0]].append(item)
+        for (_, number), of_function in cases.items():
+            for item in without_sample(of_function, number):
+                item.add_marker("slow")
+
+
+def without_sample(items: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
+    """Draw `number` cases of a function by their names, first those with most values not yet drawn; return the rest."""
+    rest, drawn = sorted(items, key=lambda item: sha256(item.nodeid.encode()).digest()), set[tuple[str, int]]()
+    for _ in range(min(number, len(rest))):
+        chosen = max(rest, key=lambda item: len(values(item) - drawn))
+        drawn |= values(chosen)
+        rest.remove(chosen)
+    return rest
+
+
+def values(item: pytest.Item) -> set[tuple[str, int]]:
+    """A case's parameters, each as (name, index of its value)."""
+    return set(cast("pytest.Function", item).callspec.indices.items())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SampledCases())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest tests first; with `--third N` keep every third chosen test, from number N on."""
+    """Put the longest tests first; with `--part K/N` keep every N-th chosen test, from number K on."""
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: min((order[name] for name in begins(item.nodeid) if name in order), default=len(order)))
-    third = config.getoption("--third")
-    if third is not None:
-        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % THIRDS != third])
-        items[:] = items[third::THIRDS]
+    places = config.getoption("--part")
+    if places is not None:
+        kept = items[places]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def begins(nodeid: str) -> tuple[str, str, str]:
@@ -176,6 +219,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     learner_case.save_model(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of six updates at lag 0, with checkpoints of 2, 4 and 6; a test that changes it takes a copy."""
+    import thread_run
+
+    return thread_run.trained(tmp_path_factory.mktemp("exact"))
 
 
 def save_reward_model(folder: Path, alphabet: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from conftest import REPOSITORY, SUPPORT
 from replay_case import replay
 
@@ -31,6 +32,7 @@ def streamppo(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_sub_agents_are_branches_of_one_trajectory_trained_once_and_replayed(tmp_path: Path) -> None:
     agent = f"environment.agent={SUPPORT / 'sub_agents.py'}:run"
     bounds = ("environment.max_tokens=64", "rollout.max_tokens=6", "environment.max_turns=3")

@@ -124,6 +124,7 @@ def test_an_agent_with_two_tools_trains_a_run_and_is_replayed_without_it(tmp_pat
     assert "bit for bit" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_loss_an_advantage_and_a_correction_of_the_user_train_a_run_that_is_replayed(tmp_path: Path) -> None:
     own = [
         f"algorithm.{part}={{kind='function', function='examples/custom_{file}.py:{name}'}}"
@@ -176,6 +177,7 @@ def test_the_page_about_python_runs_as_it_stands(tmp_path: Path) -> None:
         assert found["pass_at"]["1"]["mean"] <= found["pass_at"]["2"]["mean"]
 
 
+@pytest.mark.slow
 def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:
     shown = python("examples/first_run.py", "2", str(tmp_path))
     assert re.search(r"'update': 2(\.0)?,", shown)

@@ -81,7 +81,7 @@ def test_a_run_without_a_reader_goes_on_in_its_log(short: Path) -> None:
     assert not [word for word in NOISE if word in log + read]
 
 
-@pytest.mark.parametrize("too_old", ["drop", "wait"])
+@pytest.mark.parametrize("too_old", ["drop", pytest.param("wait", marks=pytest.mark.slow)])
 def test_the_other_choices_for_old_tokens_run_and_keep_the_bound(too_old: str, request: pytest.FixtureRequest) -> None:
     found = summary(request.getfixturevalue("short" if too_old == "drop" else "faulty"))
     assert found["lag"]["max"] <= 1
@@ -180,6 +180,7 @@ def test_damage_in_the_archive_is_named_by_whoever_needs_it(short: Path, tmp_pat
     assert f"{path}: damaged" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reward_of_every_fault_is_survived_and_its_reasons_are_in_log_and_report(faulty: Path) -> None:
     found, output = summary(faulty), (faulty / "run.txt").read_text()
     assert found["failed"]["reward"] > 0 and found["trajectories"] == 12 * 64, "what failed is sampled again"

@@ -51,6 +51,7 @@ def on_a_terminal(folder: Path, *overrides: str) -> Iterator[tuple[subprocess.Po
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_local_run_is_reached_from_this_machine_alone_and_a_closed_terminal_ends_it_with_a_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -101,6 +102,7 @@ def three_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         made.shutdown()
 
 
+@pytest.mark.slow
 def test_on_three_nodes_the_queue_is_beside_the_driver_and_every_actor_gets_its_environment_and_proves_what_it_sees(
     three_nodes: str, tmp_path: Path, math_config: Callable[..., Config]
 ) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
 from terminal import resize, shown
 from test_finished_run import NOISE
 from test_on_a_cluster import ENDLESS, on_a_terminal
@@ -14,6 +15,7 @@ from test_run import gone, summary, wait_for_updates
 COLUMNS = 80
 
 
+@pytest.mark.slow
 def test_a_run_draws_its_view_below_whole_lines_and_says_that_it_stops(tmp_path: Path) -> None:
     with on_a_terminal(tmp_path, *ENDLESS) as (process, terminal):
         resize(terminal, COLUMNS)

@@ -38,6 +38,7 @@ def seen(*options: dict[str, Any]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_every_rank_has_a_gpu_of_its_own_and_engines_have_theirs_or_share_it(
     math_config: Callable[..., Config],

@@ -308,6 +308,7 @@ def test_calls_that_ray_repeats_or_loses_train_nothing_twice(tmp_path: Path, mon
 # --- stopping and continuing --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_actors_are_added_one_that_hangs_is_replaced_and_a_stopped_run_goes_on_from_that_very_version(
     tmp_path: Path,
 ) -> None:

@@ -69,6 +69,7 @@ def of(family: str, **changes: object) -> draws.Draw:
 # --- families, each with its own kind of tokenizer --------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", model_folders.FAMILIES)
 def test_a_family_with_its_own_tokenizer_and_template_is_trained_exported_and_loaded(
     family: str, tmp_path: Path
@@ -78,12 +79,14 @@ def test_a_family_with_its_own_tokenizer_and_template_is_trained_exported_and_lo
     assert found.two_turns or model_folders.usual(family).template is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokenizer", model_folders.TOKENIZERS)
 def test_every_kind_of_tokenizer_goes_through_training_and_export(tokenizer: str, tmp_path: Path) -> None:
     found = folder_play.play(of("qwen3", tokenizer=tokenizer), tmp_path)
     assert (found.outcome, found.wrong) == ("passes", []), found.sentence
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("template", [one for one in model_folders.TEMPLATES if one])
 def test_every_chat_template_plays_two_turns(template: str, tmp_path: Path) -> None:
     found = folder_play.play(of("llama3", tokenizer="byte_bpe", template=template), tmp_path)
@@ -94,6 +97,7 @@ def test_every_chat_template_plays_two_turns(template: str, tmp_path: Path) -> N
 # --- faults -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fault", sorted(folder_faults.FAULTS))
 def test_a_fault_of_a_folder_is_refused_by_check_in_its_own_words(fault: str, tmp_path: Path) -> None:
     found = folder_play.play(of("qwen3", fault=fault, tied=fault != "missing_head"), tmp_path)
@@ -109,6 +113,7 @@ def test_a_fault_of_rows_is_refused_by_check_in_its_own_words(fault: str, tmp_pa
 # --- the campaign -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(SLICE))
 def test_a_draw_of_the_campaign_trains_or_is_refused_in_a_sentence_that_names_the_remedy(
     number: int, tmp_path: Path

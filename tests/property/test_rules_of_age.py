@@ -145,6 +145,7 @@ def world(too_old: str, max_lag: int, seed: int, *, size: int = 1, deaths: float
     return made.outcome()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_window_bounds_every_token_and_drops_none_also_where_actors_die(max_lag: int, size: int) -> None:
@@ -176,6 +177,7 @@ def test_a_window_is_used_to_its_end() -> None:
     assert max(lags) == 4 > settings("windowed", 4, 1).flow_lag
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_rules_differ_in_how_long_the_learner_waits_and_in_what_they_lose() -> None:
     outcomes = {rule: [world(rule, 8, seed) for seed in range(3)] for rule in RULES}

@@ -229,6 +229,7 @@ class World:
         self.publish()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steered", [False, True])
 @pytest.mark.parametrize("max_lag", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 25), marks=pytest.mark.slow)], ids=["few", "many"])
@@ -241,6 +242,7 @@ def test_no_token_grows_too_old_and_each_is_trained_on_once_whatever_the_order(
         assert counted.masked_tokens == 0 and counted.dropped["too_old"] == 0, f"seed {seed}: tokens grew too old"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steered", [False, True])
 @pytest.mark.parametrize("max_lag", [1, 2, 5])
 def test_the_learner_waits_for_rewards_before_tokens_grow_too_old(max_lag: int, steered: bool) -> None:

@@ -111,6 +111,7 @@ def test_every_shipped_project_of_the_study_of_alarms_exists() -> None:
 # --- the day of a GPU ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_takes_too_long_stops_no_other_and_says_why(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = gpu_day.run([Part("no_such", 90), Part("head", 1.1), Part("ray_run", 90), Part("push", 90)], 500, out)
@@ -125,6 +126,7 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other_and_says_why(tmp_pat
     assert late["parts"]["device"]["left_out"] == "no time was left"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the parts are what they are for, and take their time")
 @pytest.mark.parametrize(
     "name", ["device", "head", "update", "layers", pytest.param("end_to_end", marks=pytest.mark.slow)]

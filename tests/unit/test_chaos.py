@@ -52,6 +52,7 @@ def options(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**known, **changed})
 
 
+@pytest.mark.slow
 def test_a_campaign_goes_on_after_the_trials_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 

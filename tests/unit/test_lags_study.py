@@ -20,6 +20,7 @@ pytestmark = pytest.mark.process
 TINY = ("updates=6", "queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["fixed", "steered", "default"])
 def test_every_case_is_a_configuration_that_can_be_run(part: str) -> None:
     listed = list(lags.cases(part, (1, 2)))

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.process
 TINY = ("queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", negatives.TASKS)
 @pytest.mark.parametrize("rule", negatives.RULES)
 def test_every_case_is_a_configuration_that_can_be_run(task: str, rule: str, tmp_path: Path) -> None:
@@ -75,6 +76,7 @@ def test_a_split_is_right_if_its_parts_have_the_sum(completion: str, score: floa
     assert asyncio.run(negatives.score_split(cut_off, "12+25")) == 0.0
 
 
+@pytest.mark.slow
 def test_a_trajectory_over_turns_has_the_observations_of_its_environment(tmp_path: Path) -> None:
     chosen = negatives.write("turns", tmp_path, 1) + negatives.overrides(Case("turns", "steady", 0, 1), 20, TINY)
     config = configfile.load(negatives.CONFIG, [*chosen, "model.tiny.max_steps=30"])
@@ -110,6 +112,7 @@ def test_two_evaluations_in_a_row_reach_a_target() -> None:
     assert negatives.reached([0.2, 0.5], 0.9) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["split", "turns"])
 def test_a_run_tells_its_accuracy_and_that_of_the_averaged_weights(task: str, tmp_path: Path) -> None:
     case = Case(task, "quarter", 2, 1)

@@ -87,6 +87,7 @@ def test_a_page_begins_with_its_reader_and_what_he_can_do_after_it(page: Path) -
     assert page.stem == "index" or (first.startswith("For ") and "After this page you" in " ".join(first.split()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
@@ -103,6 +104,7 @@ def test_a_broken_link_fails_the_build(text: str, warning: str, tmp_path: Path) 
     assert not said.startswith("exit code 0") and warning in said, said
 
 
+@pytest.mark.slow
 def test_a_page_that_the_navigation_lacks_fails_the_build(tmp_path: Path) -> None:
     (copy(tmp_path) / "docs" / "lonely.md").write_text("# Lonely\n")
     said = build(tmp_path, tmp_path / "out")

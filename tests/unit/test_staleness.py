@@ -82,6 +82,7 @@ def simulate(case: Case, folder: Path, updates: int) -> dict[str, Any]:
     return staleness.measure(config, simulated.run(config, folder / "model", run, Costs()))
 
 
+@pytest.mark.slow
 def test_a_simulated_run_is_the_same_again_and_waits_as_long_as_its_rule_makes_it(tmp_path: Path) -> None:
     ciphers.write(tmp_path, "pareto", median=staleness.MEDIAN)
     real = time.perf_counter

@@ -60,6 +60,7 @@ def differences(made: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [((one.double() - other).norm() / other.norm().clamp(min=1e-30)).item() for one, other in pairs]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "temperature"),
     [
@@ -89,6 +90,7 @@ def test_numbers_and_gradients_are_those_of_float64(
     assert max(differences(made, wanted)) < 2e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("vocabulary", [1, 11, 127, 128, 129, 2049, 4096 + 5])
 def test_a_vocabulary_of_any_size_gives_the_numbers_of_float64(
     monkeypatch: pytest.MonkeyPatch, vocabulary: int
@@ -102,6 +104,7 @@ def test_a_vocabulary_of_any_size_gives_the_numbers_of_float64(
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("candidates", [None, cut()], ids=["whole", "cut"])
 @pytest.mark.parametrize(("float32", "tolerance"), [(True, 4e-4), (False, 1e-2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -192,6 +195,7 @@ def test_the_same_tensors_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_only_what_is_trained_gets_a_gradient(monkeypatch: pytest.MonkeyPatch, frozen: int) -> None:
     leaves, targets = case()

@@ -46,6 +46,7 @@ def test_the_policy_makes_one_pass_less_than_with_recomputed_log_probs(folder: P
     assert passes(folder, OWN_CRITIC, *STEPS, *BEHAVIOR) == ["critic"] + ["policy"] * 4 + ["critic"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choices", "first"),
     [

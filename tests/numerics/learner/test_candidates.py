@@ -106,6 +106,7 @@ def test_without_top_p_and_top_k_a_trajectory_has_no_column_and_not_a_byte_of_it
 # --- the split -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_micro_batches_and_padding_change_nothing(folder: Path) -> None:
     batch = pad(case.cut(case.batch()))
@@ -142,5 +143,6 @@ def _made(ranks: int, folder: Path) -> object:
     return case.updated(folder, pad(case.cut(case.batch())), *overrides)
 
 
+@pytest.mark.slow
 def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> None:
     case.assert_same(*(case.by_ranks(_made, ranks, tmp_path, folder) for ranks in (1, 3)))

@@ -143,6 +143,7 @@ def test_only_a_beta_that_adapts_itself_goes_on_from_where_it_was(folder: Path, 
     assert updater.beta == beta, "a penalty that was off before begins as the configuration says"
 
 
+@pytest.mark.sampled(2)
 @ALONE
 @pytest.mark.parametrize(
     "choices",
@@ -311,6 +312,7 @@ def _apart(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
         (out / f"done-{rank}").touch()
 
 
+@pytest.mark.slow
 def test_ranks_with_a_disk_each_write_verify_and_miss_files_of_their_own(folder: Path, tmp_path: Path) -> None:
     assert _done_by_two(_apart, folder, tmp_path) == [True, True]
 
@@ -363,6 +365,7 @@ def _copied(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None
         (out / f"done-{rank}").touch()
 
 
+@pytest.mark.slow
 def test_ranks_fetch_what_their_disks_have_lost_from_the_copies(folder: Path, tmp_path: Path) -> None:
     assert _done_by_two(_copied, folder, tmp_path) == [True, True]
 

@@ -110,6 +110,7 @@ def detached_to(request: pytest.FixtureRequest) -> Iterator[Callable[[int], None
     del AttentionInterface._global_mapping["by_hand"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("critic", ["head", "policy"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -184,6 +185,7 @@ def made(ranks: int, folder: Path, *overrides: str) -> tuple[case.Weights, dict[
     return case.updated(folder, ROWS, DETACHED, "learner.minibatches=2", f"learner.ranks={ranks}", *overrides)
 
 
+@pytest.mark.slow
 def test_ranks_and_micro_batches_change_nothing(folder: Path, tmp_path: Path) -> None:
     """With 8 tokens at once, some passes have contexts of no token at all beside others that have some."""
     choices = ("algorithm.critic.model=policy", "model.gradient_checkpointing=full")

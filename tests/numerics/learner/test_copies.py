@@ -92,6 +92,7 @@ def checkpointed(updater: Any, out: Path) -> dict[str, Any]:
     return {"same": same, "sizes": sizes, "refused": refused}
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_shards_make_the_update_the_push_and_the_checkpoint_of_one_rank(
     folder: Path, tmp_path: Path
 ) -> None:

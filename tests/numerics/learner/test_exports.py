@@ -55,6 +55,7 @@ def assert_scores_as(folder: Path, held: policy.Policy, rounding: float) -> None
         assert oracle.furthest(ours_T[: len(tokens)][mask], theirs[mask]) < rounding
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,6 +133,7 @@ REFUSED: dict[str, tuple[object, set[str]]] = {
 """What generation_config.json holds, and what is left out of it."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_generation_settings_that_transformers_refuses_are_left_out_with_a_note_and_the_weights_come_out(
     start: Path, tmp_path: Path, kind: str

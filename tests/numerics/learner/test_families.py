@@ -29,6 +29,7 @@ OWN = ("FalconH1", "Nemotron", "Qwen3Next", "StableLm")
 """Families that torch's attention over rows end to end cannot be put into; nor into those of `EAGER`."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("end_to_end", [False, True])
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def _made(ranks: int, folder: Path) -> tuple[case.Weights, case.Weights]:
     return weights(updater.policy), weights(frozen(updater))
 
 
+@pytest.mark.slow
 def test_three_ranks_move_it_as_one_does(folder: Path, tmp_path: Path) -> None:
     one, three = (case.by_ranks(_made, ranks, tmp_path, folder) for ranks in (1, 3))
     for mine, other in zip(one, three, strict=True):
@@ -99,6 +100,7 @@ def saved(one: Learner, folder: Path) -> Path:
     return folder / f"{one.version:08d}"
 
 
+@pytest.mark.slow
 @ALONE
 def test_a_resumed_run_goes_on_with_the_reference_that_it_had(folder: Path, tmp_path: Path) -> None:
     config = case.config_of(*SOFT)
@@ -117,6 +119,7 @@ def test_a_resumed_run_goes_on_with_the_reference_that_it_had(folder: Path, tmp_
         assert all(torch.equal(tensor, known[name]) for name, tensor in weights(mine).items())
 
 
+@pytest.mark.slow
 @ALONE
 def test_a_reference_that_never_moved_is_in_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     sizes: dict[str, int] = {}
@@ -129,6 +132,7 @@ def test_a_reference_that_never_moved_is_in_no_checkpoint(folder: Path, tmp_path
     assert sizes["moved"] - sizes["still"] > 0.9 * model
 
 
+@pytest.mark.slow
 @ALONE
 def test_a_reference_that_stops_moving_stays_where_it_is_also_over_a_resume(folder: Path, tmp_path: Path) -> None:
     first, still = made(case.config_of(*SOFT), folder), case.config_of(*KL)

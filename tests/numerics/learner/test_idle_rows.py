@@ -115,6 +115,7 @@ def is_quick(recipe: str, name: str) -> bool:
     return recipe in SOME or name == "old and equal"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("recipe", "name"),
@@ -156,6 +157,7 @@ def both(ranks: int, folder: Path) -> list[list[case.Weights]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_same_weights_without_the_tokens_of_such_rows(folder: Path, tmp_path: Path) -> None:
     every, left, own = case.by_ranks(both, 2, tmp_path, folder)
     for whole, without, bare in zip(every, left, own, strict=True):

@@ -88,6 +88,7 @@ def parts_of(weight: Any) -> int:
     return mesh[tensor_parallel.PART].size() if tensor_parallel.PART in (mesh.mesh_dim_names or ()) else 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first_of_many")
 @pytest.mark.parametrize(
     ("name", "mesh"),

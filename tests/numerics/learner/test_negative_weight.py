@@ -24,6 +24,7 @@ def own_batch(folder: Path) -> PaddedBatch:
     return batch._replace(behavior_logprobs_BT=logprobs_BT.masked_fill(~batch.mask_BT, 0.0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_without_lag_topr_is_no_correction(folder: Path, kind: str) -> None:
     batch, advantage = own_batch(folder), f"algorithm.advantage.kind={kind}"
@@ -31,6 +32,7 @@ def test_without_lag_topr_is_no_correction(folder: Path, kind: str) -> None:
     case.assert_same(off, tapered)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ADVANTAGES)
 @pytest.mark.parametrize("correction", [TOPR, "algorithm.correction.kind=truncate", OFF])
 def test_the_weight_of_negatives_is_that_of_a_loss_of_your_own(folder: Path, kind: str, correction: str) -> None:

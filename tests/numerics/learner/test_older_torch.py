@@ -40,6 +40,7 @@ def trained(ranks: int, folder: Path, older: bool, overrides: tuple[str, ...]) -
             return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [(), ("learner.mesh.replicate=2",), ("learner.mesh.context=2",)], ids=["all", "copies", "slices"]
 )

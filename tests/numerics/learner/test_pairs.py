@@ -126,6 +126,7 @@ def documented() -> set[frozenset[tuple[str, str]]]:
     }
 
 
+@pytest.mark.slow
 def test_every_pair_of_choices_trains_or_is_refused_for_a_reason_that_the_documentation_gives() -> None:
     generator = random.Random(0)
     every = [(field, word) for field, words in FIELDS.items() for word in words]

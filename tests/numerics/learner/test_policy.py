@@ -132,6 +132,7 @@ def test_offloaded_weights_are_trained_as_all_others(folder: Path) -> None:
     case.assert_same_weights(*found, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_compiled_layers_compute_the_same_and_keep_their_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Everything but the compilation of kernels.
@@ -147,6 +148,7 @@ def test_compiled_layers_compute_the_same_and_keep_their_names(folder: Path, mon
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_layers_over_rows_end_to_end_are_compiled_for_few_numbers_of_tokens(
@@ -268,6 +270,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("message", BAD)
 @pytest.mark.parametrize("advantage", ["gae", "rloo"])
 def test_data_that_must_not_be_trained_on_changes_no_weight(folder: Path, message: str, advantage: str) -> None:

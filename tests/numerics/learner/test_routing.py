@@ -130,6 +130,7 @@ def rows_of(batch: Batch) -> list[torch.Tensor]:
     return [torch.tensor(ints(one.prompt_tokens + one.tokens)).long() for one in batch.trajectories]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_routers_own_choice_replayed_changes_nothing_and_another_one_does(tmp_path: Path, family: str) -> None:
     folder, batch = folder_of(tmp_path / "model", family), case.batch()
@@ -154,6 +155,7 @@ def test_the_routers_own_choice_replayed_changes_nothing_and_another_one_does(tm
     assert metrics["experts_idle"] == 0
 
 
+@pytest.mark.slow
 def test_ranks_slices_and_layers_that_are_computed_twice_send_tokens_alike(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model")
     kinds = "full", "offloaded"
@@ -169,6 +171,7 @@ def test_ranks_slices_and_layers_that_are_computed_twice_send_tokens_alike(tmp_p
             assert one[1][name] == pytest.approx(plain[1][name], rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_rank_with_the_routes_of_its_own_rows_makes_the_same_bits(tmp_path: Path) -> None:
     made = case.by_ranks(by_parts, 2, tmp_path, folder_of(tmp_path / "model"))
     case.assert_same_weights(*made, atol=0)

@@ -148,6 +148,7 @@ def update(folder: Path, *overrides: str, known: bool) -> tuple[dict[str, float]
     return metrics, [any(value for key, value in moved.items() if (key in critic) == own) for own in (False, True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("steps", ["learner.minibatches=1", "learner.minibatches=2"])
 @pytest.mark.parametrize("advantage", ["gae", "vtrace"])

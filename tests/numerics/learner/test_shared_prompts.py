@@ -232,6 +232,7 @@ WHOLE: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("choices", WHOLE.values(), ids=WHOLE)
@@ -256,6 +257,7 @@ def _made(ranks: int, folder: Path) -> tuple[case.Weights, dict[str, float]]:
     return case.updated(folder, same_prompts(), "learner.minibatches=2", f"learner.ranks={ranks}")
 
 
+@pytest.mark.slow
 def test_ranks_change_nothing(folder: Path, tmp_path: Path) -> None:
     case.assert_same(*(case.by_ranks(_made, ranks, tmp_path, folder) for ranks in (1, 2)))
 

@@ -113,6 +113,7 @@ def test_clip_cov_draws_anew_in_every_update_and_the_same_again(folder: Path) ->
     assert any(not torch.equal(drawn(3), drawn(version)) for version in (4, 5))
 
 
+@pytest.mark.slow
 @ALONE
 @KINDS
 def test_micro_batches_change_nothing(folder: Path, kind: str) -> None:
@@ -130,6 +131,7 @@ def _made(ranks: int, folder: Path) -> list[tuple[case.Weights, tuple[float, ...
     return made
 
 
+@pytest.mark.slow
 def test_ranks_change_nothing(folder: Path, tmp_path: Path) -> None:
     of_one, of_two = (case.by_ranks(_made, ranks, tmp_path, folder) for ranks in (1, 2))
     for (one, one_bonus), (two, two_bonus) in zip(of_one, of_two, strict=True):

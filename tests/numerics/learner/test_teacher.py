@@ -89,6 +89,7 @@ def test_the_policy_as_its_own_teacher_teaches_nothing(folder: Path) -> None:
 NLL = ("algorithm.advantage.kind=rloo", "algorithm.positive_nll=0.1", "learner.minibatches=2")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_micro_batches_change_nothing(folder: Path, taught_by: str) -> None:
     cut = ("learner.micro_batch_tokens=100000", "learner.micro_batch_tokens=40", "learner.micro_batch_tokens=1")
@@ -124,6 +125,7 @@ def _made(ranks: int, folder: Path, choices: list[tuple[str, ...]]) -> list[tupl
     return [updated(folder, *one, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40") for one in choices]
 
 
+@pytest.mark.slow
 def test_three_ranks_make_the_update_of_one(folder: Path, taught_by: str, tmp_path: Path) -> None:
     choices = [(taught_by, "learner.minibatches=2"), NLL]
     of_one, of_three = (case.by_ranks(_made, ranks, tmp_path, folder, choices) for ranks in (1, 3))

@@ -93,6 +93,7 @@ def _by(ranks: int, folder: Path, batch: Batch) -> tuple[dict[str, torch.Tensor]
     return case.updated(folder, pad(batch), *choices)
 
 
+@pytest.mark.slow
 def test_three_ranks_make_the_update_of_one(folder: Path, taught: Batch, tmp_path: Path) -> None:
     one, three = (case.by_ranks(_by, ranks, tmp_path, folder, taught) for ranks in (1, 3))
     case.assert_same(one, three)

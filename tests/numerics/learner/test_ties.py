@@ -88,6 +88,7 @@ def assert_scores(lm: Any, trained: Any, atol: float = 2e-5) -> None:
         torch.testing.assert_close(scored[row, :width], own_T, rtol=1e-4, atol=atol)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("pickle", [False, True], ids=["safetensors", "pickle"])
 @pytest.mark.parametrize("way", WAYS)
@@ -116,6 +117,7 @@ def loaded(ranks: int, folders: list[Path]) -> Tensors:
     return case.whole(case.updater(case.config_of(f"learner.ranks={ranks}"), folders[dist.get_rank()]).policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sees", [False, True], ids=["sent by rank 0", "read by each"])
 def test_every_rank_has_the_head_that_rank_0_has_with_files_or_without(tmp_path: Path, sees: bool) -> None:
     folder = folder_of(tmp_path / "0" / "model", "tied, both and other values")

@@ -108,6 +108,7 @@ def stepped(folder: Path, rows: PaddedBatch, *overrides: str, by_paths: bool) ->
     return case.whole(updater.policy), found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
 def test_a_step_is_that_on_its_paths_by_hand_for_every_choice(folder: Path, choice: list[str]) -> None:
@@ -121,6 +122,7 @@ def test_a_step_is_that_on_its_paths_by_hand_for_every_choice(folder: Path, choi
 TWICE = ("learner.minibatches=2", "algorithm.critic.model=policy", "algorithm.kl.loss_beta=0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_micro_batches_change_nothing(folder: Path) -> None:
     whole, *split = (
@@ -136,6 +138,7 @@ def _made(ranks: int, folder: Path) -> list[tuple[case.Weights, dict[str, float]
     return [stepped(folder, ROWS, *choices, f"model.attention={name}", by_paths=False) for name in ("sdpa", "eager")]
 
 
+@pytest.mark.slow
 def test_ranks_and_attention_change_nothing(folder: Path, tmp_path: Path) -> None:
     first, *others = (one for ranks in (1, 2) for one in case.by_ranks(_made, ranks, tmp_path, folder))
     for one in others:

@@ -52,6 +52,7 @@ def updates(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> lis
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "cases"), [(2, OF_TWO), (4, OF_FOUR)])
 def test_an_update_of_slices_is_that_of_whole_rows(
     ranks: int, cases: tuple[tuple[str, ...], ...], folder: Path, tmp_path: Path
@@ -61,6 +62,7 @@ def test_an_update_of_slices_is_that_of_whole_rows(
         case.assert_same(one, other)
 
 
+@pytest.mark.slow
 def test_experts_are_chosen_token_by_token_in_slices_too(tmp_path: Path) -> None:
     torch.manual_seed(5)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**case.SMALL, **MOE, initializer_range=0.3)).save_pretrained(tmp_path / "model")
@@ -118,6 +120,7 @@ def width(rows: PaddedBatch) -> int:
     return int((rows.start_B + rows.length_B).sum())
 
 
+@pytest.mark.slow
 def test_flash_attention_gets_the_bounds_of_whole_rows(tmp_path: Path) -> None:
     torch.manual_seed(5)
     shape = case.SMALL | {"num_key_value_heads": 4}

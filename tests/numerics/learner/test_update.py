@@ -78,6 +78,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
 def test_every_choice_trains_and_is_indifferent_to_the_split(folder: Path, choice: list[str]) -> None:

@@ -105,6 +105,7 @@ def test_the_hosts_columns_are_no_part_of_what_fsdp_moves_to_a_gpu() -> None:
     assert all(not isinstance(one, torch.Tensor) or one.is_meta for one in tree_leaves(moved))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_pass_asks_the_device_for_a_number(name: str, folder: Path, watched: Refuses) -> None:

@@ -29,6 +29,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "LARGE", 0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("family", families.NAMES)
 def test_rows_are_those_that_transformers_loads(family: str, tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ def loaded(ranks: int, folder: Path, critic: str) -> dict[str, Any]:
     return {"weights": case.whole(policy), "buffers": dict(policy.named_buffers()), "read": counts}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("critic", ["head", "policy"])
 def test_every_rank_reads_a_share_and_has_the_model(critic: str, tmp_path: Path) -> None:
     families.make("Qwen3Moe", tmp_path / "model", layers=LAYERS)
@@ -109,6 +111,7 @@ def without(ranks: int, folders: list[str]) -> dict[str, torch.Tensor]:
     return case.whole(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [False, True])
 def test_a_rank_that_does_not_see_the_files_or_has_another_models_is_sent_its_rows(
     others: bool, folder: Path, tmp_path: Path

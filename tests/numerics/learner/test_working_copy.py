@@ -85,6 +85,7 @@ def same_bits(one: Updater, other: Updater) -> None:
         assert all(torch.equal(case.full(moments[name]), case.full(others[name])) for name in ("exp_avg", "exp_avg_sq"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_updates_make_the_bits_of_fsdp(name: str, folder: Path) -> None:
     one, other = (learner(folder, *CONFIGS[name], fsdp=fsdp, layered=name != "as it is") for fsdp in (False, True))
@@ -93,6 +94,7 @@ def test_updates_make_the_bits_of_fsdp(name: str, folder: Path) -> None:
     same_bits(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_so_do_those_of_other_models(name: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
@@ -191,6 +193,7 @@ def saved(updater: Updater, folder: Path) -> Path:
     return folder / "00000001"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fsdp", "overrides"), [(False, ()), (True, CONFIGS["a critic of its own"]), (True, CONFIGS["lora"])]
 )

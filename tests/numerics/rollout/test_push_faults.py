@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from deaths_case import SETTINGS
 from push_case import Rank, Remote, Tensors, joined
@@ -211,6 +212,7 @@ def of(engine: EmbeddedEngine, held: parameters.Parameters | None = None) -> Ten
     return {name: view for name, view in parameters.views(held, names, engine._decoder.head_width)}
 
 
+@pytest.mark.slow
 def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: Any) -> None:
     monkeypatch.setattr(puller, "RETRY_S", 0.0)
     torch.manual_seed(3)

@@ -203,6 +203,7 @@ def test_the_same_settings_where_they_mean_something_are_not_noted(
     assert "note: algorithm" not in capsys.readouterr().out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("note", NOTES)
 def test_settings_that_are_probably_not_meant_are_noted_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], note: str

@@ -71,6 +71,7 @@ def test(version, metrics, batch):
     assert (told["version"], told["remade"], told["certain"], told["monotone"]) == (4, 0, True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("condition", "version", "made", "monotone"),
     [("version >= 3", 3, 1, True), ("version in (4, 5)", 4, 1, False)],
@@ -91,6 +92,7 @@ def test(version, model):
     assert "it is the first after version 2, and between earlier ones it may have held" in told["sure"]
 
 
+@pytest.mark.slow
 def test_a_change_is_made_to_every_version_up_to_the_first_that_holds(run: Path) -> None:
     change = ("--set", "learner.lr=5e-3")
     assert replay_case.replay(run, *change).returncode == 0

@@ -42,9 +42,8 @@ TIMES = {"score_s", "train_s"}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of six updates, with checkpoints of 2, 4 and 6."""
-    return thread_run.trained(tmp_path_factory.mktemp("run"))
+def run(exact: Path) -> Path:
+    return exact
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +92,7 @@ def changed(path: Path, to: Path, change: Callable[[Bundle], Bundle]) -> Path:
 # --- the bits ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("version", "remade"), [(1, 0), (4, 1), (5, 0)])
 def test_the_update_of_a_file_makes_the_next_version_bit_for_bit(
     run: Path, tmp_path: Path, version: int, remade: int
@@ -149,6 +149,7 @@ def tensors_of(one: Updater) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_tensors_of_two_ranks_are_whole_in_a_bundle(folder: Path, tmp_path: Path) -> None:
     expected = bundle_case.case.by_ranks(saved_by_ranks, 2, tmp_path, folder, tmp_path / "checkpoints")
@@ -291,6 +292,7 @@ def test_sizes_are_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert sizes["optimizer"] > 2 * sizes["policy"] - 100 and sum(sizes.values()) < to.stat().st_size
 
 
+@pytest.mark.slow
 def test_adapters_alone_take_their_model_from_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, to = thread_run.trained(tmp_path, "model.lora={rank=4}", "learner.lr=5e-3"), tmp_path / "a.safetensors"
     assert cli.main(["bundle", str(run), "--update", "5", "--to", str(to), "--adapter"]) == 0

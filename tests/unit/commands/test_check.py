@@ -96,6 +96,7 @@ def prepare(config: Path) -> None:
         assert main(line.replace("grade-school-math", "gsm8k").split()[1:]) == 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_in_order(checked: Callable[..., tuple[int, str]], config: Path) -> None:
     code, output = checked(config)
@@ -106,6 +107,7 @@ def test_every_shipped_configuration_is_in_order(checked: Callable[..., tuple[in
     assert "task ok the first prompt is" in output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.process
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
@@ -238,6 +240,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sentence", WRONG)
 def test_an_error_is_a_sentence_and_the_exit_code(
     checked: Callable[..., tuple[int, str]], tmp_path: Path, sentence: str
@@ -283,6 +286,7 @@ ABSENT = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sentence", ABSENT)
 def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
     checked: Callable[..., tuple[int, str]], tmp_path: Path, sentence: str

@@ -77,6 +77,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("override", NOTES)
 def test_what_hardly_ever_works_is_noted_with_its_number(project: Path, override: str) -> None:
     found = worth(override)

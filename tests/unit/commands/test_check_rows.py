@@ -62,6 +62,7 @@ MINE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mine", MINE)
 def test_a_reward_of_the_users_own_is_called_on_the_rows(check: Check, mine: str) -> None:
     body, wanted, sentence = MINE[mine]
@@ -107,6 +108,7 @@ def test_a_column_that_the_reward_does_not_get_is_named(check: Check) -> None:
     assert "it does not get the columns completions, whose names are its parameters" in output
 
 
+@pytest.mark.slow
 def test_check_ends_when_a_rewards_module_has_started_a_thread_that_does_not(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(
         "import threading, time\n"

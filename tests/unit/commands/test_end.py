@@ -44,6 +44,7 @@ def ended(folder: Path, what: str, *words: str, before: str = "") -> "subprocess
     return done
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", HELD)
 def test_a_command_ends_whatever_a_rewards_module_has_begun(tmp_path: Path, what: str) -> None:
     done = ended(tmp_path, what, "check", str(MATH), "cluster.cpus=1", "rollout.actors=8")

@@ -61,6 +61,7 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
     return updater
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_exported_has_the_digest_that_the_journal_has_of_that_version(

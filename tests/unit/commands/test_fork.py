@@ -24,12 +24,6 @@ LAGGED = ("queue.max_lag=2", "rollout.in_flight=48", "rollout.actors=2")
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of six updates at lag 0, with checkpoints of 2, 4 and 6."""
-    return thread_run.trained(tmp_path_factory.mktemp("exact"))
-
-
-@pytest.fixture(scope="module")
 def lagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two actors at a lag of up to 2 that died after its fifth update."""
     return thread_run.trained(tmp_path_factory.mktemp("lagged"), *LAGGED, dies_at=5)
@@ -84,6 +78,7 @@ def test_a_fork_without_a_change_is_the_same_run_bit_for_bit(exact: Path, tmp_pa
     assert numbers == list(range(1, 7))
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_finished_run_goes_on_where_that_ended(exact: Path, tmp_path: Path) -> None:
     assert "nothing is left to do: updates = 6" in refused(exact, 6, runs=tmp_path)
     fork = Path(forked(exact, 6, "--set", "updates=8", "--name", "longer", runs=tmp_path)["folder"])
@@ -91,6 +86,7 @@ def test_a_fork_of_a_finished_run_goes_on_where_that_ended(exact: Path, tmp_path
     assert {**digests(fork), **digests(exact)} == digests(fork) and max(digests(fork)) == 8
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_copy_from_elsewhere_with_another_rate_has_its_prompts_and_says_what_it_changed(
     exact: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +108,7 @@ def test_a_fork_at_version_0_begins_anew(exact: Path, tmp_path: Path) -> None:
     assert digests(fork) == {version: digests(exact)[version] for version in range(2)} | {2: digests(fork)[2]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_fork_of_a_run_with_lag_that_died_has_the_same_prompts_in_the_same_order(
     lagged: Path, tmp_path: Path, at: int
@@ -135,6 +132,7 @@ def test_a_fork_of_a_run_with_lag_that_died_has_the_same_prompts_in_the_same_ord
     assert replay_case.succeeds(fork)
 
 
+@pytest.mark.slow
 def test_at_lag_0_a_run_is_the_same_bits_whatever_the_number_of_actors(exact: Path, tmp_path: Path) -> None:
     for actors in (2, 3):
         run = thread_run.trained(tmp_path, f"rollout.actors={actors}", "rollout.in_flight=7", name=f"of-{actors}")
@@ -145,6 +143,7 @@ def test_at_lag_0_a_run_is_the_same_bits_whatever_the_number_of_actors(exact: Pa
         assert digests(run) == digests(exact), actors
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("at", "options", "reason"),
     [
@@ -191,6 +190,7 @@ def test_weights_of_another_version_are_no_fork(exact: Path, tmp_path: Path) -> 
     assert "Error" in done or "Diverged" in done
 
 
+@pytest.mark.slow
 def test_a_run_and_its_fork_are_compared_prompt_by_prompt_from_where_they_part(
     exact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

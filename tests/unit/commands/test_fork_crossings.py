@@ -102,6 +102,7 @@ def continued(run: Path) -> int:
     return len(one.recorded.turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", crossings(EXACT))
 def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)
@@ -113,6 +114,7 @@ def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, .
     } == made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", crossings(LAGGED))
 def test_with_lag_a_fork_has_what_was_to_come_each_once(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)

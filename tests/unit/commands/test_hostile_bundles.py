@@ -358,6 +358,7 @@ REASONS = {
 """Words of our own bounds: without one, another error would hide that it is gone."""
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", CONTENTS)
 def test_other_content_ends_with_a_sentence(

@@ -123,6 +123,7 @@ def test_the_whole_checkpoint_is_exported_and_loaded(run: Path, capsys: pytest.C
     assert loaded(run) == ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_a_pickle_of_a_stranger_is_not_obeyed(
@@ -137,6 +138,7 @@ def test_a_pickle_of_a_stranger_is_not_obeyed(
     assert not (run.parent / "obeyed").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\0" * 4096, b"{}", b'{"state": 1e999}'])
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_with_other_content_is_told_in_a_sentence(
@@ -150,6 +152,7 @@ def test_a_file_with_other_content_is_told_in_a_sentence(
     assert loaded(run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["a link to itself", "a pipe", "a folder", "nothing"])
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_no_file_is_told_in_a_sentence(
@@ -170,6 +173,7 @@ def test_what_is_no_file_is_told_in_a_sentence(
     assert loaded(run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 100))])
 def test_random_mutations_are_taken_or_told_in_a_sentence(
     run: Path, seed: int, capsys: pytest.CaptureFixture[str]

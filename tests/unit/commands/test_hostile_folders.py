@@ -131,7 +131,7 @@ def asked(run: Path) -> dict[str, httpx.Response]:
 
     async def all_of(page: Path, others: list[Path], paths: list[str]) -> dict[str, httpx.Response]:
         transport = httpx.ASGITransport(server.application(page, others, None))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        async with httpx.AsyncClient(verify=False, transport=transport, base_url="http://127.0.0.1") as client:
             return {path: await client.get(path) for path in paths}
 
     whole = run.parent.parent / "whole" / "math"
@@ -144,6 +144,7 @@ def places(run: Path, name: str) -> list[Path]:
     return sorted(one for one in at.rglob("*") if one.is_file()) if at.is_dir() else [at]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", LOOKS)
 def test_the_whole_folder_is_looked_at(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = look(run, LOOKS[name]), "".join(capsys.readouterr())
@@ -156,6 +157,7 @@ def test_the_whole_folder_is_a_page(run: Path) -> None:
     assert answers["/batch/3/0"].json() and answers["/sections?with=runs/math"].json()["sections"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("content", PLANTED)
 def test_a_file_with_other_content_is_shown_or_told_in_a_sentence(
@@ -188,6 +190,7 @@ def test_a_file_of_the_model_that_is_nested_for_ever_is_told_in_a_sentence(
     assert code and "Traceback" not in told and (BEGUN in told or name in told or "tokenizer" in told), told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["inputs.json", "summary.json"])
 def test_a_file_of_the_run_that_is_nested_for_ever_is_told_in_a_sentence(
     run: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -246,6 +249,7 @@ def put(kind: str, place: Path) -> None:
             place.mkdir()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "name, kind",
@@ -262,6 +266,7 @@ def test_nobody_waits_at_what_is_no_file(run: Path, name: str, kind: str, capsys
     _look_at_all(run, capsys)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", [*FILES[:-3], *INSIDE[:3], *OTHERS[:6]])
 def test_no_look_and_no_resume_writes_through_a_link(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,6 +288,7 @@ def little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("name", [*FILES[:-3], "archive/*.zip", "consent", "checkpoints"])
@@ -328,6 +334,7 @@ def test_random_mutations_are_shown_or_told_in_a_sentence(
 
 
 # Every file is whole, and its checksums fit.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 40))])
 @pytest.mark.parametrize("kind", strange_values.DRAWS)
 def test_values_that_no_run_writes_are_shown_or_told_in_a_sentence(

@@ -228,6 +228,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.Server, "run", lambda _, sockets: [one.close() for one in sockets])
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_word_of_a_stranger_is_obeyed(made: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ def run(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
     return run_folder(tmp_path / "math", math_config())
 
 
+@pytest.mark.slow
 def test_thousands_of_reads_beside_a_writer_that_is_killed_find_one_transaction_each(run: Path) -> None:
     config, notes, versions = configfile.load(run / configfile.CONFIG), list[str](), set[int]()
     with at_work(run, config) as writer:

@@ -32,7 +32,7 @@ def inspected(run: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def opened(run: Path) -> dict[str, Any]:
     async def answer() -> dict[str, Any]:
         app = httpx.ASGITransport(app=server.application(run, [], None))
-        async with httpx.AsyncClient(transport=app, base_url="http://127.0.0.1:8484") as client:
+        async with httpx.AsyncClient(verify=False, transport=app, base_url="http://127.0.0.1:8484") as client:
             return (await client.get("/batch/2/0")).json()
 
     return asyncio.run(answer())

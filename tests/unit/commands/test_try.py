@@ -58,6 +58,7 @@ def named(one: Trajectory) -> tuple[str, ...]:
     return "--prompt", str(one.identity.prompt), "--sample", str(one.identity.sample)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("version", [0, 2, 4])
 @pytest.mark.parametrize("at", [0, 2])
 def test_with_the_run_s_random_numbers_its_own_version_samples_the_archived_completion(
@@ -78,6 +79,7 @@ def test_other_weights_do_not_and_nobody_says_that_they_do(run: Path, capsys: py
     assert told["versions"][0]["is_same"] is None
 
 
+@pytest.mark.slow
 def test_a_version_without_a_checkpoint_is_made_again_and_samples_its_completions_too(run: Path) -> None:
     one, before = of_batch(run, 5, 2), {path: path.read_bytes() for path in run.rglob("*.zip")}
     words = ("streamppo", "try", str(run), *named(one), "--version", "5", "--at", "1", "-n", "3")

@@ -30,12 +30,6 @@ FILES += ["checkpoints/00000004/.metadata", "final/model.safetensors"]
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of six updates at lag 0, with checkpoints of 2, 4 and 6."""
-    return thread_run.trained(tmp_path_factory.mktemp("exact"))
-
-
-@pytest.fixture(scope="module")
 def published(exact: Path) -> Verification:
     return verify.check(exact, 0)
 
@@ -73,6 +67,7 @@ def test_a_run_is_as_recorded_down_to_each_update_and_is_not_changed(exact: Path
     assert dict(files(exact)) == before
 
 
+@pytest.mark.slow
 def test_a_run_with_lag_that_died_and_one_that_went_on_raise_no_alarm(tmp_path: Path) -> None:
     lagged = ("queue.max_lag=2", "rollout.in_flight=48", "rollout.actors=2")
     run = thread_run.trained(tmp_path, *lagged, dies_at=5)
@@ -132,6 +127,7 @@ def judge(name: str, copy: Path, published: Verification, seed: str) -> None:
     assert faults and bool(by_records) == (one.found == "records"), f"{name} ({seed}): {faults}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MANIPULATIONS)
 def test_each_kind_of_change_is_found_or_out_of_reach(name: str, copy: Path, published: Verification) -> None:
     judge(name, copy, published, f"{SEED}/{name}")
@@ -153,6 +149,7 @@ def test_200_changes_are_found_or_out_of_reach(exact: Path, published: Verificat
 AGAIN = [name for name, one in MANIPULATIONS.items() if one.found == "again"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGAIN)
 def test_what_no_record_shows_is_found_by_updates_that_are_made_again(name: str, copy: Path) -> None:
     for version in (2, 4):

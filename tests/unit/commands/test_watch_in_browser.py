@@ -219,6 +219,7 @@ def test_the_tree_of_an_agents_run_is_drawn_and_a_click_on_a_node_goes_to_its_to
     assert "2 turns" not in dom and "3 turns, 1 branch, 40 tokens not received" in dom
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tree")
 def test_a_phone_shows_the_tree_of_a_running_run_whole(run: Path, serve: Callable[[str], str], tmp_path: Path) -> None:
     with at_work(run, configfile.load(run / configfile.CONFIG)):

@@ -55,6 +55,7 @@ def test_there_are_choices_of_every_section() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize(("name", "kind", "listed"), CHOICES, ids=str)
 def test_a_bare_kind_is_its_table(name: str, kind: str, listed: bool, tmp_path: Path) -> None:
     beside = BESIDE.get(kind, [])

@@ -15,6 +15,7 @@ SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
 ESTIMATORS = [kind.__struct_config__.tag for kind in get_args(Advantage)]
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_can_be_compared(path: Path, estimator: str) -> None:

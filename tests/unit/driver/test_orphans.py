@@ -77,6 +77,7 @@ def test_the_end_of_the_block_ends_marked_processes_alone(tmp_path: Path, kind: 
         assert not living(mark)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_death_of_the_driver_ends_marked_processes(tmp_path: Path, kind: str) -> None:
     script = (

@@ -21,6 +21,7 @@ from streamppo.queue.store.archive import Archive
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "error", "calls", "fewest"),
     [

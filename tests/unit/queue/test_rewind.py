@@ -86,6 +86,7 @@ def deliver(rules: QueueRules, ticket: Ticket, version: int, rng: random.Random)
     rules.put(structs.replace(one, identity=ticket.identity))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_version_has_what_was_to_come(

@@ -89,6 +89,7 @@ def whole(episode: Episode, tokenizer: Tokenizer) -> str:
 # --- reasoning-gym -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @needs("gym_tries")
 @pytest.mark.parametrize(("right_at", "reward"), [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, None)])
 def test_a_problem_of_reasoning_gym_is_asked_again_until_it_is_solved(
@@ -111,6 +112,7 @@ def test_a_problem_of_reasoning_gym_is_asked_again_until_it_is_solved(
     assert episode.end.components == {"solved": float(reward is not None), "first": float(right_at == 1)}
 
 
+@pytest.mark.slow
 @needs("gym_tries")
 def test_a_problem_whose_run_has_spent_its_tokens_is_cut_off_and_scored(tokenizer: Tokenizer) -> None:
     config = example("gym_tries", "task.size=40", "environment.max_tokens=40")
@@ -129,6 +131,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(1)
 @needs("mcp_tools")
 @pytest.mark.parametrize("kind", CALLS)
 def test_the_tools_of_an_mcp_server_are_shown_and_called(kind: str, tokenizer: Tokenizer) -> None:
@@ -143,6 +146,7 @@ def test_the_tools_of_an_mcp_server_are_shown_and_called(kind: str, tokenizer: T
     assert episode.turn_rewards == (0.0, 1.0) and episode.end.components == {"calls": 1.0} and not episode.branches
 
 
+@pytest.mark.slow
 @needs("mcp_tools")
 def test_a_run_of_an_mcp_agent_that_has_spent_its_requests_is_cut_off_and_scored(tokenizer: Tokenizer) -> None:
     call = f"<tool_call>{CALLS['right']}</tool_call>"

@@ -123,6 +123,7 @@ def own_address() -> str:
 # --- its limits ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @walled
 @pytest.mark.parametrize(
     ("word", "said"),
@@ -174,6 +175,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @walled
 def test_sandboxes_end_with_their_actor(tmp_path: Path) -> None:
     code = ACTOR.format(path=[str(SUPPORT), str(SUPPORT.parent)])
@@ -212,6 +214,7 @@ def test_a_sandbox_of_the_users_runs_the_program(play: Callable[..., list[Episod
     assert [one.turn_rewards for one in play("endpoint: ", sandbox=elsewhere("ran"))] == [(0.0, 1.0)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -149,6 +149,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_run_that_fails_has_its_sentence_and_never_a_reward_of_0(name: str, played: Callable[..., Any]) -> None:
     reason, tokens, counts = played(name, failing, timeout_s=0.5 if name == "hangs" else 60.0)
@@ -167,6 +168,7 @@ def test_a_run_that_holds_its_process_is_killed_and_the_next_one_is_played(
     assert reason == "the agent took longer than 0.3 s (environment.timeout_s)"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["leaves_a_thread", "leaves_a_stubborn_task"])
 def test_what_goes_on_after_a_run_does_not_reach_the_next_one(name: str, played: Callable[..., Any]) -> None:
     """It would find the next run's key in the environment, if that run had the same process."""
@@ -248,6 +250,7 @@ def words(last: str) -> tuple[str, ...]:
     return sys.executable, str(FILE), last
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("last", ['{"reward": 0.5, "components": {"kind": 1.0}}', "much", "fork"])
 def test_a_program_is_an_agent_and_its_last_line_may_be_its_reward(last: str, played: Callable[..., Any]) -> None:
     episode, _ = played("", once, *words(last))
@@ -266,6 +269,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("last", PROGRAMS)
 def test_a_program_that_fails_has_its_sentence(last: str, played: Callable[..., Any]) -> None:
     reason, tokens, _ = played("", failing, *words(last), timeout_s=3.0 if last == "hang" else 60.0)
@@ -308,6 +312,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_agents_and_all_that_they_started_end_with_their_actor(tmp_path: Path) -> None:
     code = ACTOR.format(path=[str(SUPPORT), str(SUPPORT.parent)])
     actor = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])

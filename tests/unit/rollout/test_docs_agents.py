@@ -73,6 +73,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("agent", CHECKED)
 def test_check_plays_an_agent_with_the_rows_own_answer_and_stops_one_that_does_not_end(
     agent: str, math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

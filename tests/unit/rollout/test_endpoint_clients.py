@@ -278,6 +278,7 @@ print(last.choices[0].message.content)
 """
 
 
+@pytest.mark.slow
 def test_litellm_finds_the_endpoint_as_any_openai_server(tokenizer: Tokenizer) -> None:
     if find_spec("litellm") is None:
         pytest.skip("litellm is not installed")

@@ -51,7 +51,7 @@ def run(tokenizer: Tokenizer, test: Callable[[Case, httpx.AsyncClient], Awaitabl
     async def main() -> None:
         async with (
             served(tokenizer) as case,
-            httpx.AsyncClient(base_url=case.endpoint.address, trust_env=False) as client,
+            httpx.AsyncClient(verify=False, base_url=case.endpoint.address, trust_env=False) as client,
         ):
             await test(case, client)
 

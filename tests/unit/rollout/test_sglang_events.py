@@ -28,7 +28,7 @@ def served(*parts: bytes, status: int = 200, breaks: bool = False) -> Server:
         assert request.url.path == "/generate"
         return httpx.Response(status, content=body())
 
-    client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://localhost:1")
+    client = httpx.AsyncClient(verify=False, transport=httpx.MockTransport(answer), base_url="http://localhost:1")
     return Server(client, "http://localhost:1", 4, INFO)
 
 

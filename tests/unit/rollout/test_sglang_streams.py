@@ -65,6 +65,7 @@ async def swapped(fake: Streaming, engine: SGLangEngine, version: int) -> None:
     await fake.ended(swap)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(16))
 def test_cuts_at_any_moment_lose_and_double_no_token_and_none_is_too_young(seed: int) -> None:
     drawn = random.Random(seed)

@@ -197,12 +197,14 @@ REACHES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @walled
 @pytest.mark.parametrize("attack", FAKES)
 def test_no_score_is_earned_by_a_program_that(attack: str) -> None:
     assert scored(*FAKES[attack]).score == 0.0
 
 
+@pytest.mark.sampled(3)
 @walled
 @pytest.mark.parametrize("answer", CRASHES)
 def test_the_checker_gives_0_in_time_to(answer: str) -> None:
@@ -260,6 +262,7 @@ RIGHT = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @walled
 @pytest.mark.parametrize("answer", RIGHT)
 def test_a_right_program_scores_1_with(answer: str) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -142,7 +143,9 @@ def test_all_processes_of_a_sandbox_are_in_its_group(groups: Path) -> None:
     def look() -> None:
         while not over.wait(0.01):
             for one in kept(groups):
-                seen.update(map(int, (one / "cgroup.procs").read_text().split()))
+                # A group that has been removed meanwhile has no processes.
+                with suppress(OSError):
+                    seen.update(map(int, (one / "cgroup.procs").read_text().split()))
 
     over = threading.Event()
     looking = threading.Thread(target=look)

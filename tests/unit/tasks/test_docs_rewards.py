@@ -130,6 +130,7 @@ def test_several_rewards(folder: Path) -> None:
     assert rewards[1].components == {"right": 1.0, "brief": -0.5}
 
 
+@pytest.mark.slow
 def test_a_reward_model_in_its_own_actor(folder: Path) -> None:
     save_reward_model(folder / "rm", "0123456789+=")
     wanted = config("A reward model")

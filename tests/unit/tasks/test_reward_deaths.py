@@ -78,6 +78,7 @@ def begun(mark: str, function: str, doing: str) -> tuple["subprocess.Popen[bytes
     return actor, line
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "doing"),
     [*(("score", doing) for doing in EVERYTHING), *(("score_async", doing) for doing in ("busy", "pool", "stopped"))],
@@ -89,6 +90,7 @@ def test_nothing_of_a_reward_outlives_its_actor(mark: str, function: str, doing:
     assert until(lambda: not alive(mark)), [(one.pid, one.status(), one.cmdline()) for one in alive(mark)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("doing", ["busy", "pool", "stopped", "started"])
 def test_nothing_of_a_reward_outlives_its_template(mark: str, doing: str) -> None:
     actor, line = begun(mark, "score", doing)
@@ -100,6 +102,7 @@ def test_nothing_of_a_reward_outlives_its_template(mark: str, doing: str) -> Non
     assert until(lambda: not alive(mark))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doing", ["busy", "stopped"])
 def test_template_and_processes_do_not_outlive_their_reaper(mark: str, doing: str) -> None:
     actor, line = begun(mark, "score", doing)
@@ -136,6 +139,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ENOSYS", "EPERM", "EMFILE"])
 @pytest.mark.parametrize("first", ["actor", "template"])
 def test_where_the_kernel_gives_no_descriptor_of_a_process_its_end_is_seen_too(

@@ -108,6 +108,7 @@ def hired(config: Reward, models: Models, prompt: Prompt, given: ScoredText) -> 
     return remote.options(num_cpus=0).remote()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_ray")
 def test_a_reward_model_outlives_the_rollout_actors(folder: Path) -> None:
     config = Reward(scorers={"lasting": ModelScorer(path=str(folder), attempts=1)})
@@ -124,6 +125,7 @@ def test_a_reward_model_outlives_the_rollout_actors(folder: Path) -> None:
     assert ray.get([replacement.score.remote(), second.score.remote()]) == [score, score]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_ray")
 def test_a_reward_model_that_is_killed_comes_back_and_the_calls_that_it_had_are_made_again(folder: Path) -> None:
     scorer = ModelScorer(path=str(folder), attempts=12, backoff_s=0.1)
@@ -158,6 +160,7 @@ def reward_models() -> set[psutil.Process]:
     return {child for child in psutil.Process().children(recursive=True) if "ray::RewardModel" in child.cmdline()[:1]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_ray")
 def test_a_reward_model_that_cannot_be_loaded_says_why(folder: Path) -> None:
     config = Reward(scorers={"wrong": ModelScorer(path=str(folder), label=3)})

@@ -180,6 +180,7 @@ def score(trajectory, **columns):
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reward_may_work_in_any_way_and_leaves_no_process(tmp_path: Path, way: str) -> None:
     (tmp_path / "score.py").write_text(WAYS[way])

@@ -20,6 +20,7 @@ def kill_template() -> None:
     process.wait(timeout=30.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", ["sleeps", "sleeps in a task", "spins", "blocks a little"])
 def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) -> None:
     """They wait for each other, so fewer at a time would never end; and the guilty call is the last to end."""
@@ -48,6 +49,7 @@ def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) ->
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_calls_beside_a_callback_that_nobody_can_be_blamed_for_run_alone() -> None:
     async def story() -> None:
         async with started(faulty("beside", timeout_s=10.0)) as rewards:
@@ -58,6 +60,7 @@ def test_calls_beside_a_callback_that_nobody_can_be_blamed_for_run_alone() -> No
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_several_calls_that_hold_their_process_fail_alone() -> None:
     async def story() -> None:
         async with started(faulty("beside", timeout_s=6.0)) as rewards:
@@ -68,6 +71,7 @@ def test_several_calls_that_hold_their_process_fail_alone() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_busy_process_is_not_replaced() -> None:
     async def story() -> None:
         async with started(faulty("beside")) as rewards:

@@ -48,6 +48,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", ["sync", "awaiting"])
 @pytest.mark.parametrize(("fault", "reason"), FAULTS, ids=[fault for fault, _ in FAULTS])
 def test_the_next_call_is_scored_after_any_fault_of_a_reward(

@@ -192,6 +192,7 @@ REACHES_NOTHING = {
 }
 
 
+@pytest.mark.sampled(10)
 @walled
 @pytest.mark.parametrize("attack", REACHES_NOTHING)
 def test_nothing_is_gained_by_a_program_that(attack: str, host: Host) -> None:
@@ -343,6 +344,7 @@ def scored(program: str, tests: list[object]) -> Reward:
     return CodeTests(test_timeout_s=30.0, all_timeout_s=200.0)(text, tests)
 
 
+@pytest.mark.sampled(3)
 @walled
 @pytest.mark.parametrize("fake", FAKES)
 def test_no_score_is_had_by_a_program_that(fake: str) -> None:
@@ -369,6 +371,7 @@ def test_no_helper_of_a_test_is_taken_from_the_program(program: str, test: str) 
     assert scored(program, [test]).score == 0.0
 
 
+@pytest.mark.sampled(2)
 @walled
 @pytest.mark.parametrize(
     ("program", "test"),

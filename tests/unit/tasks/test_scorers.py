@@ -56,6 +56,7 @@ def graded(given: str, wanted: str) -> float:
     return MATH(text(rf"so \boxed{{{given}}}"), wanted)
 
 
+@pytest.mark.sampled(33)
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
@@ -323,6 +324,7 @@ def asleep(parent: int) -> psutil.Process | None:
     return None
 
 
+@pytest.mark.slow
 def test_programs_that_hang_score_0_however_many_wait_for_a_process() -> None:
     config = one_function(
         function="streamppo.tasks.scorers.code:CodeTests",

@@ -144,6 +144,7 @@ def played(seed: int, *, limit: float = float("inf")) -> LengthTest | None:
     return attempts.length_test(found)
 
 
+@pytest.mark.slow
 def test_no_run_whose_failures_are_chance_raises_the_sign() -> None:
     made = [played(seed) for seed in range(300)]
     assert [one for one in made if attempts.dependence(one)] == []

@@ -145,6 +145,7 @@ class FakeGauge:
         self.sets += 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -192,6 +192,7 @@ def test_a_line_without_a_version_stands_at_the_newest_one_of_the_part_before(
 # --- what they cannot do -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [

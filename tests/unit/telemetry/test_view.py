@@ -22,6 +22,7 @@ def texts(rows: list[Text]) -> list[str]:
     return [row.plain.rstrip() for row in rows]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("columns", "rows"), SIZES)
 @pytest.mark.parametrize("versions", [0, 1, 40])
 def test_no_row_is_wider_than_the_terminal_and_there_are_no_more_of_them(

@@ -68,6 +68,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fault", QUICK | SLOW)
 def test_a_folder_that_is_no_whole_model_is_refused_in_a_sentence_by_each_loader(
@@ -93,6 +94,7 @@ def test_the_faults_that_a_folder_shows_are_found_without_torch(healthy: Callabl
     assert subprocess.run([sys.executable, "-c", code, str(healthy("qwen3"))], check=False).returncode == 0
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", model_folders.LAYOUTS)
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_a_whole_model_is_what_transformers_loads_however_it_lies(tmp_path: Path, family: str, layout: str) -> None:

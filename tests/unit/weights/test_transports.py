@@ -303,6 +303,7 @@ def test_buckets_of_a_rank_that_never_answers_are_lost_and_a_slow_network_gets_l
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_an_actor_that_asks_a_dead_rank_for_weights_gets_those_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "FETCH_S", 0.1)
     monkeypatch.setattr(pulling, "RETRY_S", 0.0)
