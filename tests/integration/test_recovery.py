@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 import replay_case
@@ -21,7 +20,6 @@ from conftest import MATH, REPOSITORY, SUPPORT, save_reward_model
 from ray.cluster_utils import Cluster
 from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_line, wait_for_updates
 
-from streamppo.config import file as configfile
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.library.arithmetic import ALPHABET
@@ -30,7 +28,6 @@ from streamppo.telemetry import metrics_file as lines
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.faults import chaos
-from benchmarks.lib import draw
 
 TWO_RANKS_WITH_DELTAS = (
     "learner.ranks=2",
@@ -39,8 +36,6 @@ TWO_RANKS_WITH_DELTAS = (
     "model.dtype=bfloat16",
     "learner.lr=1e-6",
 )
-STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
-STEERED_SEGMENTS = (*STEERED, "queue.segments={max_tokens = 2, explained = 0}", "queue.too_old=mask")
 RPC_FAILURES = {
     "CoreWorkerService.grpc_client.PushTask": {
         "num_failures": 20,
@@ -126,7 +121,7 @@ def all_accounted(run: Path) -> chaos.Trial:
         ),
         pytest.param(
             ["shard", "rollout", "learner", "queue", "driver"],
-            ("queue.shards=2", *STEERED_SEGMENTS),
+            ("queue.shards=2", *replay_case.STEERED_SEGMENTS),
             id="every-kind",
         ),
         pytest.param(
@@ -176,8 +171,8 @@ def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     assert (trial.lost, trial.twice) == (0, 0)
     assert trial.consumed == 40 * 64
     assert trial.replayed, "the weights are not those that the archive gives"
-    if STEERED[0] in overrides:
-        assert len(decisions(tmp_path / "chaos")) > 1, "nothing was steered"
+    if replay_case.STEERED[0] in overrides:
+        assert len(replay_case.decisions(tmp_path / "chaos")) > 1, "nothing was steered"
     if "learner.deltas=on" in overrides:
         pushed = [row["push_mib"] for row in updates(tmp_path, "chaos")]
         assert statistics.median(pushed) < max(pushed) / 20, "versions went as deltas"
@@ -432,96 +427,6 @@ def test_old_batches_are_dropped_and_replay_begins_with_the_oldest_checkpoint_th
     assert summary(tmp_path)["updates"] == 28
     early = command("replay", str(tmp_path / "math"), "--to", "2")
     assert early.returncode == 1 and "cannot be replayed: their batches were not kept" in early.stderr
-
-
-# --- every estimator and proximal policy, and the mathematics of every shipped configuration ------------------
-
-
-def inline(value: object) -> str:
-    """A value of a configuration as an override writes it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}={inline(one)}" for name, one in value.items() if one is not None) + "}"
-    return json.dumps(value)
-
-
-def mathematics(path: Path) -> tuple[str, ...]:
-    """The [algorithm] of a shipped configuration, and the shape of its groups and updates, as overrides."""
-    config = msgspec.to_builtins(configfile.load(path))
-    learner = [f"learner.{name}={config['learner'][name]}" for name in ("epochs", "minibatches")]
-    samples = f"queue.samples_per_prompt={config['queue']['samples_per_prompt']}"
-    return (f"algorithm={inline(config['algorithm'])}", samples, *learner)
-
-
-SHIPPED = {path.stem: mathematics(path) for path in sorted((REPOSITORY / "configs").glob("*.toml"))}
-ESTIMATORS = {
-    chosen.split("'")[1]: (chosen, "queue.samples_per_prompt=4", draw.SEVERAL) for chosen in draw.choices()["advantage"]
-}
-PROXIMAL = {
-    "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "learner.minibatches=2"),
-    "loglinear": ("algorithm.proximal=loglinear", "algorithm.critic.model=policy", "learner.minibatches=2"),
-}
-REFERENCE = {
-    "following": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2", "algorithm.kl.follow_share=0.5")
-}
-ADAPTERS = {"lora": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3")}
-SIGNS = {"topr": ("algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=2")}
-SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
-QUEUES = {
-    "segments": ("queue.segments={max_tokens = 2, explained = 0}", "queue.too_old=mask"),
-    "detached": (
-        "queue.segments={max_tokens = 2, explained = 0, prefix = 'detached'}",
-        "queue.too_old=mask",
-        "learner.minibatches=2",
-    ),
-    "windowed": ("queue.too_old=windowed", "queue.max_lag=4"),
-    "mean": ("queue.admission=mean", "queue.too_old=keep"),
-    "adaptive": STEERED,
-    "adaptive segments": STEERED_SEGMENTS,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(overrides, id=name)
-        for name, overrides in {
-            **ESTIMATORS,
-            **PROXIMAL,
-            **REFERENCE,
-            **ADAPTERS,
-            **SIGNS,
-            **SAMPLING,
-            **QUEUES,
-            **SHIPPED,
-        }.items()
-    ],
-)
-def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    short = (
-        "updates=8",
-        "queue.batch_size=32",
-        "checkpoint.every=3",
-        "evaluation.prompts=16",
-        "model.tiny.max_steps=3",
-    )
-    trial = chaos.trial(MATH, tmp_path, (*overrides, *short), ["driver"], seed=1, replays=replay_case.succeeds)
-    assert [kill.kind for kill in trial.kills] == ["driver"]
-    assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
-    assert trial.replayed, "the weights are not those that the archive gives"
-    if STEERED[0] in overrides:
-        assert len(decisions(tmp_path / "chaos")) > 1, "nothing was steered"
-
-
-def decisions(run: Path) -> set[tuple[float, float]]:
-    """The admitted lags and learning-rate shares of a run, after its replay has made them again."""
-    report = json.loads((run / "replays" / "1.json").read_text())
-    found: list[set[tuple[float, float]]] = []
-    for one in report["updates"]:
-        parts = one["recorded"], one["replayed"]
-        found.append({(part["admitted_lag"], part["lr_share"]) for part in parts})
-    assert all(len(both) == 1 for both in found), "the replay decided otherwise"
-    return set.union(*found)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ takes one or two seconds instead of ten. Runs with several ranks need several pr
 
 import asyncio
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from conftest import REPOSITORY, SUPPORT
 from ray.exceptions import RayTaskError
 
 from streamppo.config import file as configfile
+
+STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
+STEERED_SEGMENTS = (*STEERED, "queue.segments={max_tokens = 2, explained = 0}", "queue.too_old=mask")
 
 
 def replay(run: Path, *options: str) -> "subprocess.CompletedProcess[str]":
@@ -53,6 +57,17 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 def succeeds(run: Path) -> bool:
     """True if a replay reproduces every version of a run bit for bit."""
     return replay(run).returncode == 0
+
+
+def decisions(run: Path) -> set[tuple[float, float]]:
+    """The admitted lags and learning-rate shares of a run, after its replay has made them again."""
+    report = json.loads((run / "replays" / "1.json").read_text())
+    found: list[set[tuple[float, float]]] = []
+    for one in report["updates"]:
+        parts = one["recorded"], one["replayed"]
+        found.append({(part["admitted_lag"], part["lr_share"]) for part in parts})
+    assert all(len(both) == 1 for both in found), "the replay decided otherwise"
+    return set.union(*found)
 
 
 def _main(words: list[str], out: Path, err: Path) -> None:

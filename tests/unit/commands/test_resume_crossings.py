@@ -1,0 +1,104 @@
+"""Runs of every kind that die are resumed and replayed: estimators, proximal policies, queues, shipped configurations.
+
+Each dies after its fifth update, as by a kill of all its processes, with a checkpoint of 3: two updates are redone. No
+Ray (thread_run.py); with Ray and more kinds of deaths: tests/integration/test_recovery.py.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import replay_case
+import thread_run
+from conftest import REPOSITORY
+from replay_case import STEERED, STEERED_SEGMENTS
+
+from streamppo.config import file as configfile
+
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.faults import chaos
+from benchmarks.lib import draw
+
+pytestmark = pytest.mark.process
+SHORT = (
+    "updates=8",
+    "queue.batch_size=32",
+    "queue.max_lag=2",
+    "rollout.in_flight=96",
+    "rollout.slots=32",
+    "checkpoint.every=3",
+)
+
+
+def inline(value: object) -> str:
+    """A value of a configuration as an override writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}={inline(one)}" for name, one in value.items() if one is not None) + "}"
+    return json.dumps(value)
+
+
+def mathematics(path: Path) -> tuple[str, ...]:
+    """The [algorithm] of a shipped configuration, and the shape of its groups and updates, as overrides."""
+    config = msgspec.to_builtins(configfile.load(path))
+    learner = [f"learner.{name}={config['learner'][name]}" for name in ("epochs", "minibatches")]
+    samples = f"queue.samples_per_prompt={config['queue']['samples_per_prompt']}"
+    return (f"algorithm={inline(config['algorithm'])}", samples, *learner)
+
+
+SHIPPED = {path.stem: mathematics(path) for path in sorted((REPOSITORY / "configs").glob("*.toml"))}
+ESTIMATORS = {
+    chosen.split("'")[1]: (chosen, "queue.samples_per_prompt=4", draw.SEVERAL) for chosen in draw.choices()["advantage"]
+}
+PROXIMAL = {
+    "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "learner.minibatches=2"),
+    "loglinear": ("algorithm.proximal=loglinear", "algorithm.critic.model=policy", "learner.minibatches=2"),
+}
+REFERENCE = {
+    "following": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2", "algorithm.kl.follow_share=0.5")
+}
+ADAPTERS = {"lora": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3")}
+SIGNS = {"topr": ("algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=2")}
+SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
+QUEUES = {
+    "segments": ("queue.segments={max_tokens = 2, explained = 0}", "queue.too_old=mask"),
+    "detached": (
+        "queue.segments={max_tokens = 2, explained = 0, prefix = 'detached'}",
+        "queue.too_old=mask",
+        "learner.minibatches=2",
+    ),
+    "windowed": ("queue.too_old=windowed", "queue.max_lag=4"),
+    "mean": ("queue.admission=mean", "queue.too_old=keep"),
+    "adaptive": STEERED,
+    "adaptive segments": STEERED_SEGMENTS,
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(overrides, id=name)
+        for name, overrides in {
+            **ESTIMATORS,
+            **PROXIMAL,
+            **REFERENCE,
+            **ADAPTERS,
+            **SIGNS,
+            **SAMPLING,
+            **QUEUES,
+            **SHIPPED,
+        }.items()
+    ],
+)
+def test_a_run_that_died_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run = thread_run.trained(tmp_path, *SHORT, *overrides, dies_at=5)
+    resumed = thread_run.train(run)
+    assert resumed.returncode == 0, resumed.stdout
+    trial = chaos.account(run, [], replay_case.succeeds)
+    assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
+    assert trial.replayed, "the weights are not those that the archive gives"
+    if STEERED[0] in overrides:
+        assert len(replay_case.decisions(run)) > 1, "nothing was steered"
