@@ -64,6 +64,8 @@ if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
     # What pytest has for the folder above all folders of tests.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
+SLOW_S = 900
+"""Several of them run at once, each of several processes, on a machine that may be busy."""
 LONGEST = (REPOSITORY / "tests" / "longest.txt").read_text().split()
 """The longest tests, by file or by name, in the order in which `pytest -n` starts them."""
 APART = {name.partition("::")[0] for name in LONGEST}
@@ -122,7 +124,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest tests first; with `--part K/N` keep every N-th chosen test, from number K on."""
+    """Put the longest tests first; with `--part K/N` keep every N-th chosen test, from number K on.
+
+    Slow tests without a time limit of their own get `SLOW_S`.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: min((order[name] for name in begins(item.nodeid) if name in order), default=len(order)))
     places = config.getoption("--part")

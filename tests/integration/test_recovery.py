@@ -345,13 +345,13 @@ def test_a_second_signal_stops_at_once_and_leaves_no_process(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_path: Path) -> None:
-    with started(tmp_path, *SHORT, "updates=300", "checkpoint.every=0") as process:
+    with started(tmp_path, *SHORT, "updates=60", "checkpoint.every=0") as process:
         wait_for_updates(tmp_path, 6)
         process.kill()
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
     before = digests(tmp_path)
     # Each version is replayed as it was configured, whatever the newest configuration is.
-    for changes in (("learner.lr=1e-5",), ("updates=310", "queue.max_lag=2", "learner.lr=1e-4"), ("updates=320",)):
+    for changes in (("learner.lr=1e-5",), ("updates=70", "queue.max_lag=2", "learner.lr=1e-4"), ("updates=80",)):
         resumed(tmp_path, *changes)
         after = digests(tmp_path)
         assert {version: after[version] for version in before} == before
