@@ -211,14 +211,7 @@ def test_a_signal_ends_the_run_with_a_message_and_no_process_left(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "line",
-    [
-        "starting Ray",
-        "making builtin:tiny",
-        "reward is",
-    ],
-)
+@pytest.mark.parametrize("line", ["starting Ray", "making builtin:tiny", "reward is"])
 def test_a_signal_while_the_run_starts_ends_it_like_any_other(tmp_path: Path, line: str) -> None:
     with started(tmp_path, *SHORT, "updates=100000") as process:
         before = wait_for_line(process, line)

@@ -30,6 +30,7 @@ from streamppo.config import file as configfile
 
 STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
 STEERED_SEGMENTS = (*STEERED, "queue.segments={max_tokens = 2, explained = 0}", "queue.too_old=mask")
+"""Overrides of runs with a steered lag, whose `decisions` a replay makes again."""
 
 
 def replay(run: Path, *options: str) -> "subprocess.CompletedProcess[str]":

@@ -16,6 +16,7 @@ import learner_case
 import msgspec
 from replay_case import Actor, without_ray
 
+from benchmarks.lib import draw
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, model_path
@@ -37,6 +38,10 @@ SMALL = (
     "reward.where=actor",  # another process would load the task's own from its file, and score 0 throughout
 )
 """A run of six small updates at lag 0, with the reward `score` of this file."""
+ESTIMATORS = {
+    chosen.split("'")[1]: (chosen, "queue.samples_per_prompt=4", draw.SEVERAL) for chosen in draw.choices()["advantage"]
+}
+"""Overrides for each estimator of advantages, by its kind."""
 DIED = 9
 
 

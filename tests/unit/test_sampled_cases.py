@@ -4,6 +4,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import conftest
 import pytest
 from conftest import SampledCases, values, without_sample
 
@@ -34,6 +35,15 @@ def test_the_draw_depends_on_the_names_alone() -> None:
     assert [item.nodeid for item in without_sample(cases(), 3)] == [
         item.nodeid for item in without_sample(cases()[::-1], 3)
     ]
+
+
+def test_the_draw_is_the_same_in_every_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(repository: str) -> list[str]:
+        monkeypatch.setattr(conftest, "REPOSITORY", repository)
+        items = [SimpleNamespace(**{**vars(item), "nodeid": f"{repository} {item.nodeid}"}) for item in cases()]
+        return [item.nodeid.removeprefix(repository) for item in without_sample(items, 3)]
+
+    assert left("/here") == left("/there")
 
 
 @pytest.mark.parametrize("number", [60, 61])

@@ -109,7 +109,7 @@ def test_a_fork_at_version_0_begins_anew(exact: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [3, 5])
 def test_a_fork_of_a_run_with_lag_that_died_has_the_same_prompts_in_the_same_order(
     lagged: Path, tmp_path: Path, at: int
 ) -> None:

@@ -18,18 +18,14 @@ import replay_case
 import thread_run
 from conftest import SUPPORT
 
-from benchmarks.lib import draw
 from streamppo import cli
 from streamppo.commands.models import archived
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 
 pytestmark = pytest.mark.process
-ESTIMATORS = {
-    chosen.split("'")[1]: (chosen, "queue.samples_per_prompt=4", draw.SEVERAL) for chosen in draw.choices()["advantage"]
-}
 LAG = ("queue.max_lag=2", "rollout.in_flight=48")
-STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3", "rollout.in_flight=64")
+STEERED = (*replay_case.STEERED, "rollout.in_flight=64")
 TURNS = (
     "task.kind=calculator",
     f"environment.name={SUPPORT}/three_turns.py:ThreeTurns",
@@ -39,7 +35,7 @@ TURNS = (
 )
 CRITIC = ("algorithm.advantage={kind='gae'}", "algorithm.critic.lr=1e-3")
 EXACT = {
-    **ESTIMATORS,
+    **thread_run.ESTIMATORS,
     "a critic of its own": (*CRITIC, "algorithm.critic.model=policy", "algorithm.critic.epochs=2"),
     "a critic from scratch": (*CRITIC, "algorithm.critic.model=scratch", "algorithm.critic.warmup_updates=4"),
     "adapters": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3"),
@@ -54,15 +50,6 @@ LAGGED = {
     "mean": ("queue.admission=mean", "queue.too_old=keep", *LAG),
     "turns": (*TURNS, *LAG),
 }
-QUICK = {"adapters", "adaptive segments", "turns"}
-"""The others cross the same code; they are slow together."""
-
-
-def crossings(found: dict[str, tuple[str, ...]]) -> list[object]:
-    return [
-        pytest.param(overrides, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name, overrides in found.items()
-    ]
 
 
 def forked(run: Path, runs: Path) -> Path:
@@ -103,7 +90,7 @@ def continued(run: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", crossings(EXACT))
+@pytest.mark.parametrize("overrides", EXACT.values(), ids=EXACT)
 def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)
     bundle_case.made_again(run, 4, tmp_path / "4.safetensors")
@@ -115,7 +102,7 @@ def test_at_lag_0_a_fork_is_the_same_run(tmp_path: Path, overrides: tuple[str, .
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", crossings(LAGGED))
+@pytest.mark.parametrize("overrides", LAGGED.values(), ids=LAGGED)
 def test_with_lag_a_fork_has_what_was_to_come_each_once(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *overrides, dies_at=5)
     assert continued(run) == (3 if overrides[0] == TURNS[0] else 1)

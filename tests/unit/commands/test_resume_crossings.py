@@ -5,7 +5,6 @@ Ray (thread_run.py); with Ray and more kinds of deaths: tests/integration/test_r
 """
 
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -15,12 +14,8 @@ import thread_run
 from conftest import REPOSITORY
 from replay_case import STEERED, STEERED_SEGMENTS
 
-from streamppo.config import file as configfile
-
-sys.path.insert(0, str(REPOSITORY))
-
 from benchmarks.faults import chaos
-from benchmarks.lib import draw
+from streamppo.config import file as configfile
 
 pytestmark = pytest.mark.process
 SHORT = (
@@ -49,9 +44,6 @@ def mathematics(path: Path) -> tuple[str, ...]:
 
 
 SHIPPED = {path.stem: mathematics(path) for path in sorted((REPOSITORY / "configs").glob("*.toml"))}
-ESTIMATORS = {
-    chosen.split("'")[1]: (chosen, "queue.samples_per_prompt=4", draw.SEVERAL) for chosen in draw.choices()["advantage"]
-}
 PROXIMAL = {
     "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "learner.minibatches=2"),
     "loglinear": ("algorithm.proximal=loglinear", "algorithm.critic.model=policy", "learner.minibatches=2"),
@@ -76,23 +68,11 @@ QUEUES = {
 }
 
 
+EVERY = {**thread_run.ESTIMATORS, **PROXIMAL, **REFERENCE, **ADAPTERS, **SIGNS, **SAMPLING, **QUEUES, **SHIPPED}
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(overrides, id=name)
-        for name, overrides in {
-            **ESTIMATORS,
-            **PROXIMAL,
-            **REFERENCE,
-            **ADAPTERS,
-            **SIGNS,
-            **SAMPLING,
-            **QUEUES,
-            **SHIPPED,
-        }.items()
-    ],
-)
+@pytest.mark.parametrize("overrides", EVERY.values(), ids=EVERY)
 def test_a_run_that_died_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *SHORT, *overrides, dies_at=5)
     resumed = thread_run.train(run)
