@@ -25,7 +25,6 @@ from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 from msgspec import structs
 
 from streamppo.config.task import AgentEnvironment, AnySandbox
@@ -106,7 +105,7 @@ class Agent:
             else:
                 outcome = self._program(call) if self._sandbox is None else self._in_sandbox(call, given)
         finally:
-            end_children()
+            reaper.end_descendants()
         outcome = structs.replace(outcome, lingers=self._lingers())
         return Reward(explanation=utf8_safe(msgspec.json.encode(outcome).decode()))
 
@@ -156,7 +155,7 @@ class Agent:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(call.timeout_s)
         # Also other processes with the pipes open.
-        end_children()
+        reaper.end_descendants()
         for thread in threads:
             thread.join(1.0)
         return _ended(code, call.timeout_s, printed, errors)
@@ -268,17 +267,6 @@ def variables(call: AgentCall, prompt: str) -> dict[str, str]:
 def late(timeout_s: float) -> str:
     """Return the failure of a run beyond its time limit."""
     return f"the agent took longer than {timeout_s:g} s (environment.timeout_s)"
-
-
-def end_children() -> None:
-    """Kill every process below this one."""
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _asked_for(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:

@@ -149,6 +149,26 @@ async def forks(prompt: str, base_url: str, api_key: str) -> float:
     return 1.0
 
 
+AWAY = """
+import os, sys, time
+while os.path.exists(sys.argv[1]):
+    if os.fork():
+        os._exit(0)
+    with open(sys.argv[1] + ".lives", "w") as file:
+        file.write(str(time.time()))
+    time.sleep(0.002)
+"""
+
+
+async def forks_away(prompt: str, base_url: str, api_key: str, answer: str) -> float:
+    """Leave a process that forks and exits every 2 ms while the file `answer` exists."""
+    subprocess.Popen([sys.executable, "-S", "-c", AWAY, answer])
+    while not os.path.exists(answer + ".lives"):
+        await asyncio.sleep(0.01)
+    await ask(base_url, api_key, user(prompt))
+    return 1.0
+
+
 async def leaves_a_task(prompt: str, base_url: str, api_key: str) -> float:
     asyncio.create_task(asyncio.sleep(600))  # noqa: RUF006
     await ask(base_url, api_key, user(prompt))

@@ -24,7 +24,9 @@ from uuid import uuid4
 MARK = "STREAMPPO_OWN_RAY"
 """The environment variable that all processes of a run's own Ray inherit."""
 ROUND_S, ROUNDS = 0.02, 500
-"""Time between two rounds of kills, and the number of rounds: processes may fork while they are killed."""
+"""Time between two scans of all processes, in which new ones are killed at birth; and the most scans."""
+EMPTY_ROUNDS = 3
+"""Scans in a row without a marked process, after which none is left: one that forks and exits may evade a scan."""
 LOOK_MS = 500
 """Time between two checks for the driver, if the kernel offers no pidfd."""
 ENDING_S = 15.0
@@ -55,12 +57,16 @@ def marked_processes(value: str) -> Iterator[int]:
 
     A caller that kills each at once then rarely misses a child of a process that forks and exits.
     """
-    mark = f"{MARK}={value}".encode()
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
-        # A process may end meanwhile, and other users' environments cannot be read.
-        with suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                yield pid
+        if _is_marked(pid, value):
+            yield pid
+
+
+def _is_marked(pid: int, value: str) -> bool:
+    # A process may end meanwhile, and other users' environments cannot be read.
+    with suppress(OSError):
+        return f"{MARK}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _wait(driver: int) -> None:
@@ -82,15 +88,41 @@ def _main(driver: int, value: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _wait(driver)
+    empty = 0
     for _ in range(ROUNDS):
-        any_left = False
-        for pid in marked_processes(value):
-            any_left = True
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not any_left:
+        newest = _newest_pid()
+        found = _kill(marked_processes(value)) + _kill_at_birth(newest, value)
+        empty = 0 if found else empty + 1
+        if empty == EMPTY_ROUNDS:
             return
-        time.sleep(ROUND_S)
+
+
+def _kill(pids: Iterator[int]) -> int:
+    """Kill each of `pids`; return their number, the vanished included."""
+    count = 0
+    for pid in pids:
+        count += 1
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return count
+
+
+def _kill_at_birth(newest: int, value: str) -> int:
+    """Kill marked processes that are born in the next `ROUND_S`, or since `newest` was the newest; return their number.
+
+    A process that forks and exits every few milliseconds is gone before a scan of all processes comes to it.
+    """
+    count, deadline = 0, time.monotonic() + ROUND_S
+    while time.monotonic() < deadline:
+        last, newest = newest, _newest_pid()
+        born = range(last + 1, newest + 1) if last <= newest else range(1, newest + 1)  # pids start again at the top
+        count += _kill(pid for pid in born if _is_marked(pid, value))
+    return count
+
+
+def _newest_pid() -> int:
+    """The pid of the process, or thread, that was started last."""
+    return int(Path("/proc/loadavg").read_text().split()[-1])
 
 
 if __name__ == "__main__":

@@ -33,21 +33,22 @@ with open(sys.argv[2], "w") as file:
     file.write(str(os.getpid()))
 if kind == "stopped":
     os.kill(os.getpid(), signal.SIGSTOP)
-if kind == "forks":
-    while True:
-        if os.fork():
-            os._exit(0)
-        time.sleep(0.02)
-time.sleep(600)
+while kind == "forks" and os.path.exists(sys.argv[2]):
+    if os.fork():
+        os._exit(0)
+    with open(sys.argv[2] + ".lives", "w") as file:
+        file.write(str(time.time()))
+    time.sleep(float(sys.argv[3]))
+time.sleep(0 if kind == "forks" else 600)
 """
 KINDS = ("sleeps", "stopped", "ignores", "daemon", "session", "parent", "forks")
 
 
 @contextmanager
-def sleeper(folder: Path, kind: str, mark: str) -> Iterator[None]:
-    """A marked process of this kind, ready in the block."""
+def sleeper(folder: Path, kind: str, mark: str, generation_s: float = 0.02) -> Iterator[None]:
+    """A marked process of this kind, ready in the block; one that forks and exits does so every `generation_s`."""
     pid = folder / f"{kind}.pid"
-    command = [sys.executable, "-S", "-c", SLEEPER, kind, str(pid)]
+    command = [sys.executable, "-S", "-c", SLEEPER, kind, str(pid), str(generation_s)]
     with subprocess.Popen(
         command, env={**os.environ, orphans.MARK: mark}, start_new_session=kind == "session"
     ) as process:
@@ -56,6 +57,7 @@ def sleeper(folder: Path, kind: str, mark: str) -> Iterator[None]:
             yield
         finally:
             process.kill()
+            pid.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -149,6 +151,34 @@ def ignores(pid: int, number: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (mask,) = (line.split()[1] for line in lines if line.startswith("SigIgn"))
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+SLOW = """
+import os, runpy, time
+listed = os.listdir
+def slowly(*given):
+    found = listed(*given)
+    time.sleep(0.1)
+    return found
+os.listdir = slowly
+runpy.run_path({file!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("generation_s", [0.0, 0.001, 0.005, 0.02, 0.1])
+def test_a_process_that_forks_and_exits_ends_though_a_scan_of_all_processes_takes_longer(
+    tmp_path: Path, generation_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "watcher.py").write_text(SLOW.format(file=orphans.__file__))
+    monkeypatch.setattr(orphans, "__file__", str(tmp_path / "watcher.py"))
+    with ExitStack() as after:
+        with orphans.ends() as mark:
+            after.enter_context(sleeper(tmp_path, "forks", mark, generation_s))
+            until((tmp_path / "forks.pid.lives").exists)
+        # Scans of all processes may miss it: its last sign of life tells.
+        last = (tmp_path / "forks.pid.lives").read_text()
+        time.sleep(0.5)
+        assert (tmp_path / "forks.pid.lives").read_text() == last
 
 
 def living(mark: str) -> list[int]:

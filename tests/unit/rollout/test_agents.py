@@ -239,6 +239,23 @@ def test_an_agent_leaves_no_process_behind(played: Callable[..., Any]) -> None:
     assert played("forks", ask) == (1.0, 0)
 
 
+def test_an_agent_leaves_no_process_that_forks_and_exits(played: Callable[..., Any], tmp_path: Path) -> None:
+    alive, sign = tmp_path / "forks", tmp_path / "forks.lives"
+    alive.touch()
+
+    async def ask(player: Player) -> tuple[str, str]:
+        await player.play(Prompt(text="1+2", columns={"answer": str(alive)}), Sampling(32))
+        last = sign.read_text()
+        await asyncio.sleep(0.3)
+        return last, sign.read_text()
+
+    try:
+        last, later = played("forks_away", ask)
+        assert last == later
+    finally:
+        alive.unlink()
+
+
 def test_an_agent_may_print_200_mb(played: Callable[..., Any]) -> None:
     assert played("prints_much", once)[0].turn_rewards == (1.0,)
 

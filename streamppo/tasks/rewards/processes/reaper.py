@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from streamppo.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -48,7 +50,8 @@ def stand() -> None:
     try:
         _wait(actor, template)
     finally:
-        _end_all()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants()
         os._exit(0)
 
 
@@ -83,9 +86,8 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _end_all() -> None:
-    """Kill all descendants of this process until none is left."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def end_descendants() -> None:
+    """Kill and collect all descendants of this process, the parent of its orphans, until none is left."""
     for _ in range(ROUNDS):
         pids = _below(os.getpid())
         if not pids:
@@ -93,11 +95,16 @@ def _end_all() -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(ROUND_S)
 
 
 def _below(pid: int) -> list[int]:
     """The descendants of `pid`."""
+    if sys.platform != "linux":
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     descendants, waiting = list[int](), [pid]
     while waiting:
         parent = waiting.pop()
