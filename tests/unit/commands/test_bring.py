@@ -183,6 +183,18 @@ def test_a_text_that_is_templated_already_gets_no_second_template(
     assert "spell control tokens" not in capsys.readouterr().out
 
 
+def test_texts_of_which_a_late_one_is_not_templated_get_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+    texts = [*(f"<|user|>{n}+1=<eos><|assistant|>" for n in range(100)), "100+1="]
+    data = case.rows(tmp_path / "its.jsonl", [{"prompt": text, "answer": "2"} for text in texts])
+    config, _ = begun(capsys, case.bring(tmp_path, data=str(data), model="chat"))
+    assert (source(config).chat, source(config).control_tokens) == (True, "text")
+    assert main(["check", "mine.toml"]) == 0
+    assert "spell control tokens" in capsys.readouterr().out
+
+
 def test_a_reward_that_reads_texts_where_trl_gives_messages_is_told_their_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,7 +88,7 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: Prom
     answer = _answer_column(data, first, columns[1], prompt)
     _refuse_gaps(data, rows, reward, needs.needs - {"answer"} if answer else needs.needs)
     messages = isinstance(_at(rows[0], prompt), list)
-    templated = not messages and all(view.spells(Prompt(text=str(_at(row, prompt)), columns={})) for row in first)
+    templated = not messages and all(view.spells(Prompt(text=str(_at(row, prompt)), columns={})) for row in rows)
     source = Source(
         data=data,
         prompt=prompt,
