@@ -6,6 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from msgspec import structs
+
 from streamppo.config.task import Source
 from streamppo.errors import TaskError
 from streamppo.tasks import chat, columns, dataset_files, files, split
@@ -155,13 +157,7 @@ def _evaluation(source: Source) -> tuple[str, str]:
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """Convert one row according to `source`. Raises `TaskError` with the name of a missing column."""
     text, messages = content(_column(row, source.prompt, where), where, source)
-    columns: dict[str, object] = {**row}
-    # Rewards get the prompt's column, unless it is called `prompt`: TRL and agents have that in a form of their own.
-    if source.prompt == "prompt":
-        columns.pop("prompt", None)
-    columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
-    if source.answer:
-        columns["answer"] = _column(row, _answer_column(row, source.answer), where)
+    columns = reward_columns(row, where, source)
     of = row.get("data_source")
     return Prompt(
         text=text,
@@ -170,6 +166,26 @@ def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
         source=of if isinstance(of, str) else name,
         max_tokens=source.max_prompt_tokens if source.too_long == "truncate" else None,
         template=_template(row, where, source, chats=bool(messages)),
+    )
+
+
+def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
+    """Return the columns that a row's rewards get. Raises `TaskError` with the name of a missing column."""
+    columns: dict[str, object] = {**row}
+    # Rewards get the prompt's column, unless it is called `prompt`: TRL and agents have that in a form of their own.
+    if source.prompt == "prompt":
+        columns.pop("prompt", None)
+    columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
+    if source.answer:
+        columns["answer"] = _column(row, _answer_column(row, source.answer), where)
+    return columns
+
+
+def present_columns(row: Row, source: Source) -> Source:
+    """Return `source` without the columns that the row lacks; the prompt's is unchanged."""
+    answer = source.answer if source.answer and has_column(row, _answer_column(row, source.answer)) else ""
+    return structs.replace(
+        source, answer=answer, columns={new: old for new, old in source.columns.items() if has_column(row, old)}
     )
 
 
@@ -187,12 +203,29 @@ def _answer_column(row: Row, name: str) -> str:
     return name
 
 
+def has_column(row: Row, name: str) -> bool:
+    """Return True if the row has a value at a dotted name."""
+    try:
+        _value(row, name)
+    except KeyError:
+        return False
+    return True
+
+
 def _column(row: Row, name: str, where: str) -> object:
-    """Return the value at a dotted name."""
+    """Return the value at a dotted name. Raises `TaskError` if there is none."""
+    try:
+        return _value(row, name)
+    except KeyError as error:
+        raise TaskError(f"{where}: no column {name!r}; columns are {', '.join(map(str, row))}") from error
+
+
+def _value(row: Row, name: str) -> object:
+    """Return the value at a dotted name. Raises KeyError if there is none."""
     value: object = row
     for part in [name] if name in row else name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise TaskError(f"{where}: no column {name!r}; columns are {', '.join(map(str, row))}")
+        if not isinstance(value, Mapping):
+            raise KeyError(part)
         value = value[part]
     return value
 

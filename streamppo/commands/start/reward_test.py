@@ -21,7 +21,7 @@ from streamppo.errors import TaskError
 from streamppo.learner.model import tiny
 from streamppo.rollout import build
 from streamppo.rollout.episode import FAILURES, Player
-from streamppo.tasks import data, dataset_files, length_limit, plugins
+from streamppo.tasks import columns, data, dataset_files, length_limit, plugins
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -30,6 +30,8 @@ from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 WIDTH = 40
 """Characters of a completion, and of an explanation, in the table."""
+OURS = ("completion", "finish")
+"""Columns of a row that are not the data's."""
 
 
 class TriedCompletion(NamedTuple):
@@ -125,9 +127,9 @@ def _written_as(config: Config) -> Source:
 def _read_completions(
     file: Path, task: Task, source: Source, tokenizer: Tokenizer
 ) -> Iterator[tuple[Prompt, ScoredText]]:
-    """Read rows of a jsonl file: `completion`, and `prompt` and columns in place of those of the task's next prompt.
+    """Read rows of a jsonl file: `completion`, and a row of the task's data, of which columns may be missing.
 
-    A `prompt` is written as `source` writes those of its rows.
+    Its prompt is in the column of `source`, or in `prompt`; a row without one has the task's next prompt.
     """
     for number, (where, row) in enumerate(dataset_files.rows(str(file), "train")):
         completion, finish = row.get("completion"), row.get("finish", "stop")
@@ -150,11 +152,13 @@ def _read_completions(
 
 
 def _prompt_of(row: dataset_files.Row, where: str, next_one: Prompt, source: Source) -> Prompt:
-    columns = {name: value for name, value in row.items() if name not in ("completion", "prompt", "finish")}
-    if "prompt" not in row:
-        return structs.replace(next_one, columns=next_one.columns | columns)
-    text, messages = data.content(row["prompt"], where, source)
-    return structs.replace(next_one, text=text, messages=messages, columns=columns)
+    """Read a row as `source` reads its rows; without a prompt its columns are added to those of `next_one`."""
+    given = columns.plain_columns({name: value for name, value in row.items() if name not in OURS}).columns
+    source = data.present_columns(given, source)
+    name = next((name for name in (source.prompt, "prompt") if data.has_column(given, name)), None)
+    if name is None:
+        return structs.replace(next_one, columns=next_one.columns | data.reward_columns(given, where, source))
+    return data.prompt(given, where, next_one.source, structs.replace(source, prompt=name))
 
 
 # --- the table -----------------------------------------------------------------------------------------------

@@ -127,6 +127,47 @@ def test_a_given_completion_of_a_chat_is_scored_as_one(tmp_path: Path, chats: Da
     assert {text.source for _, text in found} == {"data"}
 
 
+TRL = {"problem": "one", "solution": "two"}
+VERL = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "one"}],
+    "reward_model": {"style": "rule", "ground_truth": "two"},
+    "extra_info": {"index": 3},
+}
+NESTED = {"sample": {"text": "one"}, "meta": {"gold": "two", "tests": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        (TRL, {"prompt": "problem", "answer": "solution"}),
+        (VERL, {}),
+        (NESTED, {"prompt": "sample.text", "answer": "meta.gold", "columns": {"tests": "meta.tests"}}),
+    ],
+    ids=["trl", "verl", "nested"],
+)
+def test_a_row_of_the_data_with_a_completion_is_scored_as_that_row(
+    tmp_path: Path, row: dict[str, Any], named: dict[str, Any]
+) -> None:
+    others = [json.loads(json.dumps(row).replace("one", word).replace("two", word)) for word in ("x", "y", "z")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*others, row]))
+    source = one_source(data=str(tmp_path / "rows.jsonl"), held_out=0.0, **named)
+    made = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
+    made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    made.save_pretrained(tmp_path / "tokenizer")
+    built = task.build(source, 1, Tokenizer(tmp_path / "tokenizer"))
+    (expected,) = (prompt for prompt in built.training if prompt.text == "one")
+    assert expected.columns["answer"] == "two"
+    ((prompt, text),) = given(tmp_path, source, {**row, "completion": "two"})
+    assert prompt == expected
+    assert (text.prompt, text.messages, text.source) == ("one", expected.messages, expected.source)
+    left_out = {
+        name: value for name, value in row.items() if name != next(iter(named.values()), "prompt").split(".")[0]
+    }
+    ((prompt, _),) = given(tmp_path, source, {**left_out, "completion": "two"})
+    assert prompt.text == built.prompt(0).text and prompt.columns["answer"] == "two"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
