@@ -28,8 +28,9 @@ VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 class Signature(NamedTuple):
     """How a reward is called.
 
-    `own`: parameters of its style that it has. `asks`: columns that it names. `needs`: columns without a default. With
-    `takes_all` it gets every column except names of `bound` arguments and of its `own` parameters.
+    `own`: parameters of its style that it has. `asks`: columns that it names. `needs`: columns without a default, and
+    the answer of verl's `ground_truth`. With `takes_all` it gets every column except names of `bound` arguments and of
+    its `own` parameters.
     """
 
     style: Style
@@ -43,10 +44,13 @@ class Signature(NamedTuple):
     def columns(self, given: Row) -> dict[str, object]:
         """Select the reward's columns. Raises `TaskError` if a needed one is missing."""
         if not self.needs <= given.keys():
-            missing = self.needs - given.keys()
-            own = "; the prompt is `trajectory.prompt`, or TRL's `prompts`" if "prompt" in missing else ""
+            missing, more = min(self.needs - given.keys()), ""
+            if missing == "prompt":
+                more = "; the prompt is `trajectory.prompt`, or TRL's `prompts`"
+            elif missing == "answer" and self.style == "verl":
+                more = "; its `ground_truth` is the row's answer: name that column as task.answer"
             columns = ", ".join(sorted(given)) or "none"
-            raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {columns}{own}")
+            raise TaskError(f"the reward asks for the column {missing!r}; columns are {columns}{more}")
         if self.takes_all:
             return {name: value for name, value in given.items() if name not in self.bound | self.own}
         return {name: given[name] for name in self.asks if name in given}
@@ -58,22 +62,24 @@ def detect_signature(found: object, name: str, arguments: Mapping[str, object]) 
     if inspect.isclass(found):
         plugins.check_arguments(found, arguments, f"reward.function {name!r}")
     parameters = list(inspect.signature(function).parameters.values())[inspect.isclass(found) :]
-    bound = () if inspect.isclass(found) else arguments
+    # A partial's keywords are arguments too: a column with the name of one does not replace it.
+    preset = frozenset(function.keywords) if isinstance(function, partial) else frozenset[str]()
+    bound = preset if inspect.isclass(found) else preset | arguments.keys()
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     is_async = inspect.iscoroutinefunction(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     style, own_names = _style(named, name)
-    _check_bound(bound, named, own_names, f"reward.function {name!r}", takes_all=takes_all)
+    _check_bound(bound - preset, named, own_names, f"reward.function {name!r}", takes_all=takes_all)
     rest = {key: p for key, p in named.items() if key not in own_names and key not in bound}
     needs = frozenset(key for key, p in rest.items() if p.default is p.empty)
     # verl passes no columns: a parameter with a default keeps it though a column has its name.
     asks = needs if style == "verl" else frozenset(rest)
     if style == "batched" and takes_all:
         own_names = BATCHED
+    if style == "verl" and named["ground_truth"].default is inspect.Parameter.empty:
+        needs |= {"answer"}
     # verl passes no further columns, so its `**kwargs` gets none here either.
-    return Signature(
-        style, is_async, frozenset(own_names), asks, needs, takes_all and style != "verl", frozenset(bound)
-    )
+    return Signature(style, is_async, frozenset(own_names), asks, needs, takes_all and style != "verl", bound)
 
 
 def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], asked_by: str, *, takes_all: bool) -> None:

@@ -127,6 +127,21 @@ def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
     assert not Path("mine.toml").exists()
 
 
+def test_a_verl_reward_without_a_column_of_the_answer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "verls.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    data = case.rows(tmp_path / "its.jsonl", [{"question": f"{n}+1=", "gt": f"{n + 1}"} for n in range(40)])
+    words = case.bring(tmp_path, data=str(data), reward="verls.py:compute_score")
+    assert main(words) == MISTAKE
+    assert "name the column of the answer with --answer" in capsys.readouterr().err
+    config, _ = begun(capsys, [*words, "--answer", "gt"])
+    assert source(config).answer == "gt"
+
+
 @pytest.mark.parametrize("gap", [{}, {"answer": None}])
 @pytest.mark.parametrize("named", [{}, {"answer": "answer"}])
 def test_the_row_without_an_answer_is_named(
