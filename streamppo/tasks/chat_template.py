@@ -70,7 +70,7 @@ class ChatTemplate:
         and if it rejects the messages or leaves out one of them.
         """
         rendered = self._render_open(messages, template)
-        shape = (*((one.role, bool(one.text.strip())) for one in messages), repr(template.arguments))
+        shape = (*map(_shape, messages), *_kind(template))
         if shape not in self._whole:
             self._refuse_omissions(messages, template)
             self._whole.add(shape)
@@ -139,7 +139,7 @@ class ChatTemplate:
         words once, and for one that leaves out what is said.
         """
         behind = self._behind(said, template, calls)
-        shape = (tuple((one.role, bool(one.text.strip())) for one in said), bool(calls), repr(template.arguments))
+        shape = (tuple(map(_shape, said)), bool(calls), *_kind(template))
         if shape not in self._whole:
             words = [structs.replace(one, content=f"{WORDS}{number}z") for number, one in enumerate(said)]
             probe = self._behind(words, template, calls).text
@@ -235,6 +235,17 @@ class ChatTemplate:
 
     def _apply_template(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
+
+
+def _shape(message: Message) -> tuple[object, ...]:
+    """What a template may distinguish in a message, besides its words."""
+    given = bool(message.text.strip()), bool(message.tool_calls), bool(message.tool_call_id), bool(message.name)
+    return message.role, *given, *sorted(message.fields)
+
+
+def _kind(template: Template) -> tuple[object, ...]:
+    """What a template may distinguish in its inputs besides the messages: a tokenizer may have one for tools alone."""
+    return bool(template.tools), repr(template.arguments)
 
 
 def _text_arguments(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

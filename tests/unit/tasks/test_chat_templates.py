@@ -415,6 +415,35 @@ def test_a_template_that_leaves_out_a_message_is_refused_with_its_role(
     assert tokenizer.ids(chat(*empty)), "a message without words says nothing"
 
 
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("condition", "whole", "partly"),
+    [
+        ("not tools or m.role != 'system'", HISTORY, chat(*HISTORY, tools=TOOLS)),
+        ("not brief or m.role != 'system'", HISTORY, chat(*HISTORY, arguments={"brief": True})),
+        ("not m.name or m.role != 'user'", HISTORY, [structs.replace(one, name="n") for one in HISTORY]),
+        ("not m.hidden", HISTORY, [structs.replace(one, fields={"hidden": True}) for one in HISTORY]),
+        (
+            "not (messages | selectattr('tool_calls', 'defined') | list) or m.role != 'system'",
+            [*HISTORY[:2], Message(role="assistant", content="3"), user("and 4+5")],
+            [*HISTORY[:2], Message(role="assistant", content="3", tool_calls=(CALL,)), user("and 4+5")],
+        ),
+    ],
+    ids=["tools", "arguments", "name", "field", "calls"],
+)
+def test_a_message_that_is_left_out_of_some_prompts_is_refused_after_others_too(
+    condition: str, whole: list[Message], partly: Any
+) -> None:
+    partly = partly if isinstance(partly, Prompt) else chat(*partly)
+    tokenizer = made("qwen3", template=WRITES.replace("CONDITION", condition).replace("CONTENT", "{{ m.content }}"))
+    assert tokenizer.render(chat(*whole))
+    with pytest.raises(TaskError, match="the chat template leaves out a message of the role"):
+        tokenizer.render(partly)
+
+
 def test_a_row_whose_message_is_left_out_is_named(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     turns = [[{"role": "user", "content": "x"}], [{"role": "system", "content": "s"}, {"role": "user", "content": "y"}]]

@@ -416,7 +416,7 @@ def test_verls_extra_info_is_a_dict_in_every_row(extra: dict[str, Any], total: f
 def test_a_row_without_the_ground_truth_that_a_verl_reward_takes_is_refused() -> None:
     for function in (compute_score, gsm8k, informed):
         found = detect_signature(function, "scores", {})
-        with pytest.raises(TaskError, match="'answer'; columns are .*; its `ground_truth` is the row's answer: name"):
+        with pytest.raises(TaskError, match=r"'answer'; columns are .*; its `ground_truth` is the row's answer: name"):
             found.columns({"gt": "3", "level": 2})
         assert "answer" not in found.columns({"answer": "3", "level": 2})
 
@@ -431,11 +431,11 @@ def test_a_column_does_not_replace_an_argument_of_a_partial() -> None:
         return scale
 
     row, bound = {"answer": "3", "scale": 100.0}, partial(scaled, scale=2.0)
-    for arguments, total in (({}, 2.0), ({"scale": 3.0}, 3.0)):
+    for arguments, score in (({}, 2.0), ({"scale": 3.0}, 3.0)):
         found = detect_signature(bound, "scaled", arguments)
         assert found.columns(row) == {"answer": "3"}
         (outcome,) = call(LoadedReward(found, partial(bound, **arguments)), (text("3"),), (row,))
-        assert outcome.reward == Given(score=total)
+        assert outcome.reward == Given(score=score)
 
 
 def test_a_prompt_that_a_reward_asks_for_as_a_column_is_told_by_its_name() -> None:
