@@ -41,7 +41,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     data: str
     """A jsonl, csv or parquet file, a folder, or a hub name (extra `data`)."""
     subset: str = ""
-    """Configuration of a hub data set."""
+    """Configuration of a hub data set, or the folder of that name in `data`."""
     split: str = "train"
     """Split for training; a single file is its own split."""
     evaluation: str | None = None

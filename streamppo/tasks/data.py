@@ -51,6 +51,7 @@ class Data:
         *,
         look: Look | None = None,
     ) -> None:
+        source = _of_subset(source)
         self._name, self._source, self._tokenizer = name, source, tokenizer
         self._limit, self._look = limit, look
         self._left_out: dict[str, str] = {}
@@ -135,6 +136,16 @@ class Data:
             case "truncate":
                 self.lengths["truncated"] += 1
                 return True
+
+
+def _of_subset(source: Source) -> Source:
+    """Return `source` with the folders of its subset as data, where they are local."""
+    evaluation = source.evaluation
+    if evaluation is not None:
+        evaluation = dataset_files.of_subset(evaluation, source.subset, is_required=False)
+    return structs.replace(
+        source, data=dataset_files.of_subset(source.data, source.subset, is_required=True), evaluation=evaluation
+    )
 
 
 def _evaluation(source: Source) -> tuple[str, str]:

@@ -38,6 +38,24 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(_file(file), start=1))
 
 
+def of_subset(data: str, subset: str, *, is_required: bool) -> str:
+    """Return the folder of a data set's configuration `subset`; a name on the hub is unchanged.
+
+    Example: `main` of a copy of openai/gsm8k is its folder `main`. Raises `TaskError` if it is required and not there.
+    """
+    path = Path(data)
+    if not subset or not path.exists():
+        return data
+    if (path / subset).is_dir():
+        return str(path / subset)
+    if not is_required:
+        return data
+    if path.is_file():
+        raise TaskError(f"{data}: a single file has no subset {subset!r}: leave that out")
+    names = ", ".join(sorted(inner.name for inner in path.iterdir() if inner.is_dir())) or "none"
+    raise TaskError(f"{data}: no folder of the subset {subset!r}; folders in it: {names}")
+
+
 def has_splits(data: str) -> bool:
     """Return True if a split can be chosen: not for a single file or a `save_to_disk` folder of one split."""
     path = Path(data)

@@ -103,3 +103,37 @@ def test_a_compressed_file_that_is_damaged_is_named(tmp_path: Path, content: byt
     (tmp_path / "train.jsonl.gz").write_bytes(content)
     with pytest.raises(TaskError, match=r"train.jsonl.gz: not a gzip file, or a part of one"):
         task.build(one_source(data=str(tmp_path)), 1)
+
+
+def of_subsets(folder: Path) -> Path:
+    """A copy of a data set with two configurations, as on the hub."""
+    for subset, split in (("main", "train"), ("main", "test"), ("socratic", "train"), ("socratic", "test")):
+        path = folder / subset / f"{split}-00000-of-00001.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"prompt": f"{subset} {split} {number}", "answer": "1"} for number in range(3)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("more", [{"held_out": 0.0}, {"evaluation_split": "test"}])
+def test_a_subset_is_the_folder_of_its_name(tmp_path: Path, more: dict[str, str]) -> None:
+    of_subsets(tmp_path)
+    read = task.build(one_source(data=str(tmp_path), subset="socratic", **more), 1, None)
+    assert {prompt.text for prompt in read.training} == {f"socratic train {number}" for number in range(3)}
+    assert {prompt.text for prompt in read.held_out(None)} <= {f"socratic test {number}" for number in range(3)}
+
+
+def test_evaluation_on_a_copy_without_subsets_is_as_named(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text(ROW)
+    of_subsets(tmp_path / "copy")
+    source = one_source(data=str(tmp_path / "copy"), subset="main", evaluation=str(tmp_path / "other.jsonl"))
+    assert [prompt.text for prompt in task.build(source, 1, None).held_out(None)] == ["x"]
+
+
+def test_a_subset_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    of_subsets(tmp_path)
+    with pytest.raises(TaskError, match="no folder of the subset 'nonsense'; folders in it: main, socratic"):
+        task.build(one_source(data=str(tmp_path), subset="nonsense", held_out=0.0), 1, None)
+    file = tmp_path / "main" / "train-00000-of-00001.jsonl"
+    with pytest.raises(TaskError, match="a single file has no subset 'main'"):
+        task.build(one_source(data=str(file), subset="main", held_out=0.0), 1, None)
