@@ -22,7 +22,7 @@ BOUNDS = {
     "frames from the command to backward()": 5,
     "files on that path": 5,
     "Any per 1,000 lines": 4,
-    "broad excepts": 22,
+    "broad excepts": 23,
     "print": 1,
     "print outside commands": 0,
     "largest file": 400,

@@ -18,6 +18,8 @@ from jinja2 import TemplateError
 
 from streamppo.errors import ModelError
 from streamppo.types import Ints
+from streamppo.weights.models import generation
+from streamppo.weights.models.settings import REFUSALS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -133,10 +135,14 @@ def _eos(
     if tokenizer is not None:
         sources.append(("tokenizer", tokenizer.eos_token_id))
     try:
-        return [("generation config", GenerationConfig.from_pretrained(model).eos_token_id), *sources]
+        settings = GenerationConfig.from_pretrained(model)
     except OSError:
         # A model need not have one.
         return sources
+    except REFUSALS:
+        # One setting that this transformers refuses does not take the others with it.
+        settings = generation.read_settings(model).config
+    return [("generation config", settings.eos_token_id), *sources]
 
 
 def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:

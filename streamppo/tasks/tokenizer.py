@@ -15,6 +15,7 @@ from streamppo.tasks import chat_template, stop
 from streamppo.tasks.chat_template import PLAIN, AfterTurn, Calls, ChatTemplate
 from streamppo.tasks.control_tokens import MARK, ControlTokens
 from streamppo.types import Flags, Ints, Message, Prompt, Template, encode
+from streamppo.weights.models import tokenizer as tokenizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,8 +31,6 @@ KEPT = 256
 """Prompts in the cache of token ids; the samples of a prompt start soon after each other."""
 PROBE = "a"
 """A probe text, to find the tokens that a tokenizer adds around a text."""
-DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Errors that transformers raises for damaged tokenizer files."""
 UNKNOWN = -1
 """Placeholder for a token that has not been computed yet."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -45,14 +44,10 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path, clock: str = "") -> None:
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        except (*DAMAGE, StrictDataclassError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {reason}") from error
+            self._tokenizer = tokenizers.read(path)
+        except ValueError as error:
+            raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._fast is not None:
             # Its file may enable both, and transformers disables them in each call.

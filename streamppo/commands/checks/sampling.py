@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from streamppo import durable
-from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.commands.checks.folder import find
 from streamppo.config.sections import BUILTIN, Config
 
@@ -46,7 +46,12 @@ def name_ignored(config: Config) -> Findings:
     if config.model.path == BUILTIN:
         return
     folder, _ = find(config.model.path, "model")
-    settings = {} if folder is None else _read(Path(folder) / "generation_config.json")
+    try:
+        settings = {} if folder is None else _read(Path(folder) / "generation_config.json")
+    except (OSError, ValueError, RecursionError) as error:
+        text = f"generation_config.json is left out, with the ends of completions that it names: {first_line(error)}"
+        yield Finding("sampling", "note", text)
+        return
     rollout = config.rollout
     same: dict[str, object] = {
         **NEUTRAL,
@@ -71,9 +76,11 @@ def _equal(value: object, wanted: object) -> bool:
 
 
 def _read(path: Path) -> Mapping[str, object]:
+    """Read the settings; none if there is no file. Raises OSError, ValueError or RecursionError for a damaged one."""
     try:
         settings: object = json.loads(durable.read(path))
-    except (OSError, ValueError, RecursionError):
-        # The file is optional; a damaged one is found where the model is read.
+    except FileNotFoundError:
         return {}
-    return settings if isinstance(settings, Mapping) else {}
+    if not isinstance(settings, Mapping):
+        raise ValueError("it is not a table of names")
+    return settings

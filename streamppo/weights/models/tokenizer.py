@@ -20,10 +20,19 @@ PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
 
 def load(path: str | Path) -> "PreTrainedTokenizerBase":
     """Read the tokenizer of the model at `path`. Raises `ModelError`."""
+    with naming(path):
+        return read(path)
+
+
+def read(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Read the tokenizer of the model at `path`. Raises ValueError, with the reason, for files that cannot be read."""
     from transformers import AutoTokenizer
 
-    with naming(path):
+    try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    # Each damaged file raises another error, and the library `tokenizers` raises Exception itself.
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
@@ -61,9 +70,7 @@ def copy(start: str | Path, folder: Path, why: str) -> str:
 
 
 def _difference(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> str:
-    from transformers import AutoTokenizer
-
-    again = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    again = read(folder)
     if again.chat_template != tokenizer.chat_template:
         return "transformers saves another chat template"
     if again(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:

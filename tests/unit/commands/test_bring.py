@@ -1,5 +1,6 @@
 """A configuration for a model, data and a reward that people bring: complete, and of sizes that fit them."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -230,6 +231,41 @@ def test_answers_that_are_no_text_are_not_said_to_score(tmp_path: Path, capsys: 
     assert main(["check", "mine.toml"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "reward ok 8 rows without a text or number as answer score 0 with an empty completion" in said
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("pre_tokenizer", {"type": "OfAnotherRelease"}),
+        ("normalizer", {"type": "OfAnotherRelease"}),
+        ("model", {"type": "OfAnotherRelease"}),
+        ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": ["a zzz"]}),
+    ],
+)
+def test_a_tokenizer_of_another_release_is_refused_in_a_sentence(
+    part: str, value: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "model")
+    words = case.bring(tmp_path, model="model")
+    begun(capsys, words)
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), part: value}))
+    assert main(["check", "mine.toml"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cannot be loaded: Exception: " in said
+    Path("mine.toml").unlink()
+    assert main(words) == MISTAKE
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_damaged_generation_config_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case.model(tmp_path / "model")
+    begun(capsys, case.bring(tmp_path, model="model"))
+    for text in ("{nope", "[1]", "\xff"):
+        (tmp_path / "model" / "generation_config.json").write_bytes(text.encode("latin-1"))
+        assert main(["check", "mine.toml"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "generation_config.json is left out, with the ends of completions that it names: " in said
 
 
 def test_a_template_that_no_tokenizer_reads_makes_no_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,24 @@ def test_ends_are_the_union_of_all_places_and_each_is_named_with_them(tmp_path: 
     assert f"<|im_end|> ({end}: chat template)" in described and "the string '\\n\\nq:'" in described
 
 
+REFUSED = [
+    {"do_sample": False, "num_return_sequences": 4},
+    {"do_sample": False, "num_beams": 1, "num_beam_groups": 2},
+    {"cache_implementation": "of_another_release"},
+    {"max_new_tokens": 0},
+    {"watermarking_config": {"of_another_release": 1}},
+    {"compile_config": {"of_another_release": 1}},
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_settings_that_transformers_refuses_leave_the_ends_of_the_others(
+    tmp_path: Path, refused: dict[str, object]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({**refused, "eos_token_id": [7, 9]}))
+    assert stop.read(tmp_path, model(tmp_path), tokenizer_of(CHATML)).ids >= {7, 9}
+
+
 @pytest.mark.parametrize("generation", [None, 7])
 def test_a_chat_model_ends_its_turn_whatever_its_generation_config_has(tmp_path: Path, generation: int | None) -> None:
     tokenizer = tokenizer_of(CHATML, eos="<|im_end|>")
