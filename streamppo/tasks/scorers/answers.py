@@ -7,9 +7,14 @@ longer than its text.
 import re
 from fractions import Fraction
 
-NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\.\d+")
 MARKED = re.compile(r"####\s*(.+)")
 DECIMAL = r"((?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?)"
+FOUND = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
+NUMBER = re.compile(rf"(?:-\\?\$?|\\?\$?-?){FOUND}(?: ?/ ?{FOUND})?")
+"""A number inside a text, which does not end in a full stop; VALUE is one that is the whole text."""
+MINUS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
+GROUPS = re.compile("(?<=\\d)[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}](?=\\d{3}(?!\\d))")
+"""A space between the thousands of a number."""
 VALUE = re.compile(rf"([-+]?)\\?\$?([-+]?){DECIMAL}(?: ?/ ?{DECIMAL})? ?\\?%?")
 
 
@@ -34,20 +39,25 @@ def extract_marked(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number in the text, as written; None if there is none."""
-    matches = NUMBER.findall(text)
+    """Return the last number in the text; None if there is none. Example: "3/4" of "The answer is 3/4."."""
+    matches = NUMBER.findall(_plain(text))
     return matches[-1] if matches else None
 
 
 def first_number(text: str) -> str | None:
-    """Return the first number in the text, as written; None if there is none."""
-    match = NUMBER.search(text)
+    """Return the first number in the text; None if there is none."""
+    match = NUMBER.search(_plain(text))
     return match[0] if match else None
+
+
+def _plain(text: str) -> str:
+    """Write minus signs as hyphens, and thousands without spaces."""
+    return GROUPS.sub("", text.translate(MINUS))
 
 
 def number(text: str) -> Fraction | None:
     r"""Return the exact value of "1,234.50", "-$3", "1e-05", "3/4" or "50\%" (which is 50); None for anything else."""
-    match = VALUE.fullmatch(text.strip())
+    match = VALUE.fullmatch(_plain(text).strip())
     if match is None:
         return None
     sign, inner_sign, over, under = match.groups()

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any
 
 import psutil
@@ -165,6 +166,37 @@ def test_a_number_that_would_take_long_to_compute_is_none(huge: str) -> None:
 def test_gsm8k_takes_the_marked_answer_or_the_last_number(completion: str, score: int) -> None:
     assert asyncio.run(maths.gsm8k(text(completion), "Natalia sold 48/2 = 24.\n#### 72")) == score
     assert asyncio.run(maths.gsm8k(text(completion), "72")) == score
+
+
+WRITTEN = [
+    "3/4",
+    "3 / 4",
+    "-3/4",
+    "1e-05",
+    "1.5e3",
+    "-5",
+    "\u22125",
+    "\uff0d5",
+    "\ufe635",
+    "1,234.5",
+    "1\u202f234",
+    ".5",
+]
+WRITTEN += ["1\u00a0234\u00a0567", "-1\u2009000", "$5", r"\$5", "-$5", r"-\$5", "$-5", "0", "007", str(10**30)]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize(
+    "around", ["{}", "The answer is {}.", "12 and 7, so x = {} ", "it costs {}, not more", r"so \boxed{{{}}}"]
+)
+def test_a_number_is_read_in_a_completion_as_in_a_row(written: str, around: str) -> None:
+    value = answers.number(written)
+    assert value is not None
+    for score, mark in ((maths.numeric, ""), (maths.gsm8k, ""), (maths.gsm8k, "#### ")):
+        said = text(around.format(written) if not mark else f"{around.format('9')}\n{mark}{written}")
+        assert asyncio.run(score(said, written)) == 1
+        for wrong in {-value, value + 1, Fraction(value.numerator), Fraction(value.denominator)} - {value}:
+            assert asyncio.run(score(said, str(wrong))) == 0
 
 
 def test_numeric_takes_the_box_or_the_last_number() -> None:
