@@ -99,6 +99,16 @@ class Tokenizer:
         """Return the ids below `vocabulary` without a token: models may have more embedding rows than tokens."""
         return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
 
+    def beyond(self, vocabulary: int) -> tuple[str, ...]:
+        """Return the names of tokens that a model with `vocabulary` embedding rows does not know."""
+        return tuple(name for name, token in self.numbers().items() if token >= vocabulary)
+
+    def is_spare(self, name: str) -> bool:
+        """Return True for a special token that a prompt has only if it spells it: for padding, for example."""
+        token = self.numbers()[name]
+        is_written = any(name in text for text in chat_template.sources(self._tokenizer))
+        return token in self._control.special and token not in (self.eos_id, *self._before) and not is_written
+
     def spell(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, including special ones."""
         if self._fast is not None and self._plain:

@@ -13,6 +13,9 @@ from streamppo.tasks import warmup_data
 from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
 from streamppo.weights.models.settings import settings
 
+NAMED = 3
+"""Tokens that a note names."""
+
 
 class ModelFiles(NamedTuple):
     """Configuration and tokenizer of the model, as far as they are on this machine."""
@@ -41,6 +44,11 @@ def load(config: Config) -> tuple[ModelFiles, list[Finding]]:
 
 def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
     written, known = tokenizer.vocabulary, hf_config.get_text_config().vocab_size
-    if written > known:
+    beyond = tokenizer.beyond(known)
+    if beyond and all(map(tokenizer.is_spare, beyond)):
+        names = ", ".join(beyond[:NAMED])
+        text = f"{written:,} tokens; the model knows {known:,}, without {names}: a prompt that spells one of them fails"
+        return Finding("tokenizer", "note", text)
+    if beyond:
         return Finding("tokenizer", "error", f"it writes {written:,} tokens, and the model knows {known:,}")
     return Finding("tokenizer", "ok", f"{written:,} tokens")

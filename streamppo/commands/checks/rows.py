@@ -33,6 +33,8 @@ PLACES = 3
 """Most unreadable rows that are named."""
 READING_S = 5.0
 """Time to read the answers of a scorer's rows; formulas take longest."""
+QUOTED = 60
+"""Characters of an answer in a note."""
 SHOWN = 1000
 """Characters of the example."""
 MATH = "streamppo.tasks.scorers.maths:Math"
@@ -117,6 +119,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
         except TaskError as error:
             yield Finding("rows", "error", str(error))
             return
+        yield from _respelled(rows)
         for name, scorer in config.reward.scorers.items():
             of_scorer = [(prompt, text) for prompt, text in rows if is_for(scorer, prompt)]
             if isinstance(scorer, FunctionScorer) and of_scorer and call:
@@ -148,9 +151,11 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
 
 
 def _own_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-    """Make the row's own answer a completion; an empty one if the answer is neither a text nor a number."""
-    completion = gold.completion(prompt.columns.get("answer"))
-    tokens = tokenizer.encode_turn(completion, "stop") if completion or tokenizer.eos_id is not None else None
+    """Make the row's own answer a completion, as its tokens are written; an empty one for no text or number."""
+    completion, has_end = gold.completion(prompt.columns.get("answer")), tokenizer.eos_id is not None
+    tokens = tokenizer.encode_turn(completion, "stop") if completion or has_end else None
+    if tokens is not None:
+        completion = tokenizer.completion(tokens[:-1] if has_end else tokens)
     return ScoredText(
         prompt=prompt.text,
         completion=completion,
@@ -160,6 +165,19 @@ def _own_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
         messages=prompt.messages,
         source=prompt.source,
     )
+
+
+def _respelled(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
+    """Note the first answer that no completion equals, because its tokens are another text."""
+    for prompt, text in rows:
+        answer = gold.completion(prompt.columns.get("answer"))
+        if answer != text.completion:
+            shown = ascii(answer)[:QUOTED], ascii(text.completion)[:QUOTED]
+            why = (
+                f"the tokenizer writes the answer {shown[0]} as {shown[1]}: a reward that compares texts never sees it"
+            )
+            yield Finding("rows", "note", why)
+            return
 
 
 async def _scores(

@@ -258,6 +258,33 @@ def test_a_tokenizer_of_another_release_is_refused_in_a_sentence(
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("named", "template", "works"),
+    [
+        ({"pad_token": "[PAD]"}, case.TEMPLATE, True),
+        ({"additional_special_tokens": ["[A]", "[B]"]}, case.TEMPLATE, True),
+        ({"eos_token": "[END]"}, case.TEMPLATE, False),
+        ({"additional_special_tokens": ["[A]"]}, case.TEMPLATE + "[A]", False),
+    ],
+)
+def test_a_special_token_beyond_the_models_embedding_is_an_error_only_if_it_can_occur(
+    named: dict[str, Any], template: str, works: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = case.model(tmp_path / "model", template=case.TEMPLATE)
+    words = case.bring(tmp_path, model="model")
+    begun(capsys, words)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens(named)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    assert main(["check", "mine.toml"]) == (0 if works else 1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("a prompt that spells one of them fails" in said) == works
+    assert (", and the model knows " in said) != works
+
+
 def test_a_damaged_generation_config_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case.model(tmp_path / "model")
     begun(capsys, case.bring(tmp_path, model="model"))

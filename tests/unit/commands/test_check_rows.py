@@ -76,6 +76,18 @@ def test_a_reward_of_the_users_own_is_called_on_the_rows(check: Check, mine: str
     assert "with their own answer" not in output
 
 
+def test_an_answer_that_the_tokenizer_writes_otherwise_scores_as_in_a_run(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def score(trajectory, answer):\n    return float(trajectory.completion == answer)\n"
+    )
+    for accent, score in (("\u00e9", 1), ("e\u0301", 0)):
+        code, output = check([{"prompt": f"{n}=", "answer": f"caf{accent}"} for n in range(20)], "own.py:score")
+        assert code == 0, output
+        assert f"{WITH_OWN} score {score}" in output
+        respelled = r"the tokenizer writes the answer 'cafe\u0301' as 'caf\xe9'"
+        assert (respelled in output) == (score == 0)
+
+
 def test_answers_that_no_completion_can_match_are_counted_with_their_places(check: Check) -> None:
     rows = sums(20)
     for number, answer in ((3, "46 apples"), (7, "The answer is 8."), (11, "['12']"), (12, "about 13")):
