@@ -153,7 +153,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=BATCH):
-                yield from _rows(batch)
+                yield from _rows(batch, path)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise TaskError(f"{path}: not a parquet file: {error}") from error
 
@@ -165,15 +165,21 @@ def _arrow(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.memory_map(str(path)) as source:
             for batch in pyarrow.ipc.open_stream(source):
-                yield from _rows(batch)
+                yield from _rows(batch, path)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise TaskError(f"{path}: not an arrow stream: {error}") from error
 
 
-def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
-    """Yield the rows of a batch. A column that Python cannot represent is `Unread` in each row."""
+def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
+    """Yield the rows of a batch. A column that Python cannot represent is `Unread` in each row.
+
+    Raises `TaskError` for two columns of one name.
+    """
     import pyarrow
 
+    names: list[str] = batch.schema.names
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise TaskError(f"{where}: more than one column is named {', '.join(map(repr, twice))}")
     columns: list[list[Any]] = []
     for column in batch.columns:
         try:
@@ -181,7 +187,6 @@ def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
         # Dates beyond the year 9999, texts that are not UTF-8, duplicate field names, types unknown to Python.
         except (pyarrow.ArrowException, ValueError, OverflowError, TypeError, NotImplementedError) as error:
             columns.append([Unread(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
-    names = batch.schema.names
     for values in zip(*columns, strict=True):
         yield dict(zip(names, values, strict=True))
 

@@ -20,6 +20,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import RewardFailed
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Player
+from streamppo.tasks import plugins
 from streamppo.tasks.rewards import reward_model as model
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
@@ -97,6 +98,14 @@ def test_an_async_function_asks_a_service_many_times_at_once(folder: Path, monke
             assert found[0].components == {"length": 2.0}  # pyright: ignore[reportAttributeAccessIssue]
 
     asyncio.run(story())
+
+
+def test_every_scorer_of_ours_that_the_page_names_exists() -> None:
+    ours = PAGE[PAGE.index("Ours, in `streamppo.tasks.scorers`") :].split("\n\n")[1]
+    named = re.findall(r"`(\w+:\w+)`", ours)
+    assert len(named) >= 7
+    for name in named:
+        assert callable(plugins.load(f"streamppo.tasks.scorers.{name}", "reward.function"))
 
 
 def test_a_class_keeps_its_state(folder: Path) -> None:
