@@ -113,7 +113,7 @@ def forget(run: Path) -> str:
 
 def _written(run: Path) -> list[str]:
     file = run / ADDRESS
-    return durable.read(file).decode().split()[1:] if file.is_file() else []
+    return durable.read(file).decode().partition("\n")[2].split() if file.is_file() else []
 
 
 def _read(store: Store, name: str) -> Claim | None:

@@ -172,7 +172,7 @@ class Store:
 def known_address(folder: Path) -> str:
     """The address of the copies of the run in `folder`; empty if it has none."""
     file = folder / ADDRESS
-    return (durable.read(file).decode().split() or [""])[0] if file.is_file() else ""
+    return durable.read(file).decode().partition("\n")[0].strip() if file.is_file() else ""
 
 
 def bring_model(config: Config, path: str) -> None:

@@ -20,19 +20,19 @@ from streamppo.weights.store import Store
 Load = Callable[..., Config]
 
 
-@pytest.fixture
-def under(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
+@pytest.fixture(params=["store", "my own copies"])
+def under(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    return f"file://{tmp_path}/{request.param}"
 
 
 @pytest.fixture
 def config(math_config: Load, under: str) -> Config:
-    return math_config(f"checkpoint.remote={under}")
+    return math_config(f'checkpoint.remote="{under}"')
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "runs" / "math"
+def run(tmp_path: Path, under: str) -> Path:
+    folder = tmp_path / "runs" / ("math copy" if " " in under else "math")
     folder.mkdir(parents=True)
     return folder
 
