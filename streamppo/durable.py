@@ -7,6 +7,7 @@ never read, and the next writer replaces it.
 import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -25,6 +26,15 @@ HOLLOW = "a sparse file, which streamppo does not write"
 def aside(path: Path) -> Path:
     """The temporary name of `path`, until it is settled."""
     return path.with_name(f"{path.name}{ASIDE}")
+
+
+def refuse_aside(path: Path, kind: type[StreamppoError]) -> None:
+    """Raise `kind` if something is at the temporary name of `path`, which a user chose: it may be the user's own."""
+    if os.path.lexists(aside(path)):
+        raise kind(
+            f"{aside(path)}: is where {path.name} is written until it is complete, and exists: delete it if a stopped "
+            "command left it there, or choose another name"
+        )
 
 
 @contextmanager
@@ -126,6 +136,11 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file."""
     with reading(path, whole=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def mount_point(field: str) -> str:
+    """A path as mountinfo (proc(5)) writes it, with white space and backslashes as octal digits: "my\\040disk"."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def flush(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from streamppo import durable
 from streamppo.commands.console import echo
 from streamppo.commands.models import weights
 from streamppo.config.sections import Config, model_path
@@ -13,13 +14,14 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
     """Write the policy of `version`, by default the newest checkpoint, and its tokenizer at `folder`.
 
     With `adapter` only its adapters, in peft's format. Raises `ConfigError` if it has none, `CheckpointError` if
-    `folder` exists, and as `weights.checkpoint_weights` does.
+    `folder` or its temporary name exists, and as `weights.checkpoint_weights` does.
     """
     lora, start = config.model.lora, model_path(config, run)
     if adapter and lora is None:
         raise ConfigError(f"{run} has no adapters: it was trained without model.lora")
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a folder that does not")
+    durable.refuse_aside(folder, CheckpointError)
     policy = weights.checkpoint_weights(config, run, version)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if adapter and lora is not None:

@@ -4,8 +4,10 @@ On a network file system, processes on several machines would see different memo
 restarts: the journal would be damaged without an error.
 """
 
+import os
 from pathlib import Path
 
+from streamppo import durable
 from streamppo.errors import RunError
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -19,7 +21,7 @@ LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.bindfs", "fuse.lxcfs"})
 
 def refuse_network(folder: Path) -> None:
     """Raise `RunError`, with the remedy, if `folder` is, or would be, on a network file system."""
-    kind = file_system(folder, MOUNTS.read_text()) if MOUNTS.exists() else ""
+    kind = file_system(folder, os.fsdecode(MOUNTS.read_bytes())) if MOUNTS.exists() else ""
     if kind in NETWORK or (kind.startswith(FUSE) and kind not in LOCAL_FUSE):
         raise RunError(
             f"{folder}: is on a network file system ({kind}), and a run's journal (SQLite in WAL mode) would be "
@@ -33,7 +35,7 @@ def file_system(folder: Path, mounts: str) -> str:
     kind, longest = "", -1
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
-        point = before.split()[4].encode().decode("unicode_escape")
+        point = durable.mount_point(before.split()[4])
         # A later mount at the same point hides the earlier one.
         if folder.resolve().is_relative_to(point) and len(point) >= longest:
             kind, longest = after.split()[0], len(point)

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from streamppo import durable
+
 OWN, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 CONTROLLERS = frozenset({"memory", "pids"})
 NAME = "streamppo"
@@ -83,7 +85,7 @@ def group(memory_mib: int) -> Generator[ControlGroup | None]:
 def place() -> Path | None:
     """Find the nearest cgroup around this process in which groups with limits can be made; None without one."""
     with suppress(OSError):
-        for level in levels(OWN.read_text(), MOUNTS.read_text()):
+        for level in levels(os.fsdecode(OWN.read_bytes()), os.fsdecode(MOUNTS.read_bytes())):
             if _hands_on(level) and _works(level):
                 return level
     return None
@@ -97,7 +99,7 @@ def levels(own: str, mounts: str) -> Iterator[Path]:
         root, point = before.split()[3:5]
         # A mount may show only a part of the tree that does not contain the process.
         if after.split()[0] == "cgroup2" and ".." not in Path(path).parts and Path(path).is_relative_to(root):
-            folder = Path(point.encode().decode("unicode_escape"), Path(path).relative_to(root))
+            folder = Path(durable.mount_point(point), Path(path).relative_to(root))
             yield from (folder, *folder.parents[: len(Path(path).relative_to(root).parts)])
 
 

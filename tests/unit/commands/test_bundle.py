@@ -320,6 +320,15 @@ def test_what_no_bundle_can_be_is_refused_in_a_sentence(
     assert reason in failed(capsys, "bundle", str(run), *options)
 
 
+def test_a_file_at_the_temporary_name_is_not_deleted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kept.bundle.tmp").write_text("mine")
+    said = failed(capsys, "bundle", str(run), "--update", "5", "--to", str(tmp_path / "kept.bundle"))
+    assert "is where kept.bundle is written until it is complete, and exists" in said
+    assert (tmp_path / "kept.bundle.tmp").read_text() == "mine"
+
+
 def test_a_file_that_is_there_is_not_replaced(
     run: Path, bundled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

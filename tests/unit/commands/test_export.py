@@ -132,6 +132,21 @@ def test_a_folder_that_exists_is_refused_and_the_versions_are_named(
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("adapter", [(), ("--adapter",)])
+def test_a_folder_at_the_temporary_name_is_not_deleted(
+    tmp_path: Path, adapter: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_at(tmp_path / "model", tied=True)
+    run, aside = tmp_path / "run", tmp_path / "out.tmp"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpointed(run, case.config_of(f"model.path={tmp_path / 'model'}", "model.lora={rank=3, alpha=4}"), (3,))
+    aside.mkdir()
+    (aside / "notes.txt").write_text("mine")
+    assert cli.main(["export", str(run), "--to", str(tmp_path / "out"), *adapter]) == 1
+    assert "is where out is written until it is complete, and exists" in capsys.readouterr().err
+    assert (aside / "notes.txt").read_text() == "mine"
+
+
 def test_a_copy_of_a_run_never_gets_the_weights_of_the_first_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,28 +179,36 @@ MOUNTS = """\
 44 27 0:54 / /layer rw - fuse.fuse-overlayfs fuse rw
 45 27 0:55 / /layer/again rw - cifs //server/x rw
 46 27 254:1 / /layer/again rw - ext4 /dev/vdc rw
+47 27 0:56 / /mnt/f\u00fcr\\040alle rw - nfs4 server:/all rw
+48 27 0:57 / /mnt/\udcfc\u4e2d rw - nfs4 server:/other rw
+49 27 254:2 / /mnt/f\u00fcr\\040alle/local rw - ext4 /dev/vdd rw
 """
 
 
 @pytest.mark.parametrize(
     ("folder", "kind"),
-    [("/home/me/runs", "nfs4"), ("/scratch/runs/math", "lustre"), ("/cloud", "fuse.gcsfuse")],
+    [
+        *(("/home/me/runs", "nfs4"), ("/scratch/runs/math", "lustre"), ("/cloud", "fuse.gcsfuse")),
+        *(("/mnt/f\u00fcr alle/runs", "nfs4"), ("/mnt/\udcfc\u4e2d/runs", "nfs4")),
+    ],
 )
 def test_a_run_on_a_network_file_system_is_refused_with_the_remedy(
     folder: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mountinfo")
-    disk.MOUNTS.write_text(MOUNTS)
+    disk.MOUNTS.write_bytes(os.fsencode(MOUNTS))
     with pytest.raises(RunError, match=rf"^{folder}: is on a network file system \({kind}\).*`--runs FOLDER`"):
         disk.refuse_network(Path(folder))
 
 
-@pytest.mark.parametrize("folder", ["/home/my disk/runs", "/homes/runs", "/layer", "/layer/again/runs"])
+@pytest.mark.parametrize(
+    "folder", ["/home/my disk/runs", "/homes/runs", "/layer", "/layer/again/runs", "/mnt/f\u00fcr alle/local/x"]
+)
 def test_a_disk_of_this_machine_is_accepted_also_inside_a_network_file_system(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mountinfo")
-    disk.MOUNTS.write_text(MOUNTS)
+    disk.MOUNTS.write_bytes(os.fsencode(MOUNTS))
     disk.refuse_network(Path(folder))
 
 
