@@ -6,8 +6,11 @@ The default is in bubblewrap.py; docs/security.md compares them.
 import asyncio
 import logging
 import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +28,28 @@ class Sandbox(Protocol):
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
         """Run a program to its end or to a limit. Raises only if the sandbox itself fails."""
         ...
+
+
+@contextmanager
+def scratch_folder() -> Generator[str]:
+    """Make a temporary folder for a program, and remove it afterwards, whatever the program left in it.
+
+    A thousand nested folders end Python's own removal by recursion; a child that escaped may add files during it.
+    """
+    folder = tempfile.mkdtemp(prefix="streamppo-")
+    try:
+        yield folder
+    finally:
+        for before in ([], ["chmod", "-R", "u+rwX", "--", folder]):
+            _quietly(before)
+            _quietly(["rm", "-rf", "--", folder])
+        if os.path.lexists(folder):
+            log.warning("%s: what a program left there could not be removed", folder)
+
+
+def _quietly(command: Sequence[str]) -> None:
+    if command and os.path.lexists(command[-1]):
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 class Local:
@@ -45,7 +70,7 @@ class Local:
         return await asyncio.to_thread(self._run, program, stdin, limits)
 
     def _run(self, program: str, stdin: str, limits: RunLimits) -> Ran:
-        with tempfile.TemporaryDirectory(prefix="streamppo-") as folder, capture.StartSignal() as started:
+        with scratch_folder() as folder, capture.StartSignal() as started:
             (Path(folder) / "program.py").write_bytes(program.encode(errors="replace"))
             launcher = [str(capture.LAUNCHER), self._around, str(os.getpid()), *started.arguments(limits)]
             env = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": folder, "PYTHONHASHSEED": "0"}

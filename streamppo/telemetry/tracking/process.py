@@ -20,6 +20,7 @@ import msgspec
 from msgspec import structs
 
 from streamppo import durable
+from streamppo.errors import UNREADABLE
 from streamppo.telemetry.tracking.follow import ResumedReader
 from streamppo.telemetry.tracking.points import Points
 from streamppo.telemetry.tracking.trackers.build import build
@@ -54,7 +55,7 @@ def main() -> None:
 def follow(run: TrackedRun) -> None:
     """Send all lines, and close the tracker once standard input has ended."""
     path = progress_path(Path(run.folder), run.kind)
-    progress = msgspec.json.decode(path.read_bytes(), type=Progress) if path.is_file() else Progress()
+    progress = _read(path)
     with _limit(OPEN_S):
         tracker = build(structs.replace(run, id=progress.id))
     follower, points = ResumedReader(Path(run.folder), progress.sent), Points(progress.version)
@@ -67,6 +68,16 @@ def follow(run: TrackedRun) -> None:
         while _send(tracker, follower, points):
             _save(path, Progress(tracker.id, follower.sent, points.version))
         tracker.close(points.outcome)
+
+
+def _read(path: Path) -> Progress:
+    """The progress of an earlier process. Without one, or with a damaged file, all lines are sent."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Progress) if path.is_file() else Progress()
+    except (OSError, *UNREADABLE) as error:
+        # A power failure may leave an empty file.
+        sys.stderr.write(f"{path}: cannot be read, so all lines are sent again: {error}\n")
+        return Progress()
 
 
 def progress_path(folder: Path, kind: Kind) -> Path:

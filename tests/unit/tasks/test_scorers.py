@@ -4,10 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -296,6 +298,30 @@ def test_the_score_is_the_share_of_tests_that_pass() -> None:
     assert (found.score, found.components) == (0.5, {"passed": 0.5})
     assert found.explanation == "test 2: AssertionError: assert add(1, 1) == 3"
     assert run_tests(ADD, '["assert add(1, 2) == 3", "assert 0"]', all_or_nothing=True).score == 0.0
+
+
+LEFT = {
+    "nested": "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')",
+    "closed": "import os\nos.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)",
+    "a link": "import os\nos.symlink('/', 'root'); os.symlink('root', 'again')",
+    "a child that goes on": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    end = time.time() + 2\n"
+    "    while time.time() < end:\n        try:\n            os.makedirs(f'{time.time()}/x')\n"
+    "        except OSError:\n            break\n    os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_program_leaves_in_its_folder_changes_no_score_and_is_removed(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said = f"```python\n{LEFT[left]}\nprint('yes')\n```"
+    assert run_tests(said, [{"input": "", "output": "yes"}]).score == 1.0
+    assert run_tests(said, [{"input": "", "output": "no"}]).score == 0.0
+    stays = [str(path) for path in tmp_path.iterdir()]
+    # Local has no hold of a child that left its group.
+    assert not stays or left == "a child that goes on"
+    assert all(f"{path}: what a program left there could not be removed" in caplog.text for path in stays)
 
 
 def test_standard_input_and_output_are_compared() -> None:

@@ -286,6 +286,18 @@ def test_a_run_without_trackers_has_no_process_and_no_folder(run: Path) -> None:
     assert list(run.iterdir()) == []
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"sent": "x"}'])
+def test_a_damaged_progress_file_begins_again(
+    run: Path, config: Config, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (told_of,) = runs(config, run)
+    path = process.progress_path(run, told_of.kind)
+    path.parent.mkdir()
+    path.write_bytes(content)
+    assert process._read(path) == process.Progress()
+    assert f"{path}: cannot be read, so all lines are sent again" in capsys.readouterr().err
+
+
 def test_a_tracker_is_told_of_the_configuration_by_dotted_names(run: Path, config: Config) -> None:
     (told_of,) = runs(config, run)
     assert (
