@@ -5,13 +5,14 @@ import traceback
 from types import TracebackType
 from typing import NoReturn
 
-from streamppo import cli
+from streamppo import cli, process
 from streamppo.commands import end
 from streamppo.terminal import lines
 
 
 def main() -> NoReturn:
     """Run one command and end the process, even if threads of a plug-in never end."""
+    process.open_closed_streams()
     sys.excepthook = _show
     end.leave(cli.main())
 

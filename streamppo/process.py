@@ -109,6 +109,24 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def open_closed_streams() -> None:
+    """Open the null device in place of each standard stream that is closed (`>&-`).
+
+    Without it a file of the run may get the stream's descriptor, into which children then print.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free descriptor: those before are open.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def take_any_text() -> None:
     """Print characters that the output's encoding lacks, unpaired surrogates included, as escapes."""
     for stream in (sys.stdout, sys.stderr):

@@ -110,4 +110,5 @@ def _reward(given: RewardSource | None, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    process.open_closed_streams()
     end.leave(main(int(sys.argv[1])))

@@ -25,6 +25,8 @@ CHILD = "streamppo.api.child"
 """The module of the run's process."""
 TICK_S = 2.0
 """Seconds between two calls of the watcher while the run has no output."""
+DRAIN_S = 0.05
+"""Seconds between two reads of the output of a run that stops."""
 CHUNK = 2**16
 
 Watcher = Callable[[Path], None]
@@ -68,7 +70,7 @@ class _Child:
     def __init__(self, watch: Watcher | None) -> None:
         self._watch = watch
         self._told = b""
-        self._interrupted = False
+        self._interrupted = self._drops = False
         self._channel, theirs = socket.socketpair()
         is_replaced = sys.stdout is not sys.__stdout__
         with theirs:
@@ -105,15 +107,32 @@ class _Child:
                 self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Close the socket, which stops the process; wait for its end, and forward the rest of its output."""
+        """Close the socket, which stops the process; wait for its end, and forward the rest of its output.
+
+        Where forwarding fails, the rest is dropped, and the error is raised after the end.
+        """
         self._channel.close()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._pass_on()
-            self._process.stdout.close()
+        try:
+            self._drain()
+        except BaseException:
+            # The process would wait without end for somebody who reads what it prints.
+            self._drops = True
+            self._drain()
+            raise
         self._selector.close()
         if self._watch and (folder := self._folder()):
             self._watch(folder)
+
+    def _drain(self) -> None:
+        """Wait for the end of the process, and read its output meanwhile."""
+        while self._process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(DRAIN_S)
+            if self._process.stdout is not None:
+                self._pass_on()
+        if self._process.stdout is not None:
+            self._pass_on()
+            self._process.stdout.close()
 
     def outcome(self) -> Path:
         """Return the folder of a run that has made all updates; raise its error otherwise. See `drive`."""
@@ -146,8 +165,9 @@ class _Child:
         stream = self._process.stdout
         assert stream is not None
         while data := stream.read(CHUNK):
-            sys.stdout.write(self._decoder.decode(data))
-            sys.stdout.flush()
+            if not self._drops:
+                sys.stdout.write(self._decoder.decode(data))
+                sys.stdout.flush()
         if data == b"" and stream in self._selector.get_map():
             self._selector.unregister(stream)
 

@@ -12,6 +12,7 @@ exit code 0     the command succeeded
           130   stopped by Ctrl-C (128 and the number of the signal)
 """
 
+import errno
 import logging
 import os
 import signal
@@ -42,12 +43,23 @@ from streamppo.errors import ConfigError, RunError, StreamppoError
 
 STARTED = time.perf_counter()
 MISTAKE = ConfigError.exit_code
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write to a full disk or a failing device."""
 
 log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected errors print one sentence to standard error."""
+    try:
+        code = _run(arguments)
+    except BaseException:
+        flush()
+        raise
+    return code if flush() else code or _fail_to_write()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     process.take_any_text()
     words = sys.argv[1:] if arguments is None else arguments
     # Keeps Ray's usage report out of the training log.
@@ -66,8 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
-    finally:
-        flush()
+    except OSError as error:
+        # An error of a file names it; those of standard output do not.
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        return _fail_to_write()
+
+
+def _fail_to_write() -> int:
+    complain("standard output cannot be written: its disk is full, or its device fails")
+    return RunError.exit_code
 
 
 def _refuse_deleted_folder() -> None:

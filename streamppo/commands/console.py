@@ -58,12 +58,14 @@ def complain(text: str) -> None:
         sys.stderr.write(f"streamppo: {lines(text)}\n")
 
 
-def flush() -> None:
-    """Write the rest of standard output. A closed reader (`| head`) is not an error."""
+def flush() -> bool:
+    """Write the rest of standard output; return False if that fails. A closed reader (`| head`) is not a failure."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return isinstance(error, BrokenPipeError)
+    return True
 
 
 @contextmanager

@@ -25,6 +25,13 @@ def main(channel: socket.socket) -> int:
         case ["raises", kind, code]:
             channel.sendall(line(RunReply(error=kind, text="its words, in two\nlines")))
             return int(code)
+        case ["prints_at_its_end", lines]:
+            print("begun", flush=True)
+            while channel.recv(2**16):
+                pass
+            for number in range(int(lines)):
+                print(f"line {number} while the last checkpoint is written", flush=True)
+            return 0
         case ["dies"]:
             os.kill(os.getpid(), signal.SIGKILL)
         case ["interrupts"]:

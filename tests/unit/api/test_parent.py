@@ -26,6 +26,36 @@ def test_output_goes_to_the_standard_output_of_the_script_character_by_character
     assert capsys.readouterr().out == "zwölf=€12!\n"
 
 
+@pytest.mark.parametrize("fails", ["output", "watcher"])
+def test_a_run_ends_though_nobody_takes_what_it_prints(fails: str) -> None:
+    """More than a pipe holds, printed after the script's output or drawing of curves has failed."""
+    script = (
+        "import io, sys\n"
+        "from streamppo.api import parent\n"
+        "from streamppo.api.messages import RunRequest\n"
+        "parent.CHILD = 'scripted_child'\n"
+        "class Cell(io.StringIO):\n"
+        "    def write(self, text):\n"
+        f"        if {fails == 'output'}: raise OSError('the cell is gone')\n"
+        "        return super().write(text)\n"
+        "def watch(folder):\n"
+        f"    if {fails == 'watcher'}: raise OSError('the cell is gone')\n"
+        "sys.stdout = Cell()\n"
+        "try:\n    parent.drive(RunRequest(config='prints_at_its_end 20000'), watch)\n"
+        "except OSError as error:\n    print(error, file=sys.__stdout__)\n"
+    )
+    path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "the cell is gone\n", done.stderr
+
+
 @pytest.mark.usefixtures("_scripted")
 @pytest.mark.parametrize("kind", [ConfigError, RunError, LearnerLost])
 def test_the_error_that_ended_the_run_is_raised_as_what_it_was(kind: type[Exception]) -> None:

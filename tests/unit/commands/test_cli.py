@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -170,6 +171,30 @@ def test_a_reader_that_went_away_ends_the_command_like_any_program_in_a_pipe(lin
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.stderr, done.returncode) == ("", 141)
+
+
+CHEAP = {"--version": 0, "--help": 0, "run CONFIG --dry-run": 0, "summary nowhere": 1}
+
+
+@pytest.mark.parametrize("words", CHEAP)
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", ">&- 2>&- <&-"])
+def test_closed_standard_streams_change_no_exit_code(words: str, closed: str, tmp_path: Path) -> None:
+    line = f"{shlex.join(PROGRAM)} {words.replace('CONFIG', str(MATH))} {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == CHEAP[words]
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert (done.stdout == "") == (">&-" in closed.replace("2>&-", "") or CHEAP[words] != 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [words for words, code in CHEAP.items() if code == 0])
+def test_output_to_a_full_disk_ends_in_a_sentence(words: str) -> None:
+    line = f"{shlex.join(PROGRAM)} {words.replace('CONFIG', str(MATH))} >/dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "streamppo: standard output cannot be written: its disk is full, or its device fails\n",
+    )
 
 
 def test_nothing_of_a_terminal_goes_into_a_pipe_and_no_row_is_wrapped() -> None:
