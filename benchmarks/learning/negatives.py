@@ -24,6 +24,7 @@ The last four came later; their thresholds are those of the first five, and were
     quarter   TOPR's correction, negatives at a quarter, four minibatches
     halves    `quarter` with two minibatches
     steady    `quarter` without whitening, and with Adam's beta2 = 0.999: configs/math.toml
+    full      `steady` with negatives at full weight
     grpo      group-relative advantages, one optimizer step per batch, as in TRL
     grpo_quarter   group-relative advantages with the rule `quarter`
 
@@ -89,13 +90,15 @@ TASKS = ("add", "subtract", "sort", "split", "graded", *FURTHER)
 QUARTER = ("algorithm.correction={kind='topr'}", "algorithm.negative_weight=0.25")
 GRPO = ("algorithm.advantage={kind='grpo'}",)
 FOUR = ("learner.minibatches=4",)
+STEADY = ("algorithm.whiten.over=off", "learner.betas=[0.9,0.999]")
 RULES = {
     "plain": (),
     "steps": FOUR,
     "topr": (*FOUR, "algorithm.correction={kind='topr'}"),
     "quarter": (*QUARTER, *FOUR),
     "halves": (*QUARTER, "learner.minibatches=2"),
-    "steady": (*QUARTER, *FOUR, "algorithm.whiten.over=off", "learner.betas=[0.9,0.999]"),
+    "steady": (*QUARTER, *FOUR, *STEADY),
+    "full": (*FOUR, *STEADY, "algorithm.correction={kind='topr'}", "algorithm.negative_weight=1"),
     "grpo": GRPO,
     "grpo_quarter": (*GRPO, *QUARTER, *FOUR),
 }

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import learner_case
 import pytest
+import torch
 from msgspec.structs import replace
 
-from benchmarks.learning import negatives
+from benchmarks.learning import negatives, signs
 from benchmarks.learning.negatives import Case
 from benchmarks.lib import world
 from benchmarks.lib.campaign import Row
@@ -32,7 +33,7 @@ def test_every_case_is_a_configuration_that_can_be_run(task: str, rule: str, tmp
     config = configfile.load(negatives.CONFIG, chosen)
     assert (config.queue.bound, config.seed, config.updates) == (16, 4, 300)
     assert isinstance(config.algorithm.correction, Topr) == (
-        rule in ("topr", "quarter", "halves", "steady", "grpo_quarter")
+        rule in ("topr", "quarter", "halves", "steady", "full", "grpo_quarter")
     )
     assert (config.algorithm.negative_weight == 0.25) == (rule in ("quarter", "halves", "steady", "grpo_quarter"))
 
@@ -167,3 +168,29 @@ def test_every_study_has_a_picture_a_task(tmp_path: Path) -> None:
     rows = [row("steady", lag, [0.2, 0.6, 0.9], task=task) for lag in (0, 16) for task in ("add", "sort")]
     negatives.plot(rows, tmp_path / "made.png")
     assert (tmp_path / "made.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_best_weight_of_negatives_is_that_of_the_closest_direction() -> None:
+    exact, positive = torch.tensor([1.0, 1.0, 0.0]).double(), torch.tensor([1.0, 0.0, 0.0]).double()
+    found = signs.products(positive, torch.tensor([0.0, 4.0, 0.0]).double(), exact)
+    assert signs.best_weight(found) == 0.25 and signs.cosine(found, 0.25) == pytest.approx(1.0)
+    assert signs.cosine(found, 0.0) == pytest.approx(0.5**0.5)
+    opposite = signs.products(positive, torch.tensor([0.0, -4.0, 0.0]).double(), exact)
+    assert signs.best_weight(opposite) == 0.0
+
+
+@pytest.mark.slow
+def test_gradients_by_sign_point_to_the_expected_score_where_it_is_measured(tmp_path: Path) -> None:
+    """One batch of a model that has just learned the format, and a second one after the critic has seen it."""
+    world.alone(tmp_path)
+    try:
+        found = signs._measured(Case("add", "steady", 0, 4), signs.EVERY + 1, tmp_path)["measured"]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [one["version"] for one in found] == [0, signs.EVERY]
+    for one in found:
+        assert 0 < one["expected"] < 1 and one["p_right"] > one["p_wrong"] > 0
+        assert one["truncate"] == pytest.approx(one["topr"], rel=1e-3), "data of lag 0 need no correction"
+        assert one["topr"]["pj"] > 0, "right answers say where the score rises"
+        gained = one["moved_right"]
+        assert gained > 0
