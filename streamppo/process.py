@@ -123,8 +123,7 @@ def open_closed_streams() -> None:
             # The lowest free descriptor: those before are open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+        vars(sys).update({name: stream, f"__{name}__": stream})
 
 
 def take_any_text() -> None:

@@ -114,11 +114,12 @@ class _Child:
         self._channel.close()
         try:
             self._drain()
-        except BaseException:
-            # The process would wait without end for somebody who reads what it prints.
+        finally:
+            # Where forwarding failed, the process would wait without end for a reader of its output.
             self._drops = True
             self._drain()
-            raise
+            if self._process.stdout is not None:
+                self._process.stdout.close()
         self._selector.close()
         if self._watch and (folder := self._folder()):
             self._watch(folder)
@@ -132,7 +133,6 @@ class _Child:
                 self._pass_on()
         if self._process.stdout is not None:
             self._pass_on()
-            self._process.stdout.close()
 
     def outcome(self) -> Path:
         """Return the folder of a run that has made all updates; raise its error otherwise. See `drive`."""

@@ -53,10 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected errors print one sentence to standard error."""
     try:
         code = _run(arguments)
-    except BaseException:
-        flush()
-        raise
-    return code if flush() else code or _fail_to_write()
+    finally:
+        is_written = flush()
+    return code if is_written else code or _fail_to_write()
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class Tokenizer:
 
     def __init__(self, path: str | Path, clock: str = "") -> None:
         try:
-            self._tokenizer = tokenizers.read(path)
+            self._tokenizer: Any = tokenizers.read(path)
         except ValueError as error:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
