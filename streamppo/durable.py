@@ -5,13 +5,14 @@ never read, and the next writer replaces it.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
 import stat
 from collections.abc import Generator
-from contextlib import contextmanager
-from io import BufferedReader
+from contextlib import contextmanager, suppress
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
 from streamppo.errors import StreamppoError
@@ -66,16 +67,39 @@ def rename(source: Path, target: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a whole file durably. A link at its temporary name is replaced, not followed."""
-    if aside(path).is_symlink():
-        aside(path).unlink()
-    with open(aside(path), "wb", opener=_not_by_link) as file:
+    """Write a whole file durably. A link at its temporary name is replaced, not followed.
+
+    Concurrent writers of one path wait for each other, so that a reader sees the whole content of one of them.
+    """
+    with _temporary_file(path) as file:
+        file.truncate()
         file.write(data)
-    settle(path)
+        file.flush()
+        settle(path)
 
 
-def _not_by_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+@contextmanager
+def _temporary_file(path: Path) -> Generator[BufferedWriter]:
+    """Open the file at the temporary name of `path`, locked until the end of the block."""
+    while True:
+        if aside(path).is_symlink():
+            aside(path).unlink()
+        descriptor = os.open(aside(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            # Some file systems have no locks.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(aside(path), file.fileno()):
+                yield file
+                return
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """False for an open file that another writer has meanwhile given its final name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ def test_bytes_are_flushed_before_a_name_is_given_and_the_folder_after_it(tmp_pa
     durable.write(tmp_path / "a", b"content")
     assert calls == ["flush a.tmp", "rename a.tmp", f"flush {tmp_path.name}"]
     assert (tmp_path / "a").read_bytes() == b"content"
+
+
+def test_concurrent_writers_of_one_file_succeed_and_a_reader_sees_one_of_them_whole(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom streamppo import durable\n"
+        "end = time.monotonic() + 1.5\n"
+        "while time.monotonic() < end:\n    durable.write(Path(sys.argv[1]), sys.argv[2].encode() * 100_000)\n"
+    )
+    path, whole = tmp_path / "report.html", {letter.encode() * 100_000 for letter in "abc"}
+    durable.write(path, b"a" * 100_000)
+    with ExitStack() as ending:
+        writers = [
+            ending.enter_context(subprocess.Popen([sys.executable, "-c", script, str(path), letter]))
+            for letter in "abc"
+        ]
+        while any(writer.poll() is None for writer in writers):
+            assert path.read_bytes() in whole
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_a_file_of_the_archive_is_flushed_before_it_has_its_name_and_its_folder_after_it(
