@@ -174,8 +174,10 @@ def memory_bytes(pid: int) -> int:
 
 
 def _kib(path: Path) -> dict[str, int]:
-    lines = (line.split() for line in path.read_text().split("\n"))
-    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[2:] == ["kB"]}
+    # The program chooses its processes' names, which may be no text, and may look like an amount of memory.
+    rows = (line.split() for line in path.read_bytes().split(b"\n"))
+    amounts = (row for row in rows if row[2:] == [b"kB"] and row[1].isdigit())
+    return {name.decode().rstrip(":"): int(kib) for name, kib, _ in amounts}
 
 
 def _shares(pid: int) -> int:

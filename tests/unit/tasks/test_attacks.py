@@ -157,6 +157,8 @@ HOARDS = {
     "SysV segments": "libc.shmat.restype = ctypes.c_void_p\nfor _ in range(25):\n    one = libc.shmget(0, 64 * 2 ** 20, 0o1600)\n    if one < 0: sys.exit('refused')\n    ctypes.memset(libc.shmat(one, None, 0), 1, 64 * 2 ** 20)\n",
     "SysV segments that are left": "libc.shmat.restype = ctypes.c_void_p\nlibc.shmdt.argtypes = [ctypes.c_void_p]\nfor _ in range(25):\n    one = libc.shmget(0, 64 * 2 ** 20, 0o1600)\n    if one < 0: sys.exit('refused')\n    at = libc.shmat(one, None, 0)\n    ctypes.memset(at, 1, 64 * 2 ** 20)\n    libc.shmdt(at)\n",
     "shared maps over forks": "for _ in range(25):\n    if os.fork() == 0:\n        m = mmap.mmap(-1, 64 * 2 ** 20)\n        m.write(b'x' * len(m))\n        time.sleep(60)\n    time.sleep(0.02)\n",
+    "forks whose name is no text": "open('/proc/self/comm', 'wb').write(bytes([255]))\nfor _ in range(25):\n    if os.fork() == 0:\n        m = mmap.mmap(-1, 64 * 2 ** 20)\n        m.write(b'x' * len(m))\n        time.sleep(60)\n    time.sleep(0.02)\n",
+    "forks whose name looks like an amount": "open('/proc/self/comm', 'wb').write(b'x kB')\nfor _ in range(25):\n    if os.fork() == 0:\n        m = mmap.mmap(-1, 64 * 2 ** 20)\n        m.write(b'x' * len(m))\n        time.sleep(60)\n    time.sleep(0.02)\n",
     "shared maps of one process": "held = []\nfor _ in range(25):\n    held.append(mmap.mmap(-1, 64 * 2 ** 20))\n    held[-1].write(b'x' * 2 ** 26)\n",
     "files in memory": "for _ in range(25):\n    fd = os.memfd_create('x')\n    for _ in range(64): os.write(fd, b'x' * 2 ** 20)\n",
     "files in memory that are mapped no more": "for _ in range(25):\n    fd = os.memfd_create('x')\n    os.ftruncate(fd, 2 ** 26)\n    m = mmap.mmap(fd, 2 ** 26)\n    m.write(b'x' * len(m))\n    m.close()\n",

@@ -138,7 +138,7 @@ def _limit_memory(memory_mib: int) -> None:
     status = Path("/proc/self/status")
     if not status.exists():
         return
-    used_kib = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
+    used_kib = next(int(line.split()[1]) for line in status.read_bytes().split(b"\n") if line.startswith(b"VmData:"))
     limit = used_kib * 2**10 + memory_mib * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
