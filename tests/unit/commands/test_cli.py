@@ -149,7 +149,9 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     # A background process ignores Ctrl-C, and so do its children: pytest may be one.
     program = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     program += "from streamppo.__main__ import main\nmain()\n"
-    with subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
         assert running.stdout is not None and running.stderr is not None
         assert any(line.endswith("at work\n") for line in iter(running.stderr.readline, ""))
         time.sleep(0.1)
