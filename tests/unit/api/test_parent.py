@@ -18,6 +18,21 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "CHILD", "scripted_child")
 
 
+def assert_prints(script: str, output: str) -> None:
+    """Run a script in a process and a session of its own."""
+    path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert done.stdout == output, done.stderr
+
+
 @pytest.mark.usefixtures("_scripted")
 def test_output_goes_to_the_standard_output_of_the_script_character_by_character(
     capsys: pytest.CaptureFixture[str],
@@ -44,16 +59,7 @@ def test_a_run_ends_though_nobody_takes_what_it_prints(fails: str) -> None:
         "try:\n    parent.drive(RunRequest(config='prints_at_its_end 20000'), watch)\n"
         "except OSError as error:\n    print(error, file=sys.__stdout__)\n"
     )
-    path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout == "the cell is gone\n", done.stderr
+    assert_prints(script, "the cell is gone\n")
 
 
 @pytest.mark.usefixtures("_scripted")
@@ -97,14 +103,4 @@ def test_a_ctrl_c_reaches_the_run_once_and_the_script_when_the_run_has_ended() -
         "try:\n    parent.drive(RunRequest(config='interrupts'))\n"
         "except KeyboardInterrupt:\n    print('and the script')\n"
     )
-    path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,
-        timeout=60,
-    )
-    assert done.stdout == "heard 1\nand the script\n", done.stderr
+    assert_prints(script, "heard 1\nand the script\n")
