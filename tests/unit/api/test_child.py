@@ -16,7 +16,11 @@ from streamppo.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.process
 
-CHILD = [sys.executable, "-m", "streamppo.api.child"]
+CHILD = ["-m", "streamppo.api.child"]
+REPLIES = (
+    "import os, sys; from streamppo.api import child; os.write(int(sys.argv[1]), b'.'); child.main(int(sys.argv[1]))"
+)
+"""It has sent a reply before it reads the request."""
 
 
 def test_a_mistake_is_raised_in_the_script_and_leaves_no_folder(tmp_path: Path) -> None:
@@ -41,10 +45,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, start: Callable[[Path
         start(tmp_path)
 
 
-def test_it_ends_when_the_script_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("child", [CHILD, ["-c", REPLIES]], ids=["all replies are read", "a reply is not read"])
+def test_it_ends_when_the_script_does(child: list[str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never.toml")
     ours, theirs = socket.socketpair()
-    with theirs, subprocess.Popen([*CHILD, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as process:
+    command = [sys.executable, *child, str(theirs.fileno())]
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
         ours.sendall(line(RunRequest(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
         try:
