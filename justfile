@@ -23,7 +23,7 @@ slow *options:
 coverage:
     pytest -n 2 --cov=streamppo --cov-report=term-missing
 
-# Unit and property tests that start no process: under a minute on two cores. `just quick tests/unit/queue` is a room
+# Unit and property tests that start no process: four minutes on two cores. `just quick tests/unit/queue` is a room
 quick *paths="tests/unit tests/property":
     pytest -q -n 2 -m 'not sglang and not slow and not process' {{paths}}
 
