@@ -110,10 +110,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the null device in place of each standard stream that is closed (`>&-`).
-
-    Without it a file of the run may get the stream's descriptor, into which children then print.
-    """
+    """Open the null device for each closed standard stream (`>&-`): a file would get its number, and children print."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
@@ -123,7 +120,8 @@ def open_closed_streams() -> None:
             # The lowest free descriptor: those before are open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
-        vars(sys).update({name: stream, f"__{name}__": stream})
+        for alias in (name, f"__{name}__"):
+            setattr(sys, alias, stream)
 
 
 def take_any_text() -> None:
