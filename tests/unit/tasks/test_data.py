@@ -177,7 +177,6 @@ def test_what_has_no_splits_is_not_evaluated_on_its_training_rows(tmp_path: Path
     assert [prompt.text for prompt in built.held_out(9)] == ["b 0"]
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, ending: str) -> None:
     columns = [pyarrow.array(["1+1="]), pyarrow.array(["2"]), pyarrow.array(["3"])]
@@ -192,6 +191,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, ending: str) -> Non
         task.build(one_source(data=str(path), held_out=0.0), 1, None)
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet", "arrow"])
 @pytest.mark.parametrize("kind", ["a pipe", "a device without end"])
 def test_data_that_are_no_file_are_refused_at_once(tmp_path: Path, ending: str, kind: str) -> None:
