@@ -162,6 +162,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_kernel(path: Path) -> str:
+    """The text of a file of /proc, decoded as names of files are; "" if there is none."""
+    return os.fsdecode(path.read_bytes()) if path.exists() else ""
+
+
 def mount_point(field: str) -> str:
     """A path as mountinfo (proc(5)) writes it, with white space and backslashes as octal digits: "my\\040disk"."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

@@ -161,19 +161,28 @@ async def measure(case: negatives.Case, config: Config, variants: Mapping[str, C
             rows = await world.next_batch(made, batches, version)
             ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
             batches += 1
-        batch, measured = pad(replace(ahead.popleft(), version=version)), version % EVERY == 0
-        right = right_answers(made, prompts, version)
-        before = _measure_signs(made, variants, batch, right) if measured else {}
-        with torch.no_grad():
-            before_B = probabilities(made, batch)
-        metrics = step(made, pace, batch).metrics
-        if measured:
-            found.append({"version": version, **before, **_moved(made, batch, before_B, right, before["expected"])})
-            found[-1] |= {name: metrics[name] for name in ("reward", "entropy", "ess", "grad_norm", "behavior_kl")}
+        batch = pad(replace(ahead.popleft(), version=version))
+        if version % EVERY:
+            step(made, pace, batch)
+        else:
+            found.append({"version": version, **_measured_step(made, pace, variants, batch, prompts)})
         await made.swap(version + 1)
     accuracy = await world.accuracy(made)
     await made.engine.stop()
     return {"accuracy": accuracy, "measured": found}
+
+
+def _measured_step(
+    made: world.World, pace: Fixed, variants: Mapping[str, Config], batch: PaddedBatch, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Measure before the update on `batch`, make it, and measure what it did."""
+    right = right_answers(made, prompts, batch.version)
+    before = _measure_signs(made, variants, batch, right)
+    with torch.no_grad():
+        before_B = probabilities(made, batch)
+    metrics = step(made, pace, batch).metrics
+    about = {name: metrics[name] for name in ("reward", "entropy", "ess", "grad_norm", "behavior_kl")}
+    return {**before, **_moved(made, batch, before_B, right, before["expected"]), **about}
 
 
 def _measure_signs(

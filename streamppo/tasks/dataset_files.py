@@ -122,10 +122,8 @@ def _csv(path: Path, delimiter: str) -> Iterator[Row]:
     table = csv.reader(_decoded(path), delimiter=delimiter, strict=True)
     try:
         names = next(table, [])
-        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise TaskError(
-                f"{path}: the first line names {', '.join(map(repr, twice))} twice; it has the columns' names"
-            )
+        if twice := _doubled(names):
+            raise TaskError(f"{path}: the first line names {twice} twice; it has the columns' names")
         for values in table:
             if not values:
                 continue
@@ -145,6 +143,11 @@ def _decoded(path: Path) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise TaskError(f"{path}, line {number}: not UTF-8: {error.reason}; save the file as UTF-8") from error
         encoding = "utf-8"
+
+
+def _doubled(names: list[str]) -> str:
+    """Quote the names that several columns have; "" if all differ."""
+    return ", ".join(repr(name) for name in dict.fromkeys(names) if names.count(name) > 1)
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -178,8 +181,8 @@ def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
     import pyarrow
 
     names: list[str] = batch.schema.names
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise TaskError(f"{where}: more than one column is named {', '.join(map(repr, twice))}")
+    if twice := _doubled(names):
+        raise TaskError(f"{where}: more than one column is named {twice}")
     columns: list[list[Any]] = []
     for column in batch.columns:
         try:

@@ -105,7 +105,7 @@ class Tokenizer:
 
     def is_spare(self, name: str) -> bool:
         """Return True for a special token that a prompt has only if it spells it: for padding, for example."""
-        token = self.numbers()[name]
+        token = self._tokenizer.convert_tokens_to_ids(name)
         is_written = any(name in text for text in chat_template.sources(self._tokenizer))
         return token in self._control.special and token not in (self.eos_id, *self._before) and not is_written
 

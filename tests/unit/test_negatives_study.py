@@ -192,5 +192,4 @@ def test_gradients_by_sign_point_to_the_expected_score_where_it_is_measured(tmp_
         assert 0 < one["expected"] < 1 and one["p_right"] > one["p_wrong"] > 0
         assert one["truncate"] == pytest.approx(one["topr"], rel=1e-3), "data of lag 0 need no correction"
         assert one["topr"]["pj"] > 0, "right answers say where the score rises"
-        gained = one["moved_right"]
-        assert gained > 0
+        assert one["moved_right"] > 0

@@ -4,7 +4,6 @@ On a network file system, processes on several machines would see different memo
 restarts: the journal would be damaged without an error.
 """
 
-import os
 from pathlib import Path
 
 from streamppo import durable
@@ -21,7 +20,7 @@ LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.bindfs", "fuse.lxcfs"})
 
 def refuse_network(folder: Path) -> None:
     """Raise `RunError`, with the remedy, if `folder` is, or would be, on a network file system."""
-    kind = file_system(folder, os.fsdecode(MOUNTS.read_bytes())) if MOUNTS.exists() else ""
+    kind = file_system(folder, durable.read_kernel(MOUNTS))
     if kind in NETWORK or (kind.startswith(FUSE) and kind not in LOCAL_FUSE):
         raise RunError(
             f"{folder}: is on a network file system ({kind}), and a run's journal (SQLite in WAL mode) would be "

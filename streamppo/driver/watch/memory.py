@@ -6,6 +6,8 @@ version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_by
 
 from pathlib import Path
 
+from streamppo import durable
+
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
@@ -22,7 +24,7 @@ class MemoryKills:
     """
 
     def __init__(self, cgroups: Path = CGROUPS, own_file: Path = OWN) -> None:
-        self._levels = _levels(cgroups, own_file.read_text() if own_file.exists() else "")
+        self._levels = _levels(cgroups, durable.read_kernel(own_file))
         self._known = self._count()
 
     def explain(self) -> str:
@@ -40,7 +42,7 @@ class MemoryKills:
 
 def limit(cgroups: Path = CGROUPS, own_file: Path = OWN) -> int | None:
     """The smallest memory limit of this process's cgroups in bytes, shared by all their processes; None without one."""
-    levels = _levels(cgroups, own_file.read_text() if own_file.exists() else "")
+    levels = _levels(cgroups, durable.read_kernel(own_file))
     return min((at_level for level in levels if (at_level := _limit(level)) is not None), default=None)
 
 

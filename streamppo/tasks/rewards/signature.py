@@ -44,13 +44,13 @@ class Signature(NamedTuple):
     def columns(self, given: Row) -> dict[str, object]:
         """Select the reward's columns. Raises `TaskError` if a needed one is missing."""
         if not self.needs <= given.keys():
-            missing, more = min(self.needs - given.keys()), ""
-            if missing == "prompt":
-                more = "; the prompt is `trajectory.prompt`, or TRL's `prompts`"
-            elif missing == "answer" and self.style == "verl":
-                more = "; its `ground_truth` is the row's answer: name that column as task.answer"
+            missing, more = self.needs - given.keys(), ""
+            if "prompt" in missing:
+                more += "; the prompt is `trajectory.prompt`, or TRL's `prompts`"
+            if "answer" in missing and self.style == "verl":
+                more += "; its `ground_truth` is the row's answer: name that column as task.answer"
             columns = ", ".join(sorted(given)) or "none"
-            raise TaskError(f"the reward asks for the column {missing!r}; columns are {columns}{more}")
+            raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {columns}{more}")
         if self.takes_all:
             return {name: value for name, value in given.items() if name not in self.bound | self.own}
         return {name: given[name] for name in self.asks if name in given}

@@ -8,8 +8,9 @@ import re
 from fractions import Fraction
 
 MARKED = re.compile(r"####\s*(.+)")
-DECIMAL = r"((?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?)"
-FOUND = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
+WHOLE, EXPONENT = r"(?:\d{1,3}(?:,\d{3})+|\d+)", r"[eE][-+]?\d{1,3}"
+DECIMAL = rf"((?:{WHOLE}(?:\.\d*)?|\.\d+)(?:{EXPONENT})?)"
+FOUND = rf"(?:{WHOLE}(?:\.\d+)?|\.\d+)(?:{EXPONENT}(?!\d))?"
 NUMBER = re.compile(rf"(?:-\\?\$?|\\?\$?-?){FOUND}(?: ?/ ?{FOUND})?")
 """A number inside a text, which does not end in a full stop; VALUE is one that is the whole text."""
 MINUS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))

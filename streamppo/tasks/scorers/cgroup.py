@@ -85,7 +85,7 @@ def group(memory_mib: int) -> Generator[ControlGroup | None]:
 def place() -> Path | None:
     """Find the nearest cgroup around this process in which groups with limits can be made; None without one."""
     with suppress(OSError):
-        for level in levels(os.fsdecode(OWN.read_bytes()), os.fsdecode(MOUNTS.read_bytes())):
+        for level in levels(durable.read_kernel(OWN), durable.read_kernel(MOUNTS)):
             if _hands_on(level) and _works(level):
                 return level
     return None
@@ -96,10 +96,10 @@ def levels(own: str, mounts: str) -> Iterator[Path]:
     path = next((line.removeprefix("0::") for line in own.splitlines() if line.startswith("0::")), "..")
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
-        root, point = before.split()[3:5]
+        root, point = map(durable.mount_point, before.split()[3:5])
         # A mount may show only a part of the tree that does not contain the process.
         if after.split()[0] == "cgroup2" and ".." not in Path(path).parts and Path(path).is_relative_to(root):
-            folder = Path(durable.mount_point(point), Path(path).relative_to(root))
+            folder = Path(point, Path(path).relative_to(root))
             yield from (folder, *folder.parents[: len(Path(path).relative_to(root).parts)])
 
 

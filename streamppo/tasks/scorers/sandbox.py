@@ -6,10 +6,11 @@ The default is in bubblewrap.py; docs/security.md compares them.
 import asyncio
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -40,16 +41,13 @@ def scratch_folder() -> Generator[str]:
     try:
         yield folder
     finally:
-        for before in ([], ["chmod", "-R", "u+rwX", "--", folder]):
-            _quietly(before)
-            _quietly(["rm", "-rf", "--", folder])
-        if os.path.lexists(folder):
-            log.warning("%s: what a program left there could not be removed", folder)
-
-
-def _quietly(command: Sequence[str]) -> None:
-    if command and os.path.lexists(command[-1]):
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        try:
+            shutil.rmtree(folder)
+        except (OSError, RecursionError):
+            for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+            if os.path.lexists(folder):
+                log.warning("%s: what a program left there could not be removed", folder)
 
 
 class Local:

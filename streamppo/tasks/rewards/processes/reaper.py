@@ -16,8 +16,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from streamppo.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -104,6 +102,8 @@ def end_descendants() -> None:
 def _below(pid: int) -> list[int]:
     """The descendants of `pid`."""
     if sys.platform != "linux":
+        import psutil
+
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     descendants, waiting = list[int](), [pid]
     while waiting:
