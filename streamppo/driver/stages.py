@@ -76,6 +76,11 @@ class Stages:
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
         self._needs = nodes.needs_of_rank(self._told, folder) if config.cluster.address != LOCAL else None
+        # First: a rank has the most to do before the first update.
+        self._groups = itertools.count()
+        self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
+        self._ranks_are_new = True
+        self._loaded_ranks: dict[str, str] = {}
         self._reward_models = reward_model.create(config.reward, self._placement.model)
         self.crew = RolloutPool(
             self._rollout,
@@ -87,10 +92,6 @@ class Stages:
         self._silence = Heartbeats(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
         self._reports = ReportPolling(self.queue, self.calls, record)
         self.crew.resize(config.rollout.actors)
-        self._groups = itertools.count()
-        self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
-        self._ranks_are_new = True
-        self._loaded_ranks: dict[str, str] = {}
 
     def begin(self, version: int) -> int:
         """Open the journal for a learner that starts from `version`.

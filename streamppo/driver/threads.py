@@ -12,13 +12,12 @@ one engine with one thread, two cores: with 2 threads, 1.4 times the tokens per 
 
 import logging
 import math
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from msgspec import structs
 
+from streamppo import process
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, LOCAL, Config, Model
 from streamppo.errors import ModelError
@@ -26,7 +25,6 @@ from streamppo.weights.models import headers
 
 LARGE = 25_000_000
 """A model with more parameters is large: its operations can use more than one thread."""
-CGROUPS = Path("/sys/fs/cgroup")
 BYTES = 4
 """Assumed bytes of a parameter, for files that are pickles."""
 
@@ -74,19 +72,13 @@ def choose(config: Config) -> Choice:
     count = parameters(config.model)
     if count is not None and count < LARGE:
         return Choice(1, f"a small model, {count:,} parameters")
-    available, engines = cores(), rollout.actors * rollout.threads
+    available, engines = process.cores(), rollout.actors * rollout.threads
     free = available - engines // 2
     if cluster.cpus is not None:
         free = min(free, cluster.cpus - engines)
     size = "a model of unknown size" if count is None else f"{count:,} parameters"
     ranks = f", {learner.ranks} ranks" if learner.ranks > 1 else ""
     return Choice(max(1, free // learner.ranks), f"{size}, {available} cores{ranks}, {engines} threads of engines")
-
-
-def cores() -> int:
-    """Count the cores that this process may use, as far as affinity and a container's quota allow."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(count, _quota() or count)
 
 
 def parameters(model: Model) -> int | None:
@@ -110,15 +102,3 @@ def parameters(model: Model) -> int | None:
     except ModelError:
         return None
     return sum(math.prod(header.shape) for header in stored.values())
-
-
-def _quota() -> int | None:
-    """The cores that the cgroup of this container allows, of version 2 or 1; None without a bound."""
-    with suppress(OSError, ValueError):
-        allowed, period = (CGROUPS / "cpu.max").read_text().split()
-        return None if allowed == "max" else max(1, int(allowed) // int(period))
-    with suppress(OSError, ValueError):
-        allowed = int((CGROUPS / "cpu" / "cpu.cfs_quota_us").read_text())
-        period = int((CGROUPS / "cpu" / "cpu.cfs_period_us").read_text())
-        return None if allowed < 0 else max(1, allowed // period)
-    return None

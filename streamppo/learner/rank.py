@@ -55,11 +55,12 @@ class Rank:
         if self._config.learner.gpus:
             os.environ.update(process.compile_caches())
 
-        import torch
-        import transformers
+        with process.without_gc():
+            import torch
+            import transformers.masking_utils  # imported by the code of every model
 
-        from streamppo.learner.batch.fetch import Fetcher
-        from streamppo.learner.learner import build
+            from streamppo.learner.batch.fetch import Fetcher
+            from streamppo.learner.learner import build
 
         self._rank = rank
         self._queue = queue

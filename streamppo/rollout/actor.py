@@ -35,12 +35,13 @@ class RolloutActor:
         queue: "ActorProxy[QueueActor]",
         reward_models: "Mapping[str, ActorProxy[RewardModel]]",
     ) -> None:
-        import torch
-
-        from streamppo.rollout import worker
-
         process.log_to_stdout(name)
-        worker.load_libraries()
+        with process.without_gc():
+            import torch
+
+            from streamppo.rollout import worker
+
+            worker.load_libraries()
         self._begin = worker.start
         self._config = msgspec.msgpack.decode(config, type=Config)
         self._name, self._queue, self._reward_models = name, queue, reward_models

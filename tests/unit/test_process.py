@@ -24,6 +24,7 @@ from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry.live.screen import Screen, ScreenRow
+from streamppo.terminal import wrap
 from streamppo.types import Identity, Trajectory, WireStruct
 
 pytestmark = pytest.mark.process
@@ -235,9 +236,9 @@ def test_a_warning_has_the_word_and_other_lines_have_none(capsys: pytest.Capture
     ],
 )
 def test_a_long_line_is_broken_between_words_and_no_word_is(line: str, rows: list[str]) -> None:
-    assert process.wrap(line, 20).split("\n") == rows
-    assert process.wrap(process.wrap(line, 20), 20).split("\n") == rows
-    assert process.wrap(line, 0) == line
+    assert wrap(line, 20).split("\n") == rows
+    assert wrap(wrap(line, 20), 20).split("\n") == rows
+    assert wrap(line, 0) == line
 
 
 def test_lines_of_a_log_and_of_anybody_are_broken_between_words_on_a_terminal_alone(

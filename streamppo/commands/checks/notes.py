@@ -1,5 +1,6 @@
 """Notes about settings that work and are probably not intended."""
 
+from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.correction import NoCorrection, Truncate
 from streamppo.config.policy_loss import (
@@ -13,7 +14,6 @@ from streamppo.config.policy_loss import (
     SequenceClip,
 )
 from streamppo.config.sections import LOCAL, Config, longest_completion
-from streamppo.driver import threads
 from streamppo.tasks.task import Task
 
 
@@ -132,7 +132,7 @@ def _cores(config: Config) -> Findings:
         config.learner.ranks * config.learner.thread_count,
         config.rollout.actors * config.rollout.threads,
     )
-    cores, wanted = threads.cores(), learners + engines
+    cores, wanted = process.cores(), learners + engines
     busy = learners + (engines if config.learner.thread_count == 1 else engines // 2)
     if config.cluster.address == LOCAL and busy > cores:
         yield _note(f"learner ranks and rollout actors have {wanted} threads, and this machine {cores} cores")

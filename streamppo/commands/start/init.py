@@ -25,7 +25,7 @@ from streamppo.config.engine import FAMILIES
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
-from streamppo.terminal import harmless
+from streamppo.terminal import harmless, wrap
 
 LETTERS, LENGTH = "abcdefgh", 4
 """The problems are all texts of this many of these letters."""
@@ -141,7 +141,7 @@ def _say_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
 
 def _say(text: str) -> None:
     """Print a line, broken between words on a terminal."""
-    echo(*process.wrap(harmless(text), console().width).split("\n"))
+    echo(*wrap(harmless(text), console().width).split("\n"))
 
 
 def _from(file: Path, path: str) -> str:

@@ -7,6 +7,8 @@ folder.
 
 import logging
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from streamppo import process
 from streamppo.config.sections import BUILTIN, HEAD_WIDTH, Config, Model, Tiny
 from streamppo.learner.model import hf_files
 from streamppo.tasks import warmup_data
@@ -38,6 +41,8 @@ LONG = 32
 """Tokens of a problem with its answer above which a step has fewer problems, to take about as long for any task."""
 LR = 5e-3
 """AdamW's learning rate in the supervised steps."""
+MOST_THREADS = 4
+"""Threads of the supervised steps, if there are as many cores: the model's bits do not depend on their number."""
 WARM_UP_STEPS = 10
 PROGRESS_S = 5.0
 """Seconds between two log lines of the warm start."""
@@ -60,7 +65,8 @@ def make(config: Config, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
-    _warm_up(model, tokenizer, learned, config.model.tiny, config.seed)
+    with _threads(min(MOST_THREADS, process.cores())):
+        _warm_up(model, tokenizer, learned, config.model.tiny, config.seed)
     hf_files.write(model, tokenizer, folder)
 
 
@@ -82,6 +88,16 @@ def settings(config: Model, vocabulary: int) -> "Qwen2Config":
         eos_token_id=END,
         pad_token_id=PADDING,
     )
+
+
+@contextmanager
+def _threads(number: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Problems(NamedTuple):

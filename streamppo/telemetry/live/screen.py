@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from threading import Lock, local
 from typing import NamedTuple, TextIO
 
-from streamppo.process import wrap
+from streamppo.terminal import wrap
 
 ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.learner.model import tiny
 from streamppo.learner.model.tiny import IGNORED, Problems
@@ -13,6 +14,20 @@ from streamppo.learner.model.tiny import IGNORED, Problems
 
 def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("seed=7", "model.tiny.hidden_size=32"), ("model.tiny.layers=3",)], ids=["as shipped", "32", "3"]
+)
+def test_its_bits_do_not_depend_on_the_number_of_threads(
+    settings: tuple[str, ...], math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = math_config("model.tiny.target_accuracy=1", "model.tiny.max_steps=4", *settings)
+    for threads in (1, 2, 4):
+        monkeypatch.setattr(process, "cores", lambda cores=threads: cores)
+        tiny.make(config, tmp_path / str(threads))
+        assert torch.get_num_threads() == 1, "of the tests"
+    assert weights(tmp_path / "1") == weights(tmp_path / "2") == weights(tmp_path / "4")
 
 
 @pytest.mark.slow

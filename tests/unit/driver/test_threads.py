@@ -8,6 +8,7 @@ import pytest
 from conftest import MATH
 from msgspec import structs
 
+from streamppo import process
 from streamppo.cli import main
 from streamppo.commands import replay
 from streamppo.commands.checks import light_checks
@@ -28,8 +29,8 @@ def configured(*overrides: str) -> Config:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """Let this machine have another number of cores, without a quota."""
-    monkeypatch.setattr(threads, "CGROUPS", tmp_path / "cgroups")
-    return lambda cores: monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(process, "CGROUPS", tmp_path / "cgroups")
+    return lambda cores: monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: set(range(cores)))
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_the_quota_of_a_container_bounds_its_cores(machine: Machine, tmp_path: P
     path.parent.mkdir(parents=True)
     path.write_text(text)
     (path.parent / "cpu.cfs_period_us").write_text("100000")
-    assert threads.cores() == QUOTAS[file][text]
+    assert process.cores() == QUOTAS[file][text]
 
 
 def test_a_run_keeps_its_number_on_a_machine_with_other_cores(
