@@ -1,6 +1,7 @@
 """Commands that prepare a run: make a project; check its configuration, reward, data and machine."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -120,6 +121,46 @@ def bench(
     from streamppo.commands.start import bench as command
 
     return command.bench(command.PARTS, rounds, json, compare)
+
+
+@app.command
+def plan(
+    config: Annotated[Path, Parameter(help="A TOML file; or the folder of a run, to compare with what it did.")],
+    /,
+    *overrides: Override,
+    measured: Annotated[
+        Sequence[Path],
+        Parameter(
+            consume_multiple=True,
+            help="Runs on this machine with the same model and lengths, half a minute each: their costs count.",
+        ),
+    ] = (),
+    gpus: Annotated[Whole, Parameter(validator=Number(gte=0), help="Instead: a number of GPUs, 2 at least.")] = 0,
+    gpu: Annotated[str, Parameter(help="Their type: a100, h100, h200, b200, l40s (default: h100).")] = "h100",
+    prompt_tokens: Annotated[
+        float | None, Parameter(validator=Number(gt=0), help="Mean tokens of a prompt, with --gpus.")
+    ] = None,
+    length: Annotated[
+        float | None, Parameter(validator=Number(gt=0), help="Mean tokens of a completion, with --gpus.")
+    ] = None,
+    reward_s: Annotated[
+        float | None, Parameter(validator=Number(gte=0), help="Seconds of a reward (default: as measured, or 0).")
+    ] = None,
+    price: Annotated[float | None, Parameter(validator=Number(gte=0), help="Of a GPU for an hour.")] = None,
+    json: Annotated[Path | None, Parameter(help="Write the numbers to this file.")] = None,
+) -> int:
+    """Predict a run's updates/s, waits and lag, and propose settings that make it faster. Starts no run."""
+    if bool(measured) == bool(gpus):
+        which = "one of --measured and --gpus" if not gpus else "--measured or --gpus, not both"
+        raise ConfigError(f"plan needs {which}: costs are those of runs on this machine, or of a type of GPU")
+    run = config if config.is_dir() else None
+    loaded = configfile.load(configfile.existing(run) / configfile.CONFIG if run else config, overrides)
+    from streamppo.commands.plan import plan as command
+
+    assumed = command.Assumed(prompt_tokens, length, reward_s)
+    if gpus:
+        return command.on_gpus(loaded, command.Hardware(gpus, gpu, price), assumed, json)
+    return command.on_this_machine(loaded, measured, assumed, run, json)
 
 
 @app.command

@@ -1,0 +1,198 @@
+"""Costs of stages and lengths of completions from runs on this machine.
+
+A cost is CPU seconds of phases over the calls, rows or tokens that they were for. What costs by the call and what costs
+by the row is told apart by runs, or parts of a run, of different size: least squares with no cost below 0.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.commands.plan.workload import StageCosts
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.errors import RunError
+from streamppo.queue.store import archive
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.metrics_file import Line, PhasesLine
+
+PASSES = ("forward", "loss", "backward", "optimizer", "targets", "metrics", "snapshot")
+"""Phases of an update, one after the other."""
+ENGINE = ("decode", "prefill", "swap", "unpack")
+"""Phases of an engine's thread."""
+UNSPENT = (0, 0.0, 0.0)
+BATCHES = 8
+"""Batches of a run whose lengths are read, the last ones."""
+
+
+class Interval(NamedTuple):
+    """What a process spent between two of its lines, by phase: calls, wall seconds, CPU seconds."""
+
+    begin_s: float
+    end_s: float
+    spent: Mapping[str, tuple[int, float, float]]
+
+    def calls(self, phase: str) -> int:
+        """The calls of a phase."""
+        return self.spent.get(phase, UNSPENT)[0]
+
+    def cpu_s(self, *phases: str) -> float:
+        """The CPU seconds of phases together."""
+        return sum(self.spent.get(phase, UNSPENT)[2] for phase in phases)
+
+
+class MeasuredRun(NamedTuple):
+    """A run's configuration, its intervals after the first update by process, and what it made by the second.
+
+    `updates` are (second, tokens of all rows); `sampled` are, by engine, (second, tokens so far).
+    """
+
+    config: Config
+    intervals: dict[str, list[Interval]]
+    updates: list[tuple[float, float]]
+    sampled: dict[str, list[tuple[float, int]]]
+
+    def of(self, kind: str) -> list[tuple[str, Interval]]:
+        """Each interval of the processes of a kind, with the name of its process."""
+        named = ((name, intervals) for name, intervals in self.intervals.items() if name.startswith(kind))
+        return [(name, interval) for name, intervals in named for interval in intervals]
+
+    def made(self, interval: Interval) -> tuple[int, float, int]:
+        """Of a rank in an interval: its updates, the tokens of its rows, and its updates together with other ranks."""
+        rows = [tokens for second, tokens in self.updates if interval.begin_s < second <= interval.end_s]
+        ranks = self.config.learner.ranks
+        return len(rows), sum(rows) / ranks, len(rows) * (ranks > 1)
+
+    def decoded(self, engine: str, interval: Interval) -> int:
+        """Tokens that an engine sampled in an interval: its counters come together with its phases."""
+
+        def at(moment: float) -> int:
+            return min(self.sampled[engine], key=lambda one: abs(one[0] - moment))[1]
+
+        return at(interval.end_s) - at(interval.begin_s)
+
+    def stored(self, interval: Interval) -> float:
+        """Trajectories that all actors finished in an interval of the queue."""
+        return sum(
+            one.calls("reward")
+            * max(0.0, min(one.end_s, interval.end_s) - max(one.begin_s, interval.begin_s))
+            / (one.end_s - one.begin_s)
+            for _, one in self.of("rollout-")
+        )
+
+
+def read(folder: Path) -> MeasuredRun:
+    """Read a run. Raises `RunError` for one that was too short: half a minute of updates is enough."""
+    lines = metrics_file.read(folder)
+    updates, sampled = list[tuple[float, float]](), dict[str, list[tuple[float, int]]]()
+    for line in lines:
+        if "engine" in line:
+            sampled.setdefault(line["engine"], []).append((line["wall_s"], line["tokens"]))
+        elif "update" in line:
+            found = metrics_file.numbers(line)
+            rows = found["learner_tokens_per_s"] * (found["score_s"] + found["train_s"])
+            updates.append((line["wall_s"], rows))
+    intervals = _intervals(lines, updates[0][0] if updates else 0.0)
+    for kind, process in {"learner-": "the learner", "rollout-": "an actor", "queue": "the queue"}.items():
+        if not any(found for name, found in intervals.items() if name.startswith(kind)):
+            text = f"too short a run to measure: after its first update, {process} wrote its phases less than twice"
+            raise RunError(f"{folder}: {text}")
+    config = configfile.load(configfile.existing(folder) / configfile.CONFIG)
+    return MeasuredRun(config, intervals, updates, sampled)
+
+
+def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
+    """The costs of the stages over all `runs`, which should have the same model and lengths."""
+    engines = [(run, name, one) for run in runs for name, one in run.of("rollout-")]
+    ranks = [(run.made(one), one) for run in runs for _, one in run.of("learner-")]
+    queues = [(run, one) for run in runs for _, one in run.of("queue")]
+    step_s, row_s = _fit(
+        ((one.calls("decode"), run.decoded(name, one)), one.cpu_s("decode")) for run, name, one in engines
+    )
+    prefill_s, prompt_s = _fit(
+        ((one.calls("prefill"), one.calls("reward")), one.cpu_s("prefill")) for _, _, one in engines
+    )
+    (swap_s,) = _fit(((one.calls("swap"),), one.cpu_s("swap", "unpack")) for _, _, one in engines)
+    sample_s, idle = _fit(
+        ((one.calls("reward"), one.end_s - one.begin_s), one.cpu_s("process") - one.cpu_s(*ENGINE))
+        for _, _, one in engines
+    )
+    update_s, token_s, sync_s = _fit((made, one.cpu_s(*PASSES)) for made, one in ranks)
+    # Of several ranks the main thread waits while other threads exchange what it sums.
+    push_s, exchange_s = _fit(((made[0], made[2]), one.cpu_s("process") - one.cpu_s(*PASSES)) for made, one in ranks)
+    call_s, stored_s, publish_s = _fit(
+        ((one.calls("store"), run.stored(one), one.calls("archive")), one.cpu_s("process")) for run, one in queues
+    )
+    waits = [one.spent["reward"] for _, _, one in engines if one.calls("reward")]
+    return StageCosts(
+        step_s=step_s,
+        row_s=row_s,
+        cached_s=0.0,
+        prefill_s=prefill_s,
+        prompt_s=prompt_s,
+        swap_s=swap_s,
+        sample_s=sample_s,
+        reward_s=sum(wall for _, wall, _ in waits) / max(1, sum(calls for calls, _, _ in waits)),
+        call_s=call_s,
+        stored_s=stored_s,
+        publish_s=publish_s,
+        update_s=update_s,
+        token_s=token_s,
+        sync_s=sync_s + exchange_s,
+        push_s=push_s,
+        actor_cores=idle,
+    )
+
+
+def lengths(folder: Path) -> tuple[float, list[int]]:
+    """(mean tokens of a prompt, tokens of each completion) in the last archived batches of a run.
+
+    Raises `RunError` if it has none.
+    """
+    stored = archive.open(folder)
+    prompts, completions = list[int](), list[int]()
+    for version in list(stored.versions())[-BATCHES:]:
+        for trajectory in stored.batch(version).trajectories:
+            prompts.append(len(trajectory.prompt_tokens) // 4)
+            completions.append(trajectory.num_tokens)
+    if not completions:
+        raise RunError(f"{folder}: no archived batch: its completions have no known length")
+    return sum(prompts) / len(prompts), completions
+
+
+def _intervals(lines: Iterable[Line], first_s: float) -> dict[str, list[Interval]]:
+    phases = dict[str, list[PhasesLine]]()
+    for line in lines:
+        if "phases" in line and line["wall_s"] >= first_s:
+            phases.setdefault(line["phases"], []).append(line)
+    return {name: list(itertools.starmap(_interval, itertools.pairwise(of))) for name, of in phases.items()}
+
+
+def _interval(before: PhasesLine, after: PhasesLine) -> Interval:
+    spent = {
+        name: (calls - then[0], wall_s - then[1], cpu_s - then[2])
+        for name, (calls, wall_s, cpu_s) in after["spent"].items()
+        for then in [before["spent"].get(name, UNSPENT)]
+    }
+    return Interval(before["wall_s"], after["wall_s"], spent)
+
+
+def _fit(points: Iterable[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
+    """The cost of each cause, by least squares without a constant: of all subsets whose costs are above 0 the best.
+
+    Example: (((1, 10), 3.0), ((1, 20), 5.0)) -> (1.0, 0.2).
+    """
+    given = list(points)
+    causes, spent = np.array([cause for cause, _ in given], dtype=float), np.array([seconds for _, seconds in given])
+    best, least = np.zeros(causes.shape[1]), float(np.square(spent).sum())
+    for number in range(1, causes.shape[1] + 1):
+        for chosen in map(list, itertools.combinations(range(causes.shape[1]), number)):
+            found, _, rank, _ = np.linalg.lstsq(causes[:, chosen], spent, rcond=None)
+            error = float(np.square(causes[:, chosen] @ found - spent).sum())
+            if rank == number and (found > 0).all() and error < least:
+                best, least = np.zeros(causes.shape[1]), error
+                best[chosen] = found
+    return tuple(best.tolist())

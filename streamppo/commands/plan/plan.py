@@ -1,0 +1,279 @@
+"""`streamppo plan`: what a run will do before it is started, and which settings would make it faster.
+
+On this machine the costs are those of `--measured` runs. For GPUs they are estimated from data sheets (roofline.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import NamedTuple
+
+import msgspec
+from msgspec import structs
+
+from streamppo import durable, process
+from streamppo.commands.console import console, echo, table
+from streamppo.commands.plan import measured, proposals, roofline
+from streamppo.commands.plan.proposals import Basis, Lengths, Proposal
+from streamppo.commands.plan.roofline import GpuType
+from streamppo.commands.plan.simulation import Prediction, skipped
+from streamppo.commands.plan.workload import StageCosts
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config, longest_row
+from streamppo.errors import ConfigError
+from streamppo.learner import memory
+from streamppo.queue.rules.state import settings_of
+from streamppo.telemetry import metrics_file
+from streamppo.weights.models.settings import read_settings
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "an engine's step": ("step_s", "row_s", "cached_s"),
+    "prefill": ("prefill_s", "prompt_s"),
+    "an update": ("update_s", "token_s", "sync_s"),
+    "a push and its swap": ("push_s", "swap_s"),
+    "the queue": ("call_s", "stored_s", "publish_s"),
+    "an actor's own work": ("sample_s",),
+    "a reward": ("reward_s",),
+}
+"""Costs that are right or wrong together."""
+DOUBT = {"measured": 0.15, "estimated": 0.5}
+"""By how much a group of costs may be wrong."""
+SPREAD, DRAWS = 0.8, 999
+"""Assumed lengths on GPUs: the standard deviation of their logarithm, and how many are drawn."""
+COMPARED = 60
+"""Simulated updates beside those of a run."""
+ROOM = 0.92
+"""The share of a GPU's memory that may be planned."""
+WAITS = 0.1
+"""A stage that waits for a smaller share of the time does not wait."""
+GIB = 2**30
+
+
+class Realised(NamedTuple):
+    """What a run did after its first updates: updates and trained tokens per second, mean lag, the learner's waits."""
+
+    updates_per_s: float
+    tokens_per_s: float
+    lag_mean: float
+    learner_waits: float
+
+
+class Hardware(NamedTuple):
+    """GPUs of a type, and the hours of one in money; None without a price."""
+
+    gpus: int
+    kind: str
+    price: float | None
+
+
+class Assumed(NamedTuple):
+    """What no measured run says: mean tokens of prompt and completion, seconds of a reward."""
+
+    prompt_tokens: float | None = None
+    length: float | None = None
+    reward_s: float | None = None
+
+
+def basis(runs: Sequence[Path], assumed: Assumed) -> Basis:
+    """What `runs` on this machine say. Raises `RunError` for one that was too short, `ConfigError` for one on GPUs."""
+    read = [measured.read(folder) for folder in runs]
+    if any(one.config.learner.gpus or one.config.rollout.gpus for one in read):
+        raise ConfigError("plan --measured reads runs on CPUs: phases have CPU seconds, and no seconds of a GPU")
+    costs = measured.costs(read)
+    if assumed.reward_s is not None:
+        costs = costs._replace(reward_s=assumed.reward_s)
+    found = [measured.lengths(folder) for folder in runs]
+    prompt_tokens = sum(prompt for prompt, _ in found) / len(found)
+    lengths = Lengths(prompt_tokens, [length for _, drawn in found for length in drawn])
+    return Basis(lengths, float(process.cores()), lambda _: costs, lambda _: True, DOUBT["measured"])
+
+
+def on_this_machine(config: Config, runs: Sequence[Path], assumed: Assumed, run: Path | None, to: Path | None) -> int:
+    """Plan a run of `config` on this machine's cores; with a `run` of it, compare with what that run did.
+
+    Raises `RunError` for a measured run that was too short.
+    """
+    known = basis(runs, assumed)
+    if run is not None:
+        return _compare(proposals.predict(config, known, COMPARED), realised(run), to)
+    engines = [(f"rollout.actors={count}",) for count in range(1, 1 + max(process.cores(), config.rollout.actors))]
+    echo(f"{process.cores()} cores, costs of {len(runs)} measured {'run' if len(runs) == 1 else 'runs'}", "")
+    tried = proposals.improve(config, known, engines)
+    _report(tried, known, to)
+    if config.learner.ranks > 1 and not any(measured.read(folder).config.learner.ranks > 1 for folder in runs):
+        echo("no measured run has several ranks: what they wait for each other is not in these numbers")
+    return 0
+
+
+def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | None) -> int:
+    """Plan a run of `config` on GPUs. Raises `ConfigError` for an unknown GPU and for a model that does not fit."""
+    if (gpu := roofline.GPUS.get(hardware.kind)) is None:
+        raise ConfigError(f"{hardware.kind}: no known GPU; known are {', '.join(roofline.GPUS)}")
+    model = memory.sizes(read_settings(config.model.path), config.model)
+    length = assumed.length or config.rollout.max_tokens / 3
+    prompt_tokens = assumed.prompt_tokens or (longest_row(config) - config.rollout.max_tokens) / 3
+    lengths = Lengths(prompt_tokens, lognormal(length, config.rollout.max_tokens))
+
+    def checkpointed(config: Config) -> Config:
+        if config.model.gradient_checkpointing != "auto":
+            return config
+        kind = memory.checkpointing(config, model, longest_row(config), int(gpu.gib * GIB))
+        return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
+
+    def price(config: Config) -> StageCosts:
+        mean = sum(lengths.completions) / len(lengths.completions)
+        return roofline.costs(checkpointed(config), model, gpu, prompt_tokens, mean, assumed.reward_s or 0.0)
+
+    def fits(config: Config) -> bool:
+        engine = model.parameters * model.element / max(1.0, config.rollout.gpus)
+        return max(memory.rank(checkpointed(config), model, longest_row(config)).total, engine) <= ROOM * gpu.gib * GIB
+
+    known = Basis(lengths, None, price, fits, DOUBT["estimated"])
+    splits = list(_splits(hardware.gpus, model, gpu))
+    splits = [split for split in splits if fits(configfile.change(config, split))]
+    if not splits:
+        raise ConfigError(
+            f"no division of {hardware.gpus} {hardware.kind} ({gpu.gib} GiB) holds ranks and engines of "
+            f"{model.parameters:,} parameters: see `streamppo check`"
+        )
+    taken = config.learner.ranks * config.learner.gpus + config.rollout.actors * config.rollout.gpus
+    begun = () if taken == hardware.gpus and fits(config) else splits[0]
+    echo(
+        f"{hardware.gpus} {hardware.kind}, {model.parameters:,} parameters; prompts of {prompt_tokens:,.0f} and "
+        f"completions of {sum(lengths.completions) / DRAWS:,.0f} tokens on average, up to {max(lengths.completions):,}",
+        "",
+    )
+    tried = proposals.improve(config, known, splits, begun)
+    _report(tried, known, to)
+    rate = tried[-1].prediction.updates_per_s
+    hours = hardware.gpus * config.updates / rate / 3600
+    cost = "" if hardware.price is None else f", {hours * hardware.price:,.0f} at {hardware.price:g} an hour"
+    echo(f"{config.updates:,} updates take {config.updates / rate / 3600:,.1f} hours, {hours:,.0f} GPU hours{cost}")
+    echo("estimated from data sheets: no run on several GPUs has been compared with it")
+    return 0
+
+
+def realised(run: Path) -> Realised:
+    """What a run did after the updates that a prediction skips. Raises `ConfigError` if it made no more."""
+    lines, skip = metrics_file.updates(run), skipped(settings_of(configfile.load(run / configfile.CONFIG)))
+    if len(lines) < skip + 2:
+        raise ConfigError(f"{run}: {len(lines)} updates are too few to compare; the first {skip + 1} do not count")
+    seconds = lines[-1]["wall_s"] - lines[skip]["wall_s"]
+    rows = [metrics_file.numbers(line) for line in lines[skip + 1 :]]
+    return Realised(
+        updates_per_s=len(rows) / seconds,
+        tokens_per_s=sum(row["tokens"] for row in rows) / seconds,
+        lag_mean=sum(row["lag_mean"] * row["tokens"] for row in rows) / sum(row["tokens"] for row in rows),
+        learner_waits=sum(row["wait_s"] for row in rows) / seconds,
+    )
+
+
+def lognormal(mean: float, most: int) -> list[int]:
+    """Lengths at evenly spaced shares of a lognormal distribution, in an arbitrary order that is always the same."""
+    median = mean / math.exp(SPREAD**2 / 2)
+    drawn = [median * math.exp(SPREAD * NormalDist().inv_cdf((place + 0.5) / DRAWS)) for place in range(DRAWS)]
+    # 617 and 999 have no common factor: every place comes once.
+    return [max(1, min(most, round(drawn[617 * place % DRAWS]))) for place in range(DRAWS)]
+
+
+def _splits(gpus: int, model: memory.ModelSizes, gpu: GpuType) -> list[tuple[str, ...]]:
+    """Every division of `gpus` into ranks and engines, with the fewest GPUs for an engine that hold its weights twice.
+
+    The rest of an engine's memory is its cache.
+    """
+    weights = model.parameters * model.element
+    wide = next((width for width in (1, 2, 4, 8) if 2 * weights / width <= ROOM * gpu.gib * GIB), 8)
+    counts = [ranks for ranks in range(1, gpus) if (gpus - ranks) % wide == 0 and _is_round(ranks)]
+    return [
+        (
+            "learner.gpus=1",
+            f"learner.ranks={ranks}",
+            f"rollout.gpus={wide}",
+            f"rollout.actors={(gpus - ranks) // wide}",
+        )
+        for ranks in counts
+    ]
+
+
+def _is_round(ranks: int) -> bool:
+    """True for a number of ranks that fills nodes, or divides one."""
+    return ranks % roofline.NODE == 0 or roofline.NODE % ranks == 0
+
+
+def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
+    """Print the proposals, the best last, and the cost that the best depends on most."""
+    shown = table("settings", "updates/s", "tokens/s", "learner waits", "engines busy", "lag", "p99", "max", "lost")
+    for one in tried:
+        shown.add_row(" ".join(one.overrides) or "as configured", *_cells(one.prediction))
+    console().print(shown)
+    best = tried[-1]
+    group, low, high = least_sure(best, known)
+    echo(
+        "",
+        f"who waits: {_who_waits(best.prediction)}",
+        f"least sure of {group}: {known.doubt:.0%} more or less of it are {low:+.0%} to {high:+.0%} updates/s",
+    )
+    if best.config.queue.bound > tried[0].config.queue.bound:
+        echo(
+            "tokens are counted, not what they teach: with a larger max_lag an update teaches less (docs/off-policy.md)"
+        )
+    if to:
+        content = {"proposals": [_stored(one) for one in tried], "costs": known.price(best.config)._asdict()}
+        durable.write(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+
+
+def least_sure(proposal: Proposal, known: Basis) -> tuple[str, float, float]:
+    """(the group of costs on which updates/s depend most, their change with more of it, and with less)."""
+    costs, base = known.price(proposal.config), proposal.prediction.updates_per_s
+
+    def change(group: str, factor: float) -> float:
+        other = _scaled(costs, GROUPS[group], factor)
+        return proposals.predict(proposal.config, known, costs=other).updates_per_s / base - 1
+
+    more = {group: change(group, 1 + known.doubt) for group in GROUPS}
+    group = max(more, key=lambda name: abs(more[name]))
+    return group, more[group], change(group, 1 / (1 + known.doubt))
+
+
+def _scaled(costs: StageCosts, names: Sequence[str], factor: float) -> StageCosts:
+    return costs._replace(**{name: getattr(costs, name) * factor for name in names})
+
+
+def _compare(predicted: Prediction, did: Realised, to: Path | None) -> int:
+    shown = table("", "predicted", "realised", "ratio")
+    for name, value in did._asdict().items():
+        expected = getattr(predicted, name)
+        ratio = f"{expected / value:.2f}" if value else "-"
+        shown.add_row(name.replace("_", " ").replace(" per s", "/s"), f"{expected:.3g}", f"{value:.3g}", ratio)
+    console().print(shown)
+    if to:
+        content = {"predicted": _numbers(predicted), "realised": did._asdict()}
+        durable.write(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    return 0
+
+
+def _cells(found: Prediction) -> list[str]:
+    numbers = [f"{found.updates_per_s:.3g}", f"{found.tokens_per_s:,.0f}", f"{found.learner_waits:.0%}"]
+    numbers += [f"{found.engines_busy:.0%}", f"{found.lag_mean:.2f}"]
+    return [*numbers, str(found.lag_quantile(0.99)), str(max(found.lags)), f"{found.tokens_lost:.1%}"]
+
+
+def _who_waits(found: Prediction) -> str:
+    """The stage that waits most, in words."""
+    learner, engines = found.learner_waits, 1 - found.engines_busy
+    if max(learner, engines) < 0.1:
+        return "nobody for more than a tenth of the time"
+    if learner >= engines:
+        return f"the learner, {learner:.0%} of the time: more engines or trajectories in flight help"
+    return f"engines, {engines:.0%} of the time: more ranks or fewer engines help"
+
+
+def _stored(one: Proposal) -> dict[str, object]:
+    return {"overrides": one.overrides, **_numbers(one.prediction)}
+
+
+def _numbers(found: Prediction) -> dict[str, object]:
+    lags = {"lag_mean": found.lag_mean, "lag_p50": found.lag_quantile(0.5), "lag_p99": found.lag_quantile(0.99)}
+    rates = {name: value for name, value in found._asdict().items() if name != "lags"}
+    return {**rates, **lags, "lag_max": max(found.lags)}

@@ -1,0 +1,110 @@
+"""Costs of stages on GPUs, from what a model computes and moves and from what a GPU multiplies and reads.
+
+An estimate: no whole run on more than one GPU has been compared with it (docs/status.md). The shares of a data sheet's
+numbers that are reached are those of one H200 with a model of 0.5 billion parameters; larger models reach more.
+"""
+
+import math
+from typing import NamedTuple
+
+from streamppo.commands.plan.workload import StageCosts
+from streamppo.config.sections import Config
+from streamppo.learner.memory import ModelSizes
+
+
+class GpuType(NamedTuple):
+    """A data sheet: dense bfloat16 TFLOP/s, GiB and TB/s of memory, GB/s to a GPU of the same node in one direction."""
+
+    tflops: float
+    gib: float
+    memory_tb_s: float
+    link_gb_s: float
+
+
+GPUS = {
+    "a100": GpuType(312, 80, 2.0, 300),
+    "h100": GpuType(989, 80, 3.35, 450),
+    "h200": GpuType(989, 141, 4.8, 450),
+    "b200": GpuType(2250, 180, 8.0, 900),
+    "l40s": GpuType(362, 48, 0.86, 32),
+}
+NETWORK_GB_S = 50.0
+"""GB/s of a GPU to another node: 400 Gbit/s."""
+NODE = 8
+"""GPUs of a node."""
+TRAINING_SHARE = {0.5e9: 0.14, 8e9: 0.35}
+"""Share of the TFLOP/s that an update reaches, by parameters: of 0.5 billion as measured, of 8 billion as others do."""
+PREFILL_SHARE, READING_SHARE = 0.4, 0.6
+"""Share of the TFLOP/s that a prefill reaches, and of the TB/s that a decoding step reaches."""
+LAUNCH_S = 0.004
+"""Seconds of a decoding step or prefill besides its reading and multiplying."""
+OPTIMIZER_BYTES = 28
+"""Bytes of a trained parameter that a step of AdamW reads and writes, in float32."""
+SNAPSHOT_GB_S, PACKED_GB_S, PULLED_GB_S = 25.0, 2.5, 10.0
+"""GB/s of a snapshot into pinned memory, of packing and hashing it, and of a swap."""
+CALL_S, STORED_S, JOURNAL_GB_S, PUBLISH_S = 0.002, 1e-4, 0.06, 0.02
+"""The queue: seconds of a call, of a trajectory in it besides its bytes, and of a version; GB/s of tokens."""
+SAMPLE_S = 3e-4
+"""Seconds of an actor for a trajectory, besides its reward."""
+TOKEN_BYTES = 13
+"""Bytes of a token of a completion in the queue."""
+
+
+def costs(
+    config: Config, model: ModelSizes, gpu: GpuType, prompt_tokens: float, length: float, reward_s: float
+) -> StageCosts:
+    """The costs for prompts of `prompt_tokens` and completions of `length` tokens on average."""
+    engine_gpus, flops = max(1.0, config.rollout.gpus), gpu.tflops * 1e12
+    reads = gpu.memory_tb_s * 1e12 * READING_SHARE * engine_gpus
+    multiplies = flops * PREFILL_SHARE * engine_gpus
+    weights = model.parameters * model.element
+    pushed = model.trained * model.element
+    return StageCosts(
+        step_s=LAUNCH_S + weights / reads,
+        row_s=2 * model.active / multiplies,
+        cached_s=model.cache_per_token / reads,
+        prefill_s=LAUNCH_S,
+        prompt_s=2 * model.active * prompt_tokens / multiplies,
+        swap_s=pushed / (PULLED_GB_S * 1e9),
+        sample_s=SAMPLE_S,
+        reward_s=reward_s,
+        call_s=CALL_S,
+        stored_s=STORED_S + TOKEN_BYTES * length / (JOURNAL_GB_S * 1e9) / config.queue.shards,
+        publish_s=PUBLISH_S,
+        update_s=_step_s(config, model, gpu) + pushed / (SNAPSHOT_GB_S * 1e9) / config.learner.ranks,
+        token_s=max(
+            _passes(config, model, prompt_tokens + length) / (flops * training_share(model)),
+            _gathers_s(config, model, gpu),
+        ),
+        sync_s=0.0,
+        push_s=pushed / (PACKED_GB_S * 1e9) / config.learner.ranks,
+    )
+
+
+def training_share(model: ModelSizes) -> float:
+    """The share of a GPU's TFLOP/s that an update reaches: between two sizes in proportion to the logarithm."""
+    (small, low), (large, high) = TRAINING_SHARE.items()
+    place = math.log(max(1, model.active) / small) / math.log(large / small)
+    return low + (high - low) * min(1.0, max(0.0, place))
+
+
+def _passes(config: Config, model: ModelSizes, row: float) -> float:
+    """Floating-point operations of one token in an update: forward and backward, scoring, recomputation, attention."""
+    forwards = 3 + (config.algorithm.proximal == "recompute") + (config.model.gradient_checkpointing == "full")
+    attention = 2 * model.layers * model.hidden * row
+    return forwards * (2 * model.active + attention)
+
+
+def _step_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
+    read = OPTIMIZER_BYTES * model.trained / config.learner.ranks
+    return config.learner.minibatches * read / (gpu.memory_tb_s * 1e12 * READING_SHARE)
+
+
+def _gathers_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
+    """Seconds that moving weights and gradients between ranks takes for each token, beside computation."""
+    ranks = config.learner.ranks
+    if ranks == 1:
+        return 0.0
+    speed = (gpu.link_gb_s if ranks <= NODE else NETWORK_GB_S) * 1e9
+    moved = 3 * model.parameters * model.element * (1 - 1 / ranks)
+    return moved / speed / config.learner.micro_batch_tokens
