@@ -209,7 +209,8 @@ def _evaluate(stages: Stages, record: RunRecord, version: int) -> None:
     if version in record.evaluated:
         return
     prompts = stages.config.evaluation.prompts
-    evaluate(stages.calls, stages.crew, prompts, version, lambda parts: record.evaluation(version, parts))
+    crew = stages.evaluators if stages.config.evaluation.actors else stages.crew
+    evaluate(stages.calls, crew, prompts, version, lambda parts: record.evaluation(version, parts))
 
 
 def _due(every: int, version: int) -> bool:

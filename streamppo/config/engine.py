@@ -57,8 +57,8 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Reason against this sampling: none."""
         return ""
 
-    def refuses_places(self, actors: int, gpus: float) -> str:
-        """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
+    def refuses_places(self, actors: int, evaluators: int, gpus: float) -> str:
+        """Reason that `actors` and `evaluators` of it cannot run with `gpus` GPUs each; empty if they can."""
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
     def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:
@@ -155,16 +155,16 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         if self.routes and segments:
             yield "rollout.engine.routes arrive at the end of a completion, and queue.segments are trained on earlier"
 
-    def refuses_places(self, actors: int, gpus: float) -> str:
-        """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
+    def refuses_places(self, actors: int, evaluators: int, gpus: float) -> str:
+        """Reason that `actors` and `evaluators` of it cannot run with `gpus` GPUs each; empty if they can."""
         if gpus > 1 and gpus % 1:
             return f"rollout.gpus ({gpus:g}) must be below 1 or a whole number"
         if self.urls and gpus and self.transport != "group":
             return f"rollout.gpus ({gpus:g}) must be 0: the servers at rollout.engine.urls have their own GPUs"
-        if self.urls and actors != len(self.urls):
-            return (
-                f"rollout.actors ({actors}) must be {len(self.urls)}: one for each of rollout.engine.urls, to update it"
-            )
+        if self.urls and actors + evaluators != len(self.urls):
+            which = f"rollout.actors ({actors})" + (f" and evaluation.actors ({evaluators})" if evaluators else "")
+            together = " together" if evaluators else ""
+            return f"{which} must be {len(self.urls)}{together}: one for each of rollout.engine.urls, to update it"
         return ""
 
     def cache_tokens(self, row_tokens: int, fit: Fit | None) -> int | None:

@@ -2,7 +2,7 @@
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
 function that builds the object. file.py reads files and overrides; the mathematics is in algorithm.py, data in task.py,
-the queue in queue.py, rewards in reward.py, engines in engine.py, ranks in learner.py.
+the queue in queue.py, rewards in reward.py, engines in engine.py, ranks in learner.py, files in storage.py.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from streamppo.config.lora import Lora
 from streamppo.config.origin import Origin
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
+from streamppo.config.storage import Archive, Checkpoint
 from streamppo.config.task import AgentEnvironment, AnyEnvironment, DataTask, Task
 from streamppo.config.telemetry import Telemetry
 
@@ -144,34 +145,14 @@ class Rollout(Machine, frozen=True):
 
 
 class Evaluation(Section, frozen=True):
-    """Greedy answers to held-out prompts, by the rollout actors during training."""
+    """Greedy answers to held-out prompts, during training."""
 
     every: Count = 20
     """Updates between two evaluations; 0: only before and after training."""
     prompts: Positive = 256
     """Held-out prompts of one evaluation."""
-
-
-class Checkpoint(Section, frozen=True):
-    """State on disk to resume from."""
-
-    every: Count = 50
-    """Updates between two checkpoints; 0: only the last one."""
-    keep: Positive = 2
-    """Newest checkpoints kept on disk."""
-    keep_every: Count = 0
-    """Versions divisible by this keep their checkpoint; 0 is off."""
-    remote: str = ""
-    """An fsspec address (s3://bucket/runs) for copies."""
-
-
-class Archive(Section, frozen=True):
-    """Trained batches on disk."""
-
-    keep: Count = 0
-    """Newest batches that are kept, besides all after the oldest checkpoint; 0 is all."""
-    numbers: bool = True
-    """Store each token's learner's log-prob and advantage, for `watch` and `inspect`."""
+    actors: Count = 0
+    """Actors that only evaluate, each as one of [rollout]; 0: the rollout actors answer beside their samples."""
 
 
 LONGEST_NAME = 200
@@ -251,6 +232,11 @@ class Config(Section, frozen=True):
     """The run that this one was forked of; `streamppo fork` writes it."""
 
     @property
+    def engines(self) -> int:
+        """The number of engines, those that only evaluate included."""
+        return self.rollout.actors + self.evaluation.actors
+
+    @property
     def linear(self) -> tuple[str, ...]:
         """The choices that exclude trajectories with branches, whose tokens form a tree."""
         segments = ("queue.segments",) if self.queue.segments else ()
@@ -281,7 +267,8 @@ class Config(Section, frozen=True):
         if isinstance(self.environment, AgentEnvironment):
             yield from self.environment.refuses(self.linear)
         yield from _kept(self)
-        if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
+        places = self.rollout.actors, self.evaluation.actors, self.rollout.gpus
+        if refused := self.rollout.engine.refuses_places(*places):
             yield refused
         segments = queue.segments is not None
         yield from self.rollout.engine.refuses_learner(compiled=self.model.compile, segments=segments)
@@ -378,7 +365,7 @@ def shares_gpus(config: Config) -> bool:
 def _gpus(config: Config) -> Iterator[str]:
     """Yield a sentence for every impossible demand for GPUs."""
     learner, rollout = config.learner, config.rollout
-    together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
+    together = learner.gpus + rollout.gpus * -(-config.engines // learner.ranks)
     if learner.gpus > 1:
         yield f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
     if config.model.attention in JOINED and not learner.gpus:
@@ -386,7 +373,7 @@ def _gpus(config: Config) -> Iterator[str]:
     if shares_gpus(config) and together > 1:
         yield (
             f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
-            f"and its share of the {rollout.actors} rollout actors have one between them"
+            f"and its share of the {config.engines} engines have one between them"
         )
     cut = {"adapted": config.model.lora is not None, "compiled": config.model.compile}
     yield from learner.mesh.refuses(learner.ranks, config.queue.prefix, **cut)

@@ -1,4 +1,6 @@
-"""Evaluation during training: held-out prompts, in parts that the rollout actors answer concurrently.
+"""Evaluation during training: held-out prompts, in parts that actors answer concurrently.
+
+The actors are those of `evaluation.actors`, or else the rollout actors, which go on sampling.
 
 parts    one for each actor at work, and at least min(PARTS, prompts)
 part i   prompts i, i + parts, i + 2 parts, ..., sent to actor i % actors at work

@@ -30,7 +30,7 @@ from streamppo.driver.ray import nodes
 from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, make_shards
 from streamppo.driver.ray.cluster import actor_id, describe, inside, kill, refuse_dead_ray
 from streamppo.driver.ray.interrupts import Interrupts
-from streamppo.driver.ray.placement import Placement, refuse_impossible
+from streamppo.driver.ray.placement import Options, Placement, refuse_impossible
 from streamppo.driver.watch.heartbeats import Heartbeats
 from streamppo.driver.watch.memory import MemoryKills
 from streamppo.driver.watch.polling import ReportPolling
@@ -55,7 +55,8 @@ log = logging.getLogger(__name__)
 
 
 class Stages:
-    """`queue`, learner `ranks` and rollout actors (`crew`) of one run, and the unfinished `calls` to them.
+    """`queue`, learner `ranks`, rollout actors (`crew`) and actors that only evaluate (`evaluators`, often none) of one
+    run, and the unfinished `calls` to them.
 
     Ray must be running. Every actor is created at once, so that they import concurrently. `config` is the run's, with
     the currently wanted number of rollout actors.
@@ -82,16 +83,21 @@ class Stages:
         self._ranks_are_new = True
         self._loaded_ranks: dict[str, str] = {}
         self._reward_models = reward_model.create(config.reward, self._placement.model)
+        given = (self.queue, self.calls, self.note)
+        path, beside = model_path(config, folder), config.rollout.actors
         self.crew = RolloutPool(
-            self._rollout,
-            self.queue,
-            self.calls,
-            self.note,
-            model_path=model_path(config, folder),
+            lambda name, place: self._engine(name, place, self._placement.actor(place)), *given, model_path=path
+        )
+        self.evaluators = RolloutPool(
+            lambda name, place: self._engine(name, beside + place, self._placement.evaluator(place)),
+            *given,
+            model_path=path,
+            kind="evaluation",
         )
         self._silence = Heartbeats(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
         self._reports = ReportPolling(self.queue, self.calls, record)
         self.crew.resize(config.rollout.actors)
+        self.evaluators.resize(config.evaluation.actors)
 
     def begin(self, version: int) -> int:
         """Open the journal for a learner that starts from `version`.
@@ -134,6 +140,7 @@ class Stages:
         version = self.calls.wait(loading, "loading the model")[0]
         self._loaded_ranks = {actor_id(rank): f"learner-{number}" for number, rank in enumerate(self.ranks)}
         self.crew.generate()
+        self.evaluators.generate()
         return version
 
     def note(self, stage: RunStage, reason: str, who: str = "") -> None:
@@ -202,16 +209,17 @@ class Stages:
         """Kill rollout actors and ranks first: if Ray ended the queue before them, each of their calls would fail."""
         with suppress(RunError):
             refuse_dead_ray()
-            for actor in (*(seat.actor for seat in self.crew.seats), *self.ranks):
+            for actor in (*(seat.actor for seat in self.crew.seats + self.evaluators.seats), *self.ranks):
                 kill(actor)
         factory.end(self._told)
 
     # --- lives -----------------------------------------------------------------------------------------------
 
-    def _rollout(self, name: str, place: int) -> "ActorProxy[RolloutActor]":
+    def _engine(self, name: str, place: int, options: Options) -> "ActorProxy[RolloutActor]":
+        """Create the actor of engine number `place`: those of rollout actors come first."""
         engine = self.config.rollout.engine.at(place)
         config = structs.replace(self._told, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
-        actor = make_rollout(config, name, self.queue, self._reward_models, self._placement.actor(place))
+        actor = make_rollout(config, name, self.queue, self._reward_models, options)
         if self._needs is not None:
             proof = inside(actor, nodes.check_visible, nodes.needs_of_rollout(self._told, self._needs))
             self.calls.watch(proof, RunStage.ROLLOUT, lambda _: None, name=name)
@@ -243,19 +251,22 @@ class Stages:
             raise LearnerLost(f"{name}: {describe(error)}") from error
         if error.actor_id in map(actor_id, (self.queue, *self._shards)):
             raise RunError(f"{RunStage.QUEUE}: {describe(error)}") from error
-        self.crew.replace(error.actor_id, describe(error))
+        for pool in (self.crew, self.evaluators):
+            pool.replace(error.actor_id, describe(error))
 
     def _silent(self, name: str, reason: str) -> None:
         """Replace a rollout actor, unless it was replaced already. Raises `LearnerLost` for a rank."""
         if name in self._loaded_ranks:
             raise LearnerLost(f"{self._loaded_ranks[name]}: {reason}")
-        self.crew.replace_silent(name, reason)
+        for pool in (self.crew, self.evaluators):
+            pool.replace_silent(name, reason)
 
     def _tick(self, doing: str) -> None:
         """Check everything but the answers: signals, Ray, heartbeats, the wanted actors, reports and stalls."""
         self._interrupts.check()
         refuse_dead_ray()
-        self._silence.check([*(seat.name for seat in self.crew.at_work()), *self._loaded_ranks])
+        engines = self.crew.at_work() + self.evaluators.at_work()
+        self._silence.check([*(seat.name for seat in engines), *self._loaded_ranks])
         self._check_scale()
         self._reports.check(self.crew.at_work())
         self._record.tick(doing)
@@ -274,8 +285,8 @@ class Stages:
             queue = ray.get(self.queue.waiting_for.remote(), timeout=TICK_S)
         except RayError as error:
             queue = f"gives no answer ({describe(error)})"
-        loading = ", ".join(self.crew.loading()) or "none"
-        return f"the queue {queue}; rollout actors that have not started: {loading}{self._placement.waiting()}"
+        loading = ", ".join(self.crew.loading() + self.evaluators.loading()) or "none"
+        return f"the queue {queue}; actors that have not started: {loading}{self._placement.waiting()}"
 
     def _check_scale(self) -> None:
         """Apply a requested number of rollout actors if it is possible, and save it for resumed runs."""

@@ -63,6 +63,11 @@ class RolloutActor:
         await (await self._start()).run()
 
     @ray.method
+    async def follow(self) -> None:
+        """Swap to each new version until the actor is killed, and sample nothing but evaluations."""
+        await (await self._start()).follow()
+
+    @ray.method
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
         """Answer held-out prompts first, first + step, ... with weights of at least `min_version`.
 

@@ -159,12 +159,15 @@ class Worker:
     async def run(self) -> None:
         """Sample, and swap to new versions, without end. Returns only by an exception."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._beat())
-            group.create_task(self._follower.run())
+            group.create_task(self.follow())
             group.create_task(self._deliver(group))
             if self._config.queue.segments:
                 group.create_task(self._report_cuts())
             await self._issue(group)
+
+    async def follow(self) -> None:
+        """Swap to new versions without end, for evaluations alone. Returns only by an exception."""
+        await asyncio.gather(self._beat(), self._follower.run())
 
     async def _beat(self) -> None:
         """Send heartbeats to the queue without end: during a swap, an actor without free places makes no other call."""

@@ -65,8 +65,16 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a short run with a reward of every fault; its output is in `run.txt`."""
     folder = tmp_path_factory.mktemp("faulty")
     reward = ("reward.function=bad_rewards:of_every_kind", "reward.timeout_s=0.5")
-    (folder / "run.txt").write_text(finished(folder, *SHORT, *reward, "queue.too_old=wait", "queue.max_lag=1"))
+    settings = ("queue.too_old=wait", "queue.max_lag=1", "evaluation.actors=1")
+    (folder / "run.txt").write_text(finished(folder, *SHORT, *reward, *settings))
     return folder
+
+
+def test_an_actor_of_its_own_evaluates_and_no_rollout_actor_samples_less_for_it(faulty: Path) -> None:
+    found = summary(faulty)
+    assert "evaluation-0: completions end at" in (faulty / "run.txt").read_text()
+    assert [version for version, _ in found["evaluations"]][:1] == [0] and len(found["evaluations"]) > 1
+    assert found["engines"]["actors"] == 1, "its tokens are not among those that were sampled"
 
 
 def copied(folder: Path, to: Path) -> Path:

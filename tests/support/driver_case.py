@@ -119,7 +119,7 @@ class Case:
         self.folder = folder
         self.record: Any = Recorded()
         interrupts: Any = SimpleNamespace(check=lambda: None)
-        place = SimpleNamespace(model=None, actor=lambda number: {}, waiting=str)
+        place = SimpleNamespace(model=None, actor=lambda number: {}, evaluator=lambda number: {}, waiting=str)
         patch.setattr(stages, "make_queue", lambda *_: Actor("queue"))
         patch.setattr(stages, "make_rollout", lambda config, name, *_: Actor(name))
         patch.setattr(stages, "make_ranks", lambda config, queue, place, group: [Actor(f"learner-0.{group}")])
@@ -130,6 +130,7 @@ class Case:
         self.stages: Any = stages.Stages(config, folder, self.record, interrupts)
         self.crew, self.calls = self.stages.crew, self.stages.calls
         self.crew.generate()
+        self.stages.evaluators.generate()
         self.load_all()
 
     def load_all(self) -> None:

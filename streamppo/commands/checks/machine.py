@@ -85,7 +85,9 @@ def places(config: Config) -> Findings:
     plan, here = placement.plan(config), gpus_here()
     gpus, cpus = plan.total("GPU"), plan.total("CPU")
     together = ", which share GPUs" if shares_gpus(config) else ""
-    actors = f"learner ranks ({config.learner.ranks}) and rollout actors ({config.rollout.actors}){together}"
+    ranks, rollouts = f"learner ranks ({config.learner.ranks})", f"rollout actors ({config.rollout.actors})"
+    beside = f" and actors that only evaluate ({config.evaluation.actors})" if config.evaluation.actors else ""
+    actors = f"{ranks} and {rollouts}{beside}{together}"
     yield Finding("Ray is asked", "ok", f"GPU {gpus:g}, CPU {cpus:g}: for {actors}")
     if config.cluster.address != LOCAL:
         return
@@ -100,13 +102,15 @@ def places(config: Config) -> Findings:
 
 
 def _processes(config: Config) -> Findings:
-    processes, has = config.learner.ranks + config.rollout.actors, memory_mib()
+    processes, has = config.learner.ranks + config.engines, memory_mib()
     if PROCESS_MIB * processes > has:
+        beside = f", evaluation.actors ({config.evaluation.actors})" if config.evaluation.actors else ""
         yield Finding(
             "processes",
             "error",
-            f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}) are {processes} "
-            f"processes of at least {PROCESS_MIB} MiB each, and this machine has {has} MiB and {os.cpu_count()} cores",
+            f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){beside} are "
+            f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {has} MiB "
+            f"and {os.cpu_count()} cores",
         )
 
 

@@ -71,7 +71,7 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
 
 def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Report the host memory of actors and ranks on GPUs."""
-    held, actors = estimate.actor(config, model), config.rollout.actors
+    held, actors = estimate.actor(config, model), config.engines
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in held._asdict().items() if size)
     text = f"a rollout actor holds {_gib(held.total)} of weights besides its engine's"
     text += f" ({parts})" if parts else ""
@@ -141,7 +141,7 @@ def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
     text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(has * 2**20)}: {parts}"
     advice = "; a smaller cache needs less of rollout.slots, rollout.max_tokens or max_prompt_tokens"
-    is_cache = engine is not None and 4 * config.rollout.actors * engine.cache > needed.total
+    is_cache = engine is not None and 4 * config.engines * engine.cache > needed.total
     yield Finding("host memory", _here(config), text + advice * is_cache)
 
 
@@ -158,7 +158,7 @@ def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu:
         return
     yield from _cache(engine, longest, gpu, waits=config.environment is not None)
     if config.rollout.gpus and shared:
-        engines_per_rank = -(-config.rollout.actors // config.learner.ranks)
+        engines_per_rank = -(-config.engines // config.learner.ranks)
         yield from _fits("rank and engine", rank.total + engines_per_rank * engine.total, gpu)
     elif config.rollout.gpus:
         yield from _fits("engine", engine.total, gpu)

@@ -111,7 +111,7 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
 def shared(config: Config, model: ModelSizes) -> int:
     """Bytes of the /dev/shm of a machine that has the whole run: versions of engines, and Ray's object store."""
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
-    return config.rollout.actors * actor(config, model).shared + store
+    return config.engines * actor(config, model).shared + store
 
 
 class MachineMemory(NamedTuple):
@@ -142,8 +142,8 @@ def machine(
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
     return MachineMemory(
         ranks=config.learner.ranks * (on_cpu + offloaded),
-        engines=config.rollout.actors * cached,
-        weights=config.rollout.actors * actor(config, model).total,
+        engines=config.engines * cached,
+        weights=config.engines * actor(config, model).total,
         object_store=store,
     )
 

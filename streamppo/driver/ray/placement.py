@@ -1,6 +1,6 @@
 """A run's placement group in Ray: bundles of CPUs and GPUs, reserved together or not at all.
 
-separate         a bundle for each rank, and one for each rollout actor; in a cluster one for neighbouring ranks
+separate         a bundle for each rank, and one for each actor; in a cluster one for neighbouring ranks
 shared GPUs      both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... share one GPU
 reward models    a bundle for each reward model with GPUs
 
@@ -24,11 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class PlacementPlan(NamedTuple):
-    """Bundles and their users: rank i has bundle `ranks[i]`, actor i `actors[i]`, a reward model `models[name]`."""
+    """Bundles and their users: rank i has bundle `ranks[i]`, rollout actor i `actors[i]`, an actor that only evaluates
+    `evaluators[i]`, a reward model `models[name]`."""
 
     bundles: list[Bundle]
     ranks: list[int]
     actors: list[int]
+    evaluators: list[int]
     models: dict[str, int]
 
     def total(self, resource: str) -> float:
@@ -42,7 +44,7 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
     `together` is the number of neighbouring ranks that share a bundle, which Ray never divides between nodes.
     """
     learner, engine = config.learner, config.rollout
-    count = engine.actors if rollout else 0
+    count = config.engines if rollout else 0
     models = {name: model.gpus for name, model in config.reward.models().items() if model.gpus and rollout}
     ranks = [number // together for number in range(learner.ranks)]
     bundles = [_bundle(together * learner.thread_count, together * learner.gpus) for _ in range(ranks[-1] + 1)]
@@ -56,7 +58,8 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
             _bundle(learner.thread_count + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)
         ]
     beside = {name: len(bundles) + number for number, name in enumerate(models)}
-    return PlacementPlan([*bundles, *({"GPU": gpus} for gpus in models.values())], ranks, places, beside)
+    bundles += [{"GPU": gpus} for gpus in models.values()]
+    return PlacementPlan(bundles, ranks, places[: engine.actors], places[engine.actors :], beside)
 
 
 def ranks_together(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
@@ -152,6 +155,11 @@ class Placement:
             cpus = 0 if self._config.cluster.address == LOCAL else rollout.threads
             return {"num_cpus": cpus, "num_gpus": rollout.gpus}
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
+
+    def evaluator(self, number: int) -> Options:
+        """Return the Ray options of the actor `number` of those that only evaluate."""
+        rollout = self._config.rollout
+        return self._options(self._plan.evaluators[number], rollout.threads, rollout.gpus)
 
     def model(self, name: str) -> Options:
         """Return the Ray options of the reward model `name`."""

@@ -1,4 +1,4 @@
-"""The rollout actors of a run and their states.
+"""The actors of a run with engines, those that sample or those that only evaluate, and their states.
 
 created -> loading -> at work -> gone    dead, silent, or no longer wanted
 
@@ -8,7 +8,7 @@ A gone actor gets no more calls. Its unfinished samples go back to the queue, wh
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from streamppo.driver.ray.cluster import actor_id, kill
 from streamppo.driver.watch.watch import RunStage, WatchedCalls
@@ -18,6 +18,9 @@ from streamppo.rollout.actor import RolloutActor
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
+
+Kind: TypeAlias = Literal["rollout", "evaluation"]
+"""What an actor's name begins with. Actors of an evaluation follow the versions and ask for no tickets."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +39,7 @@ class RolloutHandle:
 
 
 class RolloutPool:
-    """The rollout actors, the oldest first, in `seats`.
+    """The actors of one kind, the oldest first, in `seats`.
 
     `create(name, place)` makes an actor in the first free place; `note` records a restart. Names are never reused,
     because the queue ignores a gone actor for ever. After a resume the names start again: the queue is a new one, and
@@ -51,13 +54,15 @@ class RolloutPool:
         note: Callable[[RunStage, str, str], None],
         *,
         model_path: str,
+        kind: Kind = "rollout",
     ) -> None:
         self._create = create
         self._queue = queue
         self._calls = calls
         self._note = note
         self._model_path = model_path
-        self._names = (f"rollout-{number}" for number in count())
+        self._kind: Kind = kind
+        self._names = (f"{kind}-{number}" for number in count())
         self.seats: list[RolloutHandle] = []
         self.generating = False
 
@@ -88,7 +93,7 @@ class RolloutPool:
             self._replace(seat, reason)
 
     def _replace(self, seat: RolloutHandle, reason: str) -> None:
-        self._note(RunStage.ROLLOUT, f"{seat.name}: {reason}", f"{RunStage.ROLLOUT} {seat.place}")
+        self._note(RunStage.ROLLOUT, f"{seat.name}: {reason}", f"{self._kind} {seat.place}")
         self._dismiss(seat)
         self._create_actor()
 
@@ -100,12 +105,13 @@ class RolloutPool:
             self._start(self.seats[-1])
 
     def _start(self, seat: RolloutHandle) -> None:
-        """Let an actor load, and then generate until it is killed."""
+        """Let an actor load, and then generate, or follow the versions, until it is killed."""
 
         def run(version: int) -> None:
             seat.at_work = True
             self._calls.reset_stall()
-            self._calls.watch(seat.actor.run.remote(), RunStage.ROLLOUT, stopped, name=seat.name)
+            endless = seat.actor.run.remote() if self._kind == "rollout" else seat.actor.follow.remote()
+            self._calls.watch(endless, RunStage.ROLLOUT, stopped, name=seat.name)
 
         def stopped(_: None) -> None:
             raise RunError(f"{seat.name} stopped generating")

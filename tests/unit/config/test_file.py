@@ -240,6 +240,11 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([*SERVER, "rollout.engine.urls=['http://10.0.0.1:1']"], "memory of one machine"),
         ([*SERVER, "rollout.actors=2"], r"rollout.actors \(2\) must be 1"),
         (["rollout.engine.kind=sglang", TWO_SERVERS], r"rollout.actors \(1\) must be 2: one for each"),
+        (
+            [*SERVER, "evaluation.actors=1"],
+            r"actors \(1\) and evaluation.actors \(1\) must be 1 together: one for each",
+        ),
+        (["learner.gpus=0.4", "rollout.gpus=0.6", "evaluation.actors=1"], "its share of the 2 engines"),
         ([*SERVER, "rollout.engine.urls=['http://localhost:1', 'http://localhost:1']"], "urls must differ"),
         (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_k \(0\) must be 2 to 4096 with top_p \(0.9\)"),
         (["rollout.engine.kind=sglang", "rollout.top_k=5000"], r"top_k \(5000\) must be 2 to 4096"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from driver_case import Case, id_of
 
+from streamppo import loop
 from streamppo.driver import evaluation
 from streamppo.driver.evaluation import evaluate
 from streamppo.errors import RunError
@@ -76,3 +77,30 @@ def test_there_are_never_more_parts_than_actors_or_a_fixed_number(driver_case: M
     run = driver_case(1, "evaluation.prompts=1000000")
     ask(run, 5)
     assert len(run.watched("evaluate")) == evaluation.PARTS
+
+
+def test_actors_of_its_own_answer_and_sample_nothing(driver_case: Make) -> None:
+    run = driver_case(2, "evaluation.actors=1")
+    assert run.watched("evaluation-0") == ["evaluation-0.follow()"]
+    loop._evaluate(run.stages, run.record, 5)
+    assert {ref.split(".")[0] for ref in run.watched("evaluate")} == {"evaluation-0"}
+    assert run.names() == ["rollout-0", "rollout-1"]
+
+
+def test_one_that_dies_is_replaced_and_its_parts_are_asked_of_the_next(driver_case: Make) -> None:
+    run = driver_case(1, "evaluation.actors=1", "evaluation.prompts=1")
+    loop._evaluate(run.stages, run.record, 5)
+    run.die("evaluation-0")
+    assert run.record.restarts == [("rollout", "evaluation-0: RayActorError: evaluation-0 has died")]
+    run.load_all()
+    assert set(run.watched("evaluation-1")) == {"evaluation-1.evaluate(0, 1, 5)", "evaluation-1.follow()"}
+    run.stages._silent("evaluation-1", "silent for more than 60 s")
+    assert [seat.name for seat in run.stages.evaluators.seats] == ["evaluation-2"] and run.names() == ["rollout-0"]
+
+
+def test_more_rollout_actors_take_nothing_from_it(driver_case: Make) -> None:
+    run = driver_case(1, "evaluation.actors=1")
+    run.scale(3)
+    assert [seat.name for seat in run.stages.evaluators.seats] == ["evaluation-0"]
+    run.scale(1)
+    assert run.ray.killed == ["rollout-1", "rollout-2"]

@@ -31,6 +31,13 @@ def test_sharers_have_a_whole_gpu_between_them_so_that_no_two_ranks_meet_on_one(
     assert made.actors == [0, 1, 0]
 
 
+def test_actors_that_only_evaluate_have_places_like_the_others(math_config: Make) -> None:
+    made = plan(math_config("rollout.actors=2", "rollout.gpus=1", "evaluation.actors=1", "learner.gpus=1"))
+    assert (made.actors, made.evaluators, made.total("GPU")) == ([1, 2], [3], 4)
+    shared = plan(math_config("learner.gpus=0.4", "rollout.gpus=0.3", "evaluation.actors=1"))
+    assert (shared.actors, shared.evaluators, shared.bundles) == ([0], [0], [{"CPU": 3, "GPU": 1}])
+
+
 NODES = [{"CPU": 64.0, "GPU": 8.0}] * 4
 TOGETHER = {
     "nothing is exchanged": ([], NODES, 1),
@@ -120,7 +127,7 @@ IMPOSSIBLE = {
     "must be below 1 or a whole number": ["rollout.engine.kind=sglang", "rollout.gpus=1.5"],
     "have their own GPUs": ["rollout.engine={kind='sglang', urls=['http://127.0.0.1:1']}", "rollout.gpus=1"],
     "are more than one GPU": ["learner.gpus=0.6", "rollout.gpus=0.5"],
-    "the 3 rollout actors": ["learner.gpus=0.4", "rollout.gpus=0.3", "rollout.actors=3"],
+    "the 3 engines": ["learner.gpus=0.4", "rollout.gpus=0.3", "rollout.actors=3"],
     "NCCL needs a GPU for each": ["learner.gpus=0.5", "learner.ranks=2"],
     "needs a GPU, and learner.gpus is 0": ["model.attention=flash_attention_2", "model.dtype=bfloat16"],
 }

@@ -161,7 +161,7 @@ def test_each_actor_gets_the_server_of_its_place(driver_case: Make, monkeypatch:
     made: list[tuple[str, ...]] = []
     monkeypatch.setattr(stages, "make_rollout", lambda config, *rest: made.append(config.rollout.engine.urls))
     for place in (0, 1):
-        run.stages._rollout("rollout-7", place)
+        run.stages._engine("rollout-7", place, {})
     assert made == [("http://localhost:1",), ("http://localhost:2",)]
 
 
