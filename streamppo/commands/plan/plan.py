@@ -130,14 +130,14 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         return max(memory.rank(checkpointed(config), model, longest_row(config)).total, engine) <= ROOM * gpu.gib * GIB
 
     known = Basis(lengths, None, price, fits, DOUBT["estimated"])
-    splits = list(_splits(hardware.gpus, model, gpu))
+    splits = _splits(hardware.gpus, config.evaluation.actors, model, gpu)
     splits = [split for split in splits if fits(configfile.change(config, split))]
     if not splits:
         raise ConfigError(
             f"no division of {hardware.gpus} {hardware.kind} ({gpu.gib} GiB) holds ranks and engines of "
             f"{model.parameters:,} parameters: see `streamppo check`"
         )
-    taken = config.learner.ranks * config.learner.gpus + config.rollout.actors * config.rollout.gpus
+    taken = config.learner.ranks * config.learner.gpus + config.engines * config.rollout.gpus
     begun = () if taken == hardware.gpus and fits(config) else splits[0]
     echo(
         f"{hardware.gpus} {hardware.kind}, {model.parameters:,} parameters; prompts of {prompt_tokens:,.0f} and "
@@ -177,13 +177,14 @@ def lognormal(mean: float, most: int) -> list[int]:
     return [max(1, min(most, round(drawn[617 * place % DRAWS]))) for place in range(DRAWS)]
 
 
-def _splits(gpus: int, model: memory.ModelSizes, gpu: GpuType) -> list[tuple[str, ...]]:
-    """Every division of `gpus` into ranks and engines, with the fewest GPUs for an engine that hold its weights twice.
+def _splits(gpus: int, evaluators: int, model: memory.ModelSizes, gpu: GpuType) -> list[tuple[str, ...]]:
+    """Every division of `gpus` into ranks and engines, beside `evaluators` that only evaluate.
 
-    The rest of an engine's memory is its cache.
+    An engine has the fewest GPUs that hold its weights twice: the rest of their memory is its cache.
     """
     weights = model.parameters * model.element
     wide = next((width for width in (1, 2, 4, 8) if 2 * weights / width <= ROOM * gpu.gib * GIB), 8)
+    gpus -= wide * evaluators
     counts = [ranks for ranks in range(1, gpus) if (gpus - ranks) % wide == 0 and _is_round(ranks)]
     return [
         (

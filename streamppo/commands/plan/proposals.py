@@ -66,7 +66,7 @@ def workload(config: Config, basis: Basis) -> Workload:
         ranks=config.learner.ranks,
         prompt_tokens=basis.lengths.prompt_tokens,
         lengths=[min(length, config.rollout.max_tokens) for length in basis.lengths.completions],
-        evaluation_every=config.evaluation.every,
+        evaluation_every=0 if config.evaluation.actors else config.evaluation.every,
         evaluation_prompts=config.evaluation.prompts,
         cores=basis.cores,
         threads=config.learner.thread_count,

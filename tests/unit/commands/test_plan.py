@@ -236,6 +236,12 @@ def test_more_gpus_are_divided_between_ranks_and_engines_and_train_more_tokens(
     assert "494,032,768 parameters" in shown and "GPU hours" in shown and "estimated from data sheets" in shown
 
 
+def test_an_engine_that_only_evaluates_keeps_its_gpu(half_billion: Path, tmp_path: Path) -> None:
+    for proposal in on_gpus(half_billion, tmp_path / "plan.json", 4, "evaluation.actors=1"):
+        settings = dict(one.split("=") for one in proposal["overrides"])
+        assert int(settings["learner.ranks"]) + int(settings["rollout.actors"]) == 3
+
+
 def test_a_gpu_without_room_and_an_unknown_one_are_refused_in_a_sentence(
     half_billion: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
