@@ -7,6 +7,7 @@ numbers that are reached are those of one H200 with a model of 0.5 billion param
 import math
 from typing import NamedTuple
 
+from streamppo.commands.checks.memory_estimate import QUEUE_BYTES_PER_S, TOKEN
 from streamppo.commands.plan.workload import StageCosts
 from streamppo.config.sections import Config
 from streamppo.learner.memory import ModelSizes
@@ -42,12 +43,10 @@ OPTIMIZER_BYTES = 28
 """Bytes of a trained parameter that a step of AdamW reads and writes, in float32."""
 SNAPSHOT_GB_S, PACKED_GB_S, PULLED_GB_S = 25.0, 2.5, 10.0
 """GB/s of a snapshot into pinned memory, of packing and hashing it, and of a swap."""
-CALL_S, STORED_S, JOURNAL_GB_S, PUBLISH_S = 0.002, 1e-4, 0.06, 0.02
-"""The queue: seconds of a call, of a trajectory in it besides its bytes, and of a version; GB/s of tokens."""
+CALL_S, STORED_S, PUBLISH_S = 0.002, 1e-4, 0.02
+"""The queue: seconds of a call, of a trajectory in it besides its bytes, and of a version."""
 SAMPLE_S = 3e-4
 """Seconds of an actor for a trajectory, besides its reward."""
-TOKEN_BYTES = 13
-"""Bytes of a token of a completion in the queue."""
 
 
 def costs(
@@ -69,7 +68,7 @@ def costs(
         sample_s=SAMPLE_S,
         reward_s=reward_s,
         call_s=CALL_S,
-        stored_s=STORED_S + TOKEN_BYTES * length / (JOURNAL_GB_S * 1e9) / config.queue.shards,
+        stored_s=STORED_S + TOKEN * length / QUEUE_BYTES_PER_S / config.queue.shards,
         publish_s=PUBLISH_S,
         update_s=_step_s(config, model, gpu) + pushed / (SNAPSHOT_GB_S * 1e9) / config.learner.ranks,
         token_s=max(
