@@ -86,6 +86,7 @@ class MeasuredRun(NamedTuple):
 
 def read(folder: Path) -> MeasuredRun:
     """Read a run. Raises `RunError` for one that was too short: half a minute of updates is enough."""
+    config = configfile.load(configfile.existing(folder) / configfile.CONFIG)
     lines = metrics_file.read(folder)
     updates, sampled = list[tuple[float, float]](), dict[str, list[tuple[float, int]]]()
     for line in lines:
@@ -100,7 +101,6 @@ def read(folder: Path) -> MeasuredRun:
         if not any(found for name, found in intervals.items() if name.startswith(kind)):
             text = f"too short a run to measure: after its first update, {process} wrote its phases less than twice"
             raise RunError(f"{folder}: {text}")
-    config = configfile.load(configfile.existing(folder) / configfile.CONFIG)
     return MeasuredRun(config, intervals, updates, sampled)
 
 

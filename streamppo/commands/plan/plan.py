@@ -20,7 +20,7 @@ from streamppo.commands.plan.roofline import GpuType
 from streamppo.commands.plan.simulation import Prediction, skipped
 from streamppo.commands.plan.workload import StageCosts
 from streamppo.config import file as configfile
-from streamppo.config.sections import Config, longest_row
+from streamppo.config.sections import BUILTIN, Config, longest_row
 from streamppo.errors import ConfigError
 from streamppo.learner import memory
 from streamppo.queue.rules.state import settings_of
@@ -110,6 +110,8 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
     """Plan a run of `config` on GPUs. Raises `ConfigError` for an unknown GPU and for a model that does not fit."""
     if (gpu := roofline.GPUS.get(hardware.kind)) is None:
         raise ConfigError(f"{hardware.kind}: no known GPU; known are {', '.join(roofline.GPUS)}")
+    if config.model.path == BUILTIN:
+        raise ConfigError(f"plan --gpus needs the shapes of a model of yours: model.path is {BUILTIN}")
     model = memory.sizes(read_settings(config.model.path), config.model)
     length = assumed.length or config.rollout.max_tokens / 3
     prompt_tokens = assumed.prompt_tokens or (longest_row(config) - config.rollout.max_tokens) / 3

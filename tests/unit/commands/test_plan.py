@@ -259,10 +259,12 @@ def test_a_gpu_without_room_and_an_unknown_one_are_refused_in_a_sentence(
     [
         ((), "plan needs one of --measured and --gpus"),
         (("--gpus", "8", "--measured", "runs/a"), "plan needs --measured or --gpus, not both"),
+        (("--gpus", "8"), "plan --gpus needs the shapes of a model of yours: model.path is builtin:tiny"),
+        (("--measured", "runs/nowhere"), "runs/nowhere: no run found"),
     ],
 )
 def test_costs_have_one_source(words: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(MATH), *words]) == 2
+    assert main(["plan", str(MATH), *words]) in (1, 2)
     assert reason in capsys.readouterr().err
 
 
