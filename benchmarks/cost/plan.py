@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -23,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib import lengths
 from benchmarks.lib.latency import LATENCY
-from benchmarks.lib.runs import Goal, machine, table, told
-from streamppo.commands.plan import plan, proposals
+from benchmarks.lib.runs import Goal, ended, machine, table, told
+from streamppo.commands.plan import measured, plan, proposals
 from streamppo.commands.plan.simulation import skipped
 from streamppo.config import file as configfile
 from streamppo.queue.rules.state import settings_of
@@ -121,7 +120,7 @@ def _run(folder: Path, name: str, case: Case, models: Path) -> None:
             stderr=subprocess.STDOUT,
         )
         began = time.monotonic()
-        try:
+        with ended(process):
             while not (metrics.exists() and b'"update"' in metrics.read_bytes()):
                 if process.poll() is not None or time.monotonic() - began > PATIENCE_S:
                     sys.exit(f"{name} made no update: {log}")
@@ -130,9 +129,6 @@ def _run(folder: Path, name: str, case: Case, models: Path) -> None:
             wanted = skipped(settings_of(configfile.load(folder / name / configfile.CONFIG))) + LEAST
             while len(lines.updates(folder / name)) < wanted and time.monotonic() - began < LONGEST_S:
                 time.sleep(1.0)
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
     print(name, json.dumps(case), len(lines.updates(folder / name)), "updates", flush=True)
 
 
@@ -142,7 +138,7 @@ def compare(folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
     for name, case in cases.items():
         runs = [folder / measured_name for measured_name, one in MEASURED.items() if one["lengths"] == case["lengths"]]
         config = configfile.load(folder / name / configfile.CONFIG)
-        basis = plan.basis(runs, plan.Assumed(reward_s=case["latency_s"]))
+        basis = plan.basis([measured.read(run) for run in runs], plan.Assumed(reward_s=case["latency_s"]))
         predicted, did = proposals.predict(config, basis, plan.COMPARED), plan.realised(folder / name)
         rows.append(
             {

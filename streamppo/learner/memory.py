@@ -338,6 +338,14 @@ def checkpointing(config: Config, model: ModelSizes, longest: int, free: int) ->
     return "full" if config.learner.gpus and rank(config, model, longest).total > room else "off"
 
 
+def checkpointed(config: Config, model: ModelSizes, longest: int, free: int) -> Config:
+    """`config` with `model.gradient_checkpointing = "auto"` resolved as by `checkpointing`."""
+    if config.model.gradient_checkpointing != "auto":
+        return config
+    kind = checkpointing(config, model, longest, free)
+    return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
+
+
 def choose_checkpointing(config: Config, path: str, device: str) -> Model:
     """Replace "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
 

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-from msgspec import structs
 from transformers import PretrainedConfig
 
 from streamppo.commands.checks import machine
@@ -54,10 +53,10 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     longest = min(allowed, context)
     if config.model.gradient_checkpointing == "auto":
         # As a rank chooses before it loads, on an empty GPU.
-        kind = ranks.checkpointing(config, model, longest, int(gpu.gib * GIB))
         needed = _gib(ranks.rank(config, model, longest).total)
-        config = structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
+        config = ranks.checkpointed(config, model, longest, int(gpu.gib * GIB))
         if config.learner.gpus:
+            kind = config.model.gradient_checkpointing
             text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {needed}'
             yield Finding("checkpointing", "ok", f"model.gradient_checkpointing = {text}")
     yield from _rank_and_engine(config, model, longest, gpu)

@@ -45,11 +45,13 @@ class Interval(NamedTuple):
 
 
 class MeasuredRun(NamedTuple):
-    """A run's configuration, its intervals after the first update by process, and what it made by the second.
+    """A run's folder and configuration, its intervals after the first update by process, and what it made by the
+    second.
 
     `updates` are (second, tokens of all rows); `sampled` are, by engine, (second, tokens so far).
     """
 
+    folder: Path
     config: Config
     intervals: dict[str, list[Interval]]
     updates: list[tuple[float, float]]
@@ -101,7 +103,7 @@ def read(folder: Path) -> MeasuredRun:
         if not any(found for name, found in intervals.items() if name.startswith(kind)):
             text = f"too short a run to measure: after its first update, {process} wrote its phases less than twice"
             raise RunError(f"{folder}: {text}")
-    return MeasuredRun(config, intervals, updates, sampled)
+    return MeasuredRun(folder, config, intervals, updates, sampled)
 
 
 def costs(runs: Sequence[MeasuredRun]) -> StageCosts:

@@ -10,11 +10,11 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import msgspec
-from msgspec import structs
 
 from streamppo import durable, process
 from streamppo.commands.console import console, echo, table
 from streamppo.commands.plan import measured, proposals, roofline
+from streamppo.commands.plan.measured import MeasuredRun
 from streamppo.commands.plan.proposals import Basis, Lengths, Proposal
 from streamppo.commands.plan.roofline import GpuType
 from streamppo.commands.plan.simulation import Prediction, skipped
@@ -75,25 +75,27 @@ class Assumed(NamedTuple):
     reward_s: float | None = None
 
 
-def basis(runs: Sequence[Path], assumed: Assumed) -> Basis:
-    """What `runs` on this machine say. Raises `RunError` for one that was too short, `ConfigError` for one on GPUs."""
-    read = [measured.read(folder) for folder in runs]
-    if any(one.config.learner.gpus or one.config.rollout.gpus for one in read):
+def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
+    """What `runs` on this machine say. Raises `ConfigError` for one on GPUs."""
+    if any(one.config.learner.gpus or one.config.rollout.gpus for one in runs):
         raise ConfigError("plan --measured reads runs on CPUs: phases have CPU seconds, and no seconds of a GPU")
-    costs = measured.costs(read)
+    costs = measured.costs(runs)
     if assumed.reward_s is not None:
         costs = costs._replace(reward_s=assumed.reward_s)
-    found = [measured.lengths(folder) for folder in runs]
+    found = [measured.lengths(one.folder) for one in runs]
     prompt_tokens = sum(prompt for prompt, _ in found) / len(found)
     lengths = Lengths(prompt_tokens, [length for _, drawn in found for length in drawn])
     return Basis(lengths, float(process.cores()), lambda _: costs, lambda _: True, DOUBT["measured"])
 
 
-def on_this_machine(config: Config, runs: Sequence[Path], assumed: Assumed, run: Path | None, to: Path | None) -> int:
+def on_this_machine(
+    config: Config, folders: Sequence[Path], assumed: Assumed, run: Path | None, to: Path | None
+) -> int:
     """Plan a run of `config` on this machine's cores; with a `run` of it, compare with what that run did.
 
     Raises `RunError` for a measured run that was too short.
     """
+    runs = [measured.read(folder) for folder in folders]
     known = basis(runs, assumed)
     if run is not None:
         return _compare(proposals.predict(config, known, COMPARED), realised(run), to)
@@ -101,7 +103,7 @@ def on_this_machine(config: Config, runs: Sequence[Path], assumed: Assumed, run:
     echo(f"{process.cores()} cores, costs of {len(runs)} measured {'run' if len(runs) == 1 else 'runs'}", "")
     tried = proposals.improve(config, known, engines)
     _report(tried, known, to)
-    if config.learner.ranks > 1 and not any(measured.read(folder).config.learner.ranks > 1 for folder in runs):
+    if config.learner.ranks > 1 and not any(one.config.learner.ranks > 1 for one in runs):
         echo("no measured run has several ranks: what they wait for each other is not in these numbers")
     return 0
 
@@ -118,10 +120,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
     lengths = Lengths(prompt_tokens, lognormal(length, config.rollout.max_tokens))
 
     def checkpointed(config: Config) -> Config:
-        if config.model.gradient_checkpointing != "auto":
-            return config
-        kind = memory.checkpointing(config, model, longest_row(config), int(gpu.gib * GIB))
-        return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
+        return memory.checkpointed(config, model, longest_row(config), int(gpu.gib * GIB))
 
     def price(config: Config) -> StageCosts:
         mean = sum(lengths.completions) / len(lengths.completions)
@@ -222,8 +221,8 @@ def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
             "tokens are counted, not what they teach: with a larger max_lag an update teaches less (docs/off-policy.md)"
         )
     if to:
-        content = {"proposals": [_stored(one) for one in tried], "costs": known.price(best.config)._asdict()}
-        durable.write(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        costs = known.price(best.config)._asdict()
+        _write(to, {"proposals": [_stored(one) for one in tried], "costs": costs})
 
 
 def least_sure(proposal: Proposal, known: Basis) -> tuple[str, float, float]:
@@ -251,9 +250,12 @@ def _compare(predicted: Prediction, did: Realised, to: Path | None) -> int:
         shown.add_row(name.replace("_", " ").replace(" per s", "/s"), f"{expected:.3g}", f"{value:.3g}", ratio)
     console().print(shown)
     if to:
-        content = {"predicted": _numbers(predicted), "realised": did._asdict()}
-        durable.write(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        _write(to, {"predicted": _numbers(predicted), "realised": did._asdict()})
     return 0
+
+
+def _write(to: Path, content: object) -> None:
+    durable.write(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
 def _cells(found: Prediction) -> list[str]:
@@ -265,7 +267,7 @@ def _cells(found: Prediction) -> list[str]:
 def _who_waits(found: Prediction) -> str:
     """The stage that waits most, in words."""
     learner, engines = found.learner_waits, 1 - found.engines_busy
-    if max(learner, engines) < 0.1:
+    if max(learner, engines) < WAITS:
         return "nobody for more than a tenth of the time"
     if learner >= engines:
         return f"the learner, {learner:.0%} of the time: more engines or trajectories in flight help"

@@ -17,7 +17,7 @@ from streamppo.commands.plan.shared_cores import SharedCores
 from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import COLUMNS_OF_SHARD, TrajectoryRecord
-from streamppo.queue.rules.state import QueueSettings, QueueState
+from streamppo.queue.rules.state import QueueSettings, QueueState, nothing_unwritten
 from streamppo.rollout.worker import GATHER_S
 from streamppo.types import Ticket
 
@@ -221,11 +221,8 @@ class SimulatedQueue:
                 then(found)
             else:
                 self._waiting.append((actor, limit, then))
-        # What the journal would write.
-        self.rules.state.pending_changes.ended.clear()
-        self.rules.state.pending_changes.slots.clear()
-        self.rules.state.pending_changes.gone.clear()
-        self.rules.state.pending_changes.leases.clear()
+        # There is no journal to write them.
+        self.rules.state.pending_changes = nothing_unwritten()
 
 
 @dataclass(eq=False)
@@ -291,8 +288,7 @@ class SimulatedLearner:
         self._done, self._pushing = None, True
         self.version += 1
         self.ends.append(self.run.cores.now)
-        version = self.version
-        published = partial(self._published, version)
+        published = partial(self._published, self.version)
         publish = partial(self.run.queue.call, self.run.costs.publish_s, published)
         self.run.cores.work(self.run.costs.push_s, publish)
         self._begin()

@@ -7,8 +7,8 @@ version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_by
 from pathlib import Path
 
 from streamppo import durable
+from streamppo.process import CGROUPS
 
-CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
 """File with the number of kills -> file with the limit, for either version."""
