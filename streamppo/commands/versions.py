@@ -62,9 +62,10 @@ def remake(past: Past, begin: Path | None, into: Path) -> None:
     recorded ones.
     """
     start = int(begin.name) if begin else 0
-    if missing := [one for one in range(start, past.version) if one not in past.archived]:
+    missing = next((one for one in range(start, past.version) if one not in past.archived), None)
+    if missing is not None:
         raise JournalError(
-            f"{past.run}: version {past.version} cannot be replayed: the batch of version {missing[0]} was not kept. "
+            f"{past.run}: version {past.version} cannot be replayed: the batch of version {missing} was not kept. "
             f"Choose the version of a checkpoint ({_checkpoints(past.run)}), or one after it whose batches are kept"
         )
     log.info("version %d is replayed from version %d: %d updates", past.version, start, past.version - start)

@@ -146,11 +146,12 @@ def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -
     That slot is in one of the last `max_lag` + 1 batches: while these are taken, more slots open than were held before.
     """
     needed_versions = range(max(0, version - 1 - settings_of(config).max_lag), version)
-    if missing := [one for one in needed_versions if one not in archive.checksums]:
+    missing = next((one for one in needed_versions if one not in archive.checksums), None)
+    if missing is not None:
         first = min(archive.checksums, default=version)
         earliest = first + 1 + settings_of(config).max_lag if first else 0
         raise JournalError(
-            f"{archive.folder}: the batch of version {missing[0]} was not kept, and the next prompts depend on it: a "
+            f"{archive.folder}: the batch of version {missing} was not kept, and the next prompts depend on it: a "
             f"fork can begin at version {earliest} or later"
         )
     numbers = [_number(one, shape) for before in needed_versions for one in _identities(archive, before)]

@@ -137,3 +137,54 @@ DRAWS: dict[str, Callable[[Path, Random], None]] = {
     "configuration": configuration,
     "metrics": metrics,
 }
+
+
+def far_row(run: Path, version: int) -> None:
+    """The newest version in the journal, with its checksum."""
+    with closing(sqlite3.connect(run / "journal.sqlite")) as db:
+        newest, row = db.execute("select version, row from versions order by version desc limit 1").fetchone()
+        changed = msgspec.msgpack.encode({**msgspec.msgpack.decode(row), "version": version})
+        where = "update versions set version = ?, row = ?, checksum = ? where version = ?"
+        db.execute(where, (version, changed, crc32(changed), newest))
+        db.commit()
+
+
+def far_queue(run: Path, version: int) -> None:
+    """The newest version of the journal, and the version of its queue."""
+    far_row(run, version)
+    with closing(sqlite3.connect(run / "journal.sqlite")) as db:
+        for name, row in db.execute("select name, value from state").fetchall():
+            told = msgspec.msgpack.decode(row)
+            if isinstance(told, dict) and "version" in told:
+                changed = msgspec.msgpack.encode({**told, "version": version})
+                db.execute("update state set value = ?, checksum = ? where name = ?", (changed, crc32(changed), name))
+        db.commit()
+
+
+def far_line(name: str) -> Callable[[Path, int], None]:
+    """The last line of metrics.jsonl with a number `name`."""
+
+    def change(run: Path, version: int) -> None:
+        file = run / metrics_file.METRICS
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines += [{**next(line for line in reversed(lines) if name in line), name: version}]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return change
+
+
+def two_kinds(run: Path, version: int) -> None:
+    """A line of an update that has the name of another kind of line."""
+    file = run / metrics_file.METRICS
+    first, *others = file.read_text().splitlines()
+    changed = [json.dumps({**json.loads(line), "evaluation": version}) for line in others]
+    file.write_text("\n".join([first, *changed]) + "\n")
+
+
+FAR: dict[str, Callable[[Path, int], None]] = {
+    "journal": far_row,
+    "journal and queue": far_queue,
+    **{name: far_line(name) for name in ("update", "evaluation", "lag_max")},
+    "an update that is an evaluation too": two_kinds,
+}
+"""Ways to put a version far beyond all others into a run."""

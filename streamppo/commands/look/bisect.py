@@ -84,10 +84,10 @@ def _of_data(run: Path, question: Question, test: UserTest | None) -> Answer:
             Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch))
             for version, batch in _batches(batches, sorted(lines), wanted="batch" in test.wants)
         ]
-    versions = {version.version for version in looked}
-    lacking = [version for version in range(1, max(versions, default=0) + 1) if version not in versions]
+    versions = {version.version for version in looked if version.version > 0}
+    all_looked = len(versions) == max(versions, default=0)
     what = "evaluations" if question.metric == "accuracy" else "versions"
-    return conclude(question, looked, 0, certain=not lacking or question.metric == "accuracy", what=what)
+    return conclude(question, looked, 0, certain=all_looked or question.metric == "accuracy", what=what)
 
 
 def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:

@@ -126,9 +126,9 @@ def _way(
 
 def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
     kept = set(archive.open(run).versions())
-    lost = [version for version in range(int(begin.name) if begin else 0, last) if version not in kept]
-    if lost:
-        raise JournalError(f"{run}: version {lost[0] + 1} cannot be replayed: its batch was not kept")
+    needed = range(int(begin.name) if begin else 0, last)
+    if (lost := next((version for version in needed if version not in kept), None)) is not None:
+        raise JournalError(f"{run}: version {lost + 1} cannot be replayed: its batch was not kept")
 
 
 def _past(run: Path) -> History:

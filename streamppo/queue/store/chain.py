@@ -25,11 +25,14 @@ def linked(made: PublishedVersion, configs: Mapping[int, bytes], before: str) ->
 
 
 def breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int, bytes]) -> list[int]:
-    """The versions that are missing, or whose link does not follow from their record and the link before."""
+    """The first missing version of every gap, and the versions whose link does not follow from their record and the
+    link before.
+    """
+    missing = {0, *(version + 1 for version in versions)} - {max(versions, default=-1) + 1} - versions.keys()
     links = {version: made.link for version, made in versions.items()}
-    return [
+    broken = {
         version
-        for version in range(max(versions, default=-1) + 1)
-        if version not in versions
-        or linked(versions[version], configs, links.get(version - 1, "")).link != links[version]
-    ]
+        for version, made in versions.items()
+        if linked(made, configs, links.get(version - 1, "")).link != made.link
+    }
+    return sorted(missing | broken)

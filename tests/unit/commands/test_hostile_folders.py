@@ -34,8 +34,6 @@ from streamppo.errors import RunError
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
-pytestmark = pytest.mark.process
-
 LOOKS = {
     "summary": ["summary", "RUN"],
     "summary as JSON": ["summary", "RUN", "--json"],
@@ -144,7 +142,7 @@ def places(run: Path, name: str) -> list[Path]:
     return sorted(one for one in at.rglob("*") if one.is_file()) if at.is_dir() else [at]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOOKS)
 def test_the_whole_folder_is_looked_at(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = look(run, LOOKS[name]), "".join(capsys.readouterr())
@@ -157,7 +155,7 @@ def test_the_whole_folder_is_a_page(run: Path) -> None:
     assert answers["/batch/3/0"].json() and answers["/sections?with=runs/math"].json()["sections"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("content", PLANTED)
 def test_a_file_with_other_content_is_shown_or_told_in_a_sentence(
@@ -190,6 +188,7 @@ def test_a_file_of_the_model_that_is_nested_for_ever_is_told_in_a_sentence(
     assert code and "Traceback" not in told and (BEGUN in told or name in told or "tokenizer" in told), told
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["inputs.json", "summary.json"])
 def test_a_file_of_the_run_that_is_nested_for_ever_is_told_in_a_sentence(
@@ -249,7 +248,7 @@ def put(kind: str, place: Path) -> None:
             place.mkdir()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "name, kind",
@@ -266,7 +265,7 @@ def test_nobody_waits_at_what_is_no_file(run: Path, name: str, kind: str, capsys
     _look_at_all(run, capsys)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", [*FILES[:-3], *INSIDE[:3], *OTHERS[:6]])
 def test_no_look_and_no_resume_writes_through_a_link(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +280,7 @@ def test_no_look_and_no_resume_writes_through_a_link(run: Path, name: str, capsy
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """A reader of a hollow file gets no more memory than this, where nothing keeps it from reading."""
+    """4 GiB more than now, for a reader that nothing keeps from reading a hollow file or from counting for ever."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**32, before[1]))
     yield
@@ -321,6 +320,7 @@ def test_a_folder_with_a_pipe_is_not_evaluated(run: Path, capsys: pytest.Capture
 
 
 # Each draw changes one file of each name: more than 500 mutations in all.
+@pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 75))])
 def test_random_mutations_are_shown_or_told_in_a_sentence(
     run: Path, seed: int, capsys: pytest.CaptureFixture[str]
@@ -337,10 +337,23 @@ def test_random_mutations_are_shown_or_told_in_a_sentence(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 40))])
 @pytest.mark.parametrize("kind", strange_values.DRAWS)
+@pytest.mark.usefixtures("little_memory")
 def test_values_that_no_run_writes_are_shown_or_told_in_a_sentence(
     run: Path, kind: str, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strange_values.DRAWS[kind](run, random.Random(f"{kind} {seed}"))
+    _look_at_all(run, capsys)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("version", [10**9, 2**53, 2**63 - 2])
+@pytest.mark.parametrize("kind", strange_values.FAR)
+def test_a_version_far_beyond_all_others_is_shown_or_told_in_a_sentence(
+    run: Path, kind: str, version: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange_values.FAR[kind](run, version)
     _look_at_all(run, capsys)
 
 
