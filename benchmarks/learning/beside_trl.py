@@ -1,6 +1,6 @@
 """Compare with TRL's GRPOTrainer on the default task: seconds to a held-out accuracy, wall and CPU time of an update.
 
-    python benchmarks/learning/beside_trl.py --json beside.json --plot beside.png [--only equal]
+    python benchmarks/learning/beside_trl.py --json beside.json --plot beside.png [--only equal] [--trl-rules file]
         [--python OTHER/bin/python]
 
 Both sides have the model, problems, held-out problems, batch, learning rate, entropy bonus and reward of
@@ -12,11 +12,12 @@ Cases:
     reward                a reward that takes a second, awaited for all completions concurrently
 
 TRL first runs a few updates with one and with two threads, with random lengths also in micro-batches. The fastest
-setting then runs a whole training for each number of steps per update in `--steps`. All seconds are counted from the
-start of the command. TRL's exclude its evaluations; ours include them, because they run concurrently with training. TRL
-is stopped at 1.1 * goal * the seconds of our GRPO: the ratio is then a lower bound. Every run is appended to
-beside.jsonl when it ends: the same command continues after the stored runs. `--python` is an interpreter with trl
-(extra `peers`) and streamppo.
+setting then runs a whole training for each number of steps per update in `--steps` and each rule in `--trl-rules`:
+`plain` is TRL's own, `file` has the weight of negative advantages and Adam's betas of configs/math.toml. All seconds
+are counted from the start of the command. TRL's exclude its evaluations; ours include them, because they run
+concurrently with training. TRL is stopped at 1.1 * goal * the seconds of our GRPO: the ratio is then a lower bound.
+Every run is appended to beside.jsonl when it ends: the same command continues after the stored runs. `--python` is an
+interpreter with trl (extra `peers`) and streamppo.
 """
 
 import argparse
@@ -70,15 +71,17 @@ class Case(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One setting of TRL: threads, micro-batches, and optimizer steps per update."""
+    """One setting of TRL: threads, micro-batches, optimizer steps per update, and one of `TRL_RULES`."""
 
     threads: int
     parts: int
     steps: int = 1
+    rule: str = "plain"
 
     def __str__(self) -> str:
         steps = f", {self.steps} steps" if self.steps > 1 else ""
-        return f"TRL, {self.threads} threads, {self.parts} parts{steps}"
+        rule = f", rule of the {self.rule}" if self.rule != "plain" else ""
+        return f"TRL, {self.threads} threads, {self.parts} parts{steps}{rule}"
 
 
 def _drawn(shape: str) -> Case:
@@ -96,6 +99,7 @@ CASES = {
 GRPO = "grpo"
 """TRL's algorithm."""
 RULES = {GRPO: (*PLAIN, "algorithm.advantage={kind='grpo'}"), "default": ()}
+TRL_RULES = {"plain": PLAIN, "file": ()}
 LOWER = {
     "reached_s": "seconds to the target",
     "reached_update": "updates to the target",
@@ -145,7 +149,7 @@ def compare(name: str, model: Path, options: argparse.Namespace, campaign: Campa
         tried[way] = row(f"{way}, {options.probe} updates", probe)
         yield tried[way]
     best = min(tried, key=lambda way: tried[way]["wall_ms"])
-    for way in (best._replace(steps=steps) for steps in options.steps):
+    for way in (best._replace(steps=steps, rule=rule) for rule, steps in product(options.trl_rules, options.steps)):
         yield row(f"{way}", partial(_whole, model, case, options, way, limit_s))
 
 
@@ -222,6 +226,7 @@ def theirs(
     """Run TRL in the interpreter `--python`. Exits if it fails."""
     job = Job(
         config=str(CONFIG),
+        overrides=TRL_RULES[way.rule],
         model=str(model),
         threads=way.threads,
         parts=way.parts,
@@ -330,6 +335,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--limit-s", type=float, default=1200.0, help="seconds of one training at most")
     made.add_argument("--threads", type=int, nargs="+", default=(1, 2), help="of TRL")
     made.add_argument("--steps", type=int, nargs="+", default=(1, 4), help="of TRL an update, in whole trainings")
+    made.add_argument("--trl-rules", nargs="+", choices=list(TRL_RULES), default=["plain"], help="of whole trainings")
     made.add_argument("--parts", type=int, nargs="+", default=(1, 8), help="micro-batches of TRL with drawn lengths")
     made.add_argument("--probe", type=int, default=6, help="updates with which the ways of TRL are compared: 2 or more")
     made.add_argument("--python", default=sys.executable, help="an interpreter that has trl and streamppo")

@@ -4,9 +4,9 @@
 
 TRL gets its fastest settings for this task: float32, one optimizer step on the whole batch without a pass for old
 log-probs (with several `steps` on parts of the batch there is one), no reference model, no gradient checkpointing, no
-checkpoint, no progress bar, no log. Evaluations do not count in the measured times. With drawn lengths its
-`rollout_func` calls the model's `generate`, as the trainer itself does, with a criterion that stops each row at its
-length.
+checkpoint, no progress bar, no log. Evaluations do not count in the measured times. Negative advantages are multiplied
+by `algorithm.negative_weight`, for which TRL has no setting. With drawn lengths its `rollout_func` calls the model's
+`generate`, as the trainer itself does, with a criterion that stops each row at its length.
 """
 
 import asyncio
@@ -23,7 +23,6 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib import lengths
-from benchmarks.lib.runs import PLAIN
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.tasks import task as tasks
@@ -35,12 +34,15 @@ NEVER = 10**9
 class Job(msgspec.Struct, frozen=True):
     """One training. `begin` is the start time of the command, `shape` the shape of drawn lengths, if any.
 
+    `overrides` are those of the configuration.
+
     An update makes `steps` optimizer steps, each in `parts` micro-batches. The training ends at `updates` or
     `stop_after`, at the evaluation that reaches `target`, or after `limit_s` seconds without evaluations. The learning
     rate decays over `updates`, also if the training ends earlier.
     """
 
     config: str
+    overrides: tuple[str, ...]
     model: str
     threads: int
     begin: float
@@ -83,7 +85,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(job.threads)
-    _trainer(job, configfile.load(Path(job.config), PLAIN), clock).train()
+    _trainer(job, configfile.load(Path(job.config), job.overrides), clock).train()
 
 
 def _trainer(job: Job, config: Config, clock: Clock) -> Any:
@@ -98,7 +100,14 @@ def _trainer(job: Job, config: Config, clock: Clock) -> Any:
     count = config.queue.batch_size // config.queue.samples_per_prompt * min(job.updates, job.stop_after)
     rows = [_row(task.prompt(number)) for number in range(count)]
     held_out = [_row(prompt) for prompt in task.held_out(config.evaluation.prompts)]
-    trainer = GRPOTrainer(
+
+    class Weighted(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            made = super()._generate_and_score_completions(inputs)
+            advantages, weight = made["advantages"], config.algorithm.negative_weight
+            return {**made, "advantages": torch.where(advantages < 0, weight * advantages, advantages)}
+
+    trainer = Weighted(
         model=model,
         args=_settings(job, config),
         processing_class=tokenizer,
