@@ -1,5 +1,6 @@
 """Shared fixtures and helpers: the shipped configuration, tiny trajectories, the order of the tests."""
 
+import fcntl
 import logging
 import os
 import shutil
@@ -8,6 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,11 +25,13 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.queue.rules.records import Counters, GroupShape
 from streamppo.types import Identity, Trajectory
+from tests import durations
 
 if TYPE_CHECKING:
     import driver_case as driver
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
 if not torch.cuda.is_available():
     # Without a GPU Triton can interpret kernels, if this is set before its first import.
@@ -89,10 +93,10 @@ def part(text: str) -> slice:
     return slice(int(number), None, int(parts))
 
 
-class SampledCases:
-    """Makes all cases of a function slow but the `n` of its mark `sampled(n)`, before `-m` chooses tests."""
+class ChosenCases:
+    """Makes all cases of a function slow but the `n` of its mark `sampled(n)`, and marks what is quick."""
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         cases = defaultdict[tuple[str, int], list[pytest.Item]](list)
         for item in items:
@@ -101,6 +105,10 @@ class SampledCases:
         for (_, number), of_function in cases.items():
             for item in without_sample(of_function, number):
                 item.add_marker("slow")
+        long = durations.listed()
+        for item in items:
+            if begins(item.nodeid)[1] not in long and not any(map(item.get_closest_marker, ("slow", "sglang", "gpu"))):
+                item.add_marker("quick")
 
 
 def without_sample(items: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
@@ -124,7 +132,7 @@ def values(item: pytest.Item) -> set[tuple[str, int]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(SampledCases())
+    config.pluginmanager.register(ChosenCases())
 
 
 @pytest.hookimpl(trylast=True)
@@ -157,9 +165,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
     from xdist.scheduler import LoadScopeScheduling
 
     class LongestFirst(LoadScopeScheduling):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self._crashed = set[str]()
+
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return nodeid if file in APART and file != SHARED_RUNS else file
+
+        def remove_node(self, node: "WorkerController") -> str | None:
+            pending = (name for unit in self.assigned_work[node].values() for name, done in unit.items() if not done)
+            self._crashed.update(islice(pending, 1))
+            return super().remove_node(node)
+
+        def _reschedule(self, node: "WorkerController") -> None:
+            # pytest-xdist itself would start a test that crashes its process again and again, and leave the new
+            # process waiting: it starts its only test when it has a second one, or knows that there is none.
+            for scope, unit in [*self.workqueue.items()]:
+                unit.update(dict.fromkeys(self._crashed & unit.keys(), True))
+                if all(unit.values()):
+                    del self.workqueue[scope]
+            for _ in range(2):
+                super()._reschedule(node)
 
     config.option.loadscopereorder = False
     return LongestFirst(config, log)
@@ -237,10 +264,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of six updates at lag 0, with checkpoints of 2, 4 and 6; a test that changes it takes a copy."""
+    """A finished run of six updates at lag 0, with checkpoints of 2, 4 and 6; a test that changes it takes a copy.
+
+    All processes of `pytest -n` share it: the first one makes it, under a lock.
+    """
     import thread_run
 
-    return thread_run.trained(tmp_path_factory.mktemp("exact"))
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "exact"
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return place / "math" if place.exists() else thread_run.trained(place)
 
 
 def save_reward_model(folder: Path, alphabet: str) -> None:

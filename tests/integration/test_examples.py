@@ -65,6 +65,7 @@ tiny.make(configfile.load(Path("sorting/run.toml")), Path("model"))
 """
 
 
+@pytest.mark.slow
 def test_two_commands_train_a_model_on_rows_by_an_async_reward_as_they_are_brought(tmp_path: Path) -> None:
     """A user's files lead to a rising curve without an edit or a mistake."""
     python("-m", "streamppo", "init", "sorting", folder=tmp_path)

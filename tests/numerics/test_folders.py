@@ -69,7 +69,7 @@ def of(family: str, **changes: object) -> draws.Draw:
 # --- families, each with its own kind of tokenizer --------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", model_folders.FAMILIES)
 def test_a_family_with_its_own_tokenizer_and_template_is_trained_exported_and_loaded(
     family: str, tmp_path: Path
@@ -79,7 +79,7 @@ def test_a_family_with_its_own_tokenizer_and_template_is_trained_exported_and_lo
     assert found.two_turns or model_folders.usual(family).template is None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokenizer", model_folders.TOKENIZERS)
 def test_every_kind_of_tokenizer_goes_through_training_and_export(tokenizer: str, tmp_path: Path) -> None:
     found = folder_play.play(of("qwen3", tokenizer=tokenizer), tmp_path)

@@ -172,13 +172,13 @@ def test_a_lag_that_is_steered_at_random_keeps_the_hard_bound_and_batches_come(t
         assert len(outcome.ages) > 20 * BATCH
 
 
+@pytest.mark.slow
 def test_a_window_is_used_to_its_end() -> None:
     lags = [lag for seed in range(3) for lag in world("windowed", 4, seed).lags]
     assert max(lags) == 4 > settings("windowed", 4, 1).flow_lag
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_the_rules_differ_in_how_long_the_learner_waits_and_in_what_they_lose() -> None:
     outcomes = {rule: [world(rule, 8, seed) for seed in range(3)] for rule in RULES}
     waited = {rule: statistics.mean(one.waited for one in some) for rule, some in outcomes.items()}
@@ -189,6 +189,7 @@ def test_the_rules_differ_in_how_long_the_learner_waits_and_in_what_they_lose() 
         assert max(max(one.lags) for one in outcomes[rule]) <= 8
 
 
+@pytest.mark.slow
 def test_admission_by_the_mean_bounds_the_mean_age_of_completions_and_no_single_one() -> None:
     for seed in range(3):
         outcome = world("keep", 4, seed)

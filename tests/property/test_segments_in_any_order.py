@@ -257,6 +257,7 @@ def test_the_learner_waits_for_rewards_before_tokens_grow_too_old(max_lag: int, 
     assert masked + given_up <= bound, f"{masked} tokens masked, {given_up} of {consumed} segments too old"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_lag", [1, 9])
 def test_segments_by_length_are_whole_too_and_next_to_none_grow_too_old(max_lag: int) -> None:
     lost = consumed = 0

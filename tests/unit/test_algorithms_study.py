@@ -10,8 +10,6 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.learning.algorithms import markdown, summed
 
-pytestmark = pytest.mark.process
-
 
 def row(choice: str, max_lag: int, seed: int, reward: float, reached: int | None) -> dict[str, Any]:
     return {

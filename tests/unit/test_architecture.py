@@ -19,17 +19,14 @@ def tool(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.process
 def test_ruff_finds_nothing_to_format() -> None:
     tool(sys.executable, "-m", "ruff", "format", "--check", ".")
 
 
-@pytest.mark.process
 def test_ruff_finds_nothing_to_lint() -> None:
     tool(sys.executable, "-m", "ruff", "check", ".")
 
 
-@pytest.mark.process
 def test_imports_go_down_only() -> None:
     tool(str(Path(sys.executable).parent / "lint-imports"))
 

@@ -24,8 +24,6 @@ from benchmarks.learning import alarms
 from benchmarks.lib.latency import LATENCY
 from benchmarks.lib.runs import Run
 
-pytestmark = pytest.mark.process
-
 
 def commands(document: str, script: str) -> list[list[str]]:
     """The arguments of every such command in a document."""

@@ -16,8 +16,6 @@ from benchmarks.learning.beside_trl import judge, lost, measured
 from benchmarks.lib import trl_run
 from benchmarks.lib.runs import PLAIN
 
-pytestmark = pytest.mark.process
-
 EVENTS: list[dict[str, Any]] = [
     {"evaluation": 0, "wall_s": 3.0, "accuracy": 0.2},
     *({"update": n, "wall_s": 10.0 + 2.0 * n} for n in range(1, 41)),

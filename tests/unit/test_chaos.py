@@ -18,8 +18,6 @@ from benchmarks.faults import chaos
 from benchmarks.lib import draw
 from benchmarks.lib.runs import PLAIN
 
-pytestmark = pytest.mark.process
-
 KINDS = [one for name in ("correction", "advantage", "policy_loss", "exploration") for one in draw.choices()[name]]
 
 

@@ -16,8 +16,6 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.learning import cut_bias
 from benchmarks.learning.cut_bias import Cut
 
-pytestmark = pytest.mark.process
-
 ONE = {
     "place": [1, 4, 9, 2],
     "ours": [0.5, 0.1, 0.3, 0.9],

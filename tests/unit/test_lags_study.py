@@ -15,8 +15,6 @@ from streamppo.config import file as configfile
 from streamppo.learner.model import tiny
 from streamppo.learner.objective.adaptive_lag import is_lowered_by_ess
 
-pytestmark = pytest.mark.process
-
 TINY = ("updates=6", "queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 
 

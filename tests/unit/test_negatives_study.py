@@ -20,8 +20,6 @@ from streamppo.learner.model import tiny
 from streamppo.tasks.library.gym import Gym
 from streamppo.types import ScoredText, Trajectory
 
-pytestmark = pytest.mark.process
-
 TINY = ("queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 
 

@@ -12,8 +12,6 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.lib import networks
 from benchmarks.lib.networks import longest_wait
 
-pytestmark = pytest.mark.process
-
 REFUSAL = networks.refusal()
 needs_networks = pytest.mark.skipif(bool(REFUSAL), reason=f"no networks: {REFUSAL}")
 

@@ -27,8 +27,6 @@ from streamppo.telemetry.live.screen import Screen, ScreenRow
 from streamppo.terminal import wrap
 from streamppo.types import Identity, Trajectory, WireStruct
 
-pytestmark = pytest.mark.process
-
 COUNT = 100
 
 

@@ -80,7 +80,6 @@ def test_the_readme_s_configuration_is_one(
     assert "mine.toml: 0 errors" in capsys.readouterr().out
 
 
-@pytest.mark.process
 def test_the_readme_s_block_writes_rows_a_reward_and_a_configuration_that_check_has_nothing_against(
     tmp_path: Path,
 ) -> None:

@@ -12,8 +12,6 @@ import pytest
 from browser import needs_chromium, opened
 from conftest import REPOSITORY
 
-pytestmark = pytest.mark.process
-
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 pytest.importorskip("material", reason="the extra `docs` is not installed")
 LOADED = re.compile(r"<(?:link|script|img)\b[^>]*?\b(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)", re.IGNORECASE)

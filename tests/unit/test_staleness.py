@@ -20,8 +20,6 @@ from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import tiny
 from streamppo.types import ScoredText
 
-pytestmark = pytest.mark.process
-
 TINY = (
     "queue.batch_size=16",
     "rollout.slots=8",

@@ -22,8 +22,6 @@ from benchmarks.lib import lengths
 from benchmarks.lib.campaign import Campaign
 from benchmarks.lib.runs import Goal, table, told
 
-pytestmark = pytest.mark.process
-
 DRAWS = {shape: [lengths.draw(shape, *divmod(number, 4)) for number in range(20_000)] for shape in lengths.SHAPES}
 PROMPT = Prompt(text="", columns={})
 

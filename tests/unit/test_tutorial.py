@@ -14,8 +14,6 @@ from streamppo import cli
 from streamppo.config import file as configfile
 from streamppo.types import Reward, ScoredText
 
-pytestmark = pytest.mark.process
-
 PAGE = (REPOSITORY / "docs" / "tutorial.md").read_text()
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 COMMANDS = re.findall(r"^    (streamppo .*?)(?: +#.*)?$", PAGE, re.MULTILINE)

@@ -69,6 +69,7 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_other_ranks_need_no_weights_and_have_the_same_model(models: Path) -> None:
     for rank in range(1, RANKS):
         for name in ("policy", "critic"):

@@ -99,6 +99,7 @@ def digest(path: str, dtype: str) -> str:
     return replica.push.digest
 
 
+@pytest.mark.slow
 def test_actors_make_the_policy_of_its_adapters_alone_whatever_the_number_of_ranks(folder: Path) -> None:
     made = [case.by_ranks(versions, ranks, folder, str(folder / "model")) for ranks in RANKS]
     assert made[0] == made[1] and len({*made[0].values(), ""}) == 3

@@ -94,6 +94,7 @@ def held(updater: Updater) -> list[torch.Tensor]:
     return [*updater.policy.parameters(), *([] if copy is None else copy._copies), *states]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(

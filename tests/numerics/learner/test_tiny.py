@@ -16,6 +16,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings", [(), ("seed=7", "model.tiny.hidden_size=32"), ("model.tiny.layers=3",)], ids=["as shipped", "32", "3"]
 )

@@ -294,6 +294,7 @@ def test_many_short_paths_are_not_one_wide_square(folder: Path) -> None:
     assert tree.read(rows.on_host, attention.padded, WIDE).arguments["input_ids"].shape == (1, 1279)
 
 
+@pytest.mark.slow
 @given(columns_of())
 @settings(max_examples=150, deadline=None)
 def test_the_sizes_for_micro_batches_are_those_of_the_lines(

@@ -85,7 +85,7 @@ def same_bits(one: Updater, other: Updater) -> None:
         assert all(torch.equal(case.full(moments[name]), case.full(others[name])) for name in ("exp_avg", "exp_avg_sq"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_updates_make_the_bits_of_fsdp(name: str, folder: Path) -> None:
     one, other = (learner(folder, *CONFIGS[name], fsdp=fsdp, layered=name != "as it is") for fsdp in (False, True))
@@ -218,6 +218,7 @@ def test_checkpoints_of_both_kinds_have_the_same_files(folder: Path, tmp_path: P
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), CONFIGS["lora"]], ids=["all", "lora"])
 def test_a_version_has_the_same_digest(overrides: tuple[str, ...], folder: Path) -> None:
     digests: list[Any] = []

@@ -109,6 +109,7 @@ def test_a_token_that_is_added_or_stands_between_others_is_known_by_its_id(tmp_p
     assert not {*sampled.tolist()} & {*unknown}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strings", [("ab", "c"), ("qx",), ("<one>b", "ddd")])
 def test_a_string_ends_a_completion_behind_the_token_that_completes_it(
     tmp_path: Path, strings: tuple[str, ...]

@@ -49,7 +49,7 @@ async def completions(model: Any, requests: list[tuple[np.ndarray, Sampling]], s
         await engine.stop()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "longest"), [("qwen2", 12), ("qwen2", 50), ("qwen3", 50), ("wide", 12)])
 def test_completions_are_the_same_bits_whatever_is_sampled_beside_them(name: str, longest: int) -> None:
     model, requests = disturbed(MODELS[name], 0), asked(3, longest)

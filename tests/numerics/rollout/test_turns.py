@@ -93,7 +93,7 @@ def checked(model: Any, played: Sequence[tuple[Ints, Completion]]) -> None:
         check(model, prompt, done)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_equal_turns_cost_no_more_than_twenty_units_of_prefill(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -14,8 +14,6 @@ import streamppo
 from streamppo.api.messages import RunRequest, line
 from streamppo.errors import CheckpointError, ConfigError
 
-pytestmark = pytest.mark.process
-
 CHILD = ["-m", "streamppo.api.child"]
 REPLIES = (
     "import os, sys; from streamppo.api import child; os.write(int(sys.argv[1]), b'.'); child.main(int(sys.argv[1]))"
@@ -45,6 +43,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, start: Callable[[Path
         start(tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("child", [CHILD, ["-c", REPLIES]], ids=["all replies are read", "a reply is not read"])
 def test_it_ends_when_the_script_does(child: list[str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never.toml")

@@ -134,7 +134,6 @@ def test_a_cluster_may_have_elsewhere_what_is_not_here(monkeypatch: pytest.Monke
     assert main(["run", str(MATH), "learner.gpus=1", "cluster.address=auto"]) == 0
 
 
-@pytest.mark.process
 def test_neither_torch_nor_transformers_nor_ray_is_imported_for_a_mistake() -> None:
     here = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     for command in ("run", "check"):

@@ -11,8 +11,6 @@ import thread_run
 from streamppo import cli
 from streamppo.telemetry import metrics_file
 
-pytestmark = pytest.mark.process
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,6 +40,7 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", ["entropy", "grad_norm", "reward", "policy_loss"])
 def test_a_bound_of_a_metric_is_found_where_a_look_at_every_line_finds_it(
     run: Path, metric: str, capsys: pytest.CaptureFixture[str]

@@ -258,6 +258,7 @@ def test_a_tokenizer_of_another_release_is_refused_in_a_sentence(
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("named", "template", "works"),
     [
@@ -285,6 +286,7 @@ def test_a_special_token_beyond_the_models_embedding_is_an_error_only_if_it_can_
     assert (", and the model knows " in said) != works
 
 
+@pytest.mark.slow
 def test_a_damaged_generation_config_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case.model(tmp_path / "model")
     begun(capsys, case.bring(tmp_path, model="model"))

@@ -37,7 +37,6 @@ from streamppo.telemetry import metrics_file
 from streamppo.types import flags
 from streamppo.weights.pusher import PushedVersion
 
-pytestmark = pytest.mark.process
 TIMES = {"score_s", "train_s"}
 
 

@@ -108,7 +108,6 @@ def test_every_shipped_configuration_is_in_order(checked: Callable[..., tuple[in
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.process
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     checked: Callable[..., tuple[int, str]], tmp_path: Path, name: str
@@ -156,7 +155,6 @@ def test_a_teacher_at_a_url_is_asked_later_and_its_key_is_missed_here(checked: C
     assert "http://a:1 is contacted when the run starts; the environment has no NO_SUCH_KEY here" in output
 
 
-@pytest.mark.process
 def test_neither_ray_nor_a_gpu_is_touched() -> None:
     code = (
         "import sys, torch; from streamppo.cli import main; code = main(['check', sys.argv[1]]);"

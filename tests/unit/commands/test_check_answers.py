@@ -16,6 +16,7 @@ def answers(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["model", "builtin:tiny"])
 def test_answers_without_room_are_counted_with_the_longest(
@@ -61,6 +62,7 @@ def test_a_few_long_answers_are_no_matter(
     assert bool(answers(capsys, "rollout.max_tokens=6")) == is_noted
 
 
+@pytest.mark.slow
 def test_a_large_model_with_the_tokens_of_a_small_one_is_noted_though_its_answers_are_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

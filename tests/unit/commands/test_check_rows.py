@@ -13,8 +13,6 @@ from conftest import MATH, REPOSITORY
 
 from streamppo.cli import main
 
-pytestmark = pytest.mark.process
-
 Check = Callable[..., tuple[int, str]]
 
 

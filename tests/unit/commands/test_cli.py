@@ -19,8 +19,6 @@ from streamppo import cli
 from streamppo.commands.console import console, table
 from streamppo.errors import ConfigError, Interrupted, RunError
 
-pytestmark = pytest.mark.process
-
 PROGRAM = [sys.executable, "-m", "streamppo"]
 
 
@@ -181,6 +179,7 @@ def test_a_reader_that_went_away_ends_the_command_like_any_program_in_a_pipe(lin
 CHEAP = {"--version": 0, "--help": 0, "run CONFIG --dry-run": 0, "summary nowhere": 1}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", CHEAP)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", ">&- 2>&- <&-"])
 def test_closed_standard_streams_change_no_exit_code(words: str, closed: str, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from streamppo import cli
 
-pytestmark = pytest.mark.process
-
 COMMANDS = {name for name in cli.app if not name.startswith("-")}
 
 

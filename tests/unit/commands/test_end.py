@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from conftest import MATH, REPOSITORY
 
-pytestmark = pytest.mark.process
-
 WITHIN_S = 60.0
 HELD = {
     "a thread in the module": "def wait():\n    time.sleep(1000)\nthreading.Thread(target=wait).start()\n",
@@ -44,13 +42,14 @@ def ended(folder: Path, what: str, *words: str, before: str = "") -> "subprocess
     return done
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", HELD)
 def test_a_command_ends_whatever_a_rewards_module_has_begun(tmp_path: Path, what: str) -> None:
     done = ended(tmp_path, what, "check", str(MATH), "cluster.cpus=1", "rollout.actors=8")
     assert (done.returncode, "errors, " in done.stdout) == (1, True), done.stderr
 
 
+@pytest.mark.slow
 def test_a_good_run_ends_too(tmp_path: Path) -> None:
     """The driver imports the reward itself, before its loop."""
     loop = "from streamppo import loop; loop.run = lambda *_, **__: print('all updates are made') or 0\n"

@@ -13,8 +13,6 @@ from streamppo.commands.models import eval as command
 from streamppo.commands.models.eval import ScoredAnswer, Subject
 from streamppo.config.sections import Config
 
-pytestmark = pytest.mark.process
-
 
 @pytest.mark.parametrize(("samples", "correct"), [(4, 0), (4, 1), (5, 3), (6, 6)])
 def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_have_a_right_one(samples: int, correct: int) -> None:

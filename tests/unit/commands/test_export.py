@@ -27,7 +27,7 @@ from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.weights import buckets
 from streamppo.weights.pusher import PushedVersion
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("alone")]
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def model_at(folder: Path, *, tied: bool) -> None:

@@ -19,7 +19,6 @@ from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 
-pytestmark = pytest.mark.process
 LAGGED = ("queue.max_lag=2", "rollout.in_flight=48", "rollout.actors=2")
 
 

@@ -23,7 +23,6 @@ from streamppo.commands.models import archived
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 
-pytestmark = pytest.mark.process
 LAG = ("queue.max_lag=2", "rollout.in_flight=48")
 STEERED = (*replay_case.STEERED, "rollout.in_flight=64")
 TURNS = (

@@ -30,7 +30,6 @@ from streamppo.commands.bundle.file import Bundle
 from streamppo.config import consent
 from streamppo.types import Batch
 
-pytestmark = pytest.mark.process
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pickle.find_class")
 """Audit events of whatever starts something, or reads a pickle."""
 seen: list[str] = []

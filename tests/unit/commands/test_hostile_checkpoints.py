@@ -115,6 +115,7 @@ def loaded(run: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_the_whole_checkpoint_is_exported_and_loaded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ends = looked_at(run, capsys)
     assert [name for name, (code, _) in ends.items() if name.startswith("export") and code] == []
@@ -152,7 +153,7 @@ def test_a_file_with_other_content_is_told_in_a_sentence(
     assert loaded(run)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["a link to itself", "a pipe", "a folder", "nothing"])
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_no_file_is_told_in_a_sentence(
@@ -173,7 +174,7 @@ def test_what_is_no_file_is_told_in_a_sentence(
     assert loaded(run)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 100))])
 def test_random_mutations_are_taken_or_told_in_a_sentence(
     run: Path, seed: int, capsys: pytest.CaptureFixture[str]

@@ -35,8 +35,6 @@ from streamppo.telemetry.summary import queue_counts
 from streamppo.terminal import HARMFUL
 from streamppo.types import Failure, Trajectory
 
-pytestmark = pytest.mark.process
-
 FORGED = "streamppo: forged"
 ORDERS = f"\x1b[2J\x1b]0;t\x07\x9b2J\x90\x00\r{FORGED}\n{FORGED}\u2028{FORGED}\u202egpj\u2066\u200f\ufeff\U000e0041"
 """Orders to a terminal, forged lines, letters that turn the direction of writing, letters without a shape."""

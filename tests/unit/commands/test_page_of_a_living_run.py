@@ -19,8 +19,6 @@ from streamppo.telemetry import metrics_file
 from streamppo.telemetry.report import view
 from streamppo.telemetry.report.view import View
 
-pytestmark = pytest.mark.process
-
 READS, KILLS = 2000, 10
 VERSIONS = 12
 """Least number of seen versions: a busy machine delays the writer."""

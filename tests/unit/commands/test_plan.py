@@ -225,6 +225,7 @@ def on_gpus(model: Path, to: Path, gpus: int, *words: str) -> list[dict[str, Any
     return json.loads(to.read_bytes())["proposals"]
 
 
+@pytest.mark.slow
 def test_more_gpus_are_divided_between_ranks_and_engines_and_train_more_tokens(
     half_billion: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +237,7 @@ def test_more_gpus_are_divided_between_ranks_and_engines_and_train_more_tokens(
     assert "494,032,768 parameters" in shown and "GPU hours" in shown and "estimated from data sheets" in shown
 
 
+@pytest.mark.slow
 def test_an_engine_that_only_evaluates_keeps_its_gpu(half_billion: Path, tmp_path: Path) -> None:
     for proposal in on_gpus(half_billion, tmp_path / "plan.json", 4, "evaluation.actors=1"):
         settings = dict(one.split("=") for one in proposal["overrides"])

@@ -17,8 +17,6 @@ from streamppo.config.sections import Config
 from streamppo.driver.folder import lock
 from streamppo.telemetry import metrics_file
 
-pytestmark = pytest.mark.process
-
 UPDATES = 24
 HEAVY = ("streamppo.loop", "ray", "torch")
 

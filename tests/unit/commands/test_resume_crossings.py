@@ -17,7 +17,6 @@ from replay_case import STEERED, STEERED_SEGMENTS
 from benchmarks.faults import chaos
 from streamppo.config import file as configfile
 
-pytestmark = pytest.mark.process
 SHORT = (
     "updates=8",
     "queue.batch_size=32",
@@ -71,7 +70,7 @@ QUEUES = {
 EVERY = {**thread_run.ESTIMATORS, **PROXIMAL, **REFERENCE, **ADAPTERS, **SIGNS, **SAMPLING, **QUEUES, **SHIPPED}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overrides", EVERY.values(), ids=EVERY)
 def test_a_run_that_died_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = thread_run.trained(tmp_path, *SHORT, *overrides, dies_at=5)

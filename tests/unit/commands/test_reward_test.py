@@ -19,8 +19,6 @@ from streamppo.tasks import task
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt, ScoredText
 
-pytestmark = pytest.mark.process
-
 FAULTY = SUPPORT / "faulty_rewards.py"
 
 
@@ -51,6 +49,7 @@ def test_given_completions_are_scored_and_a_failure_is_shown_and_is_not_success(
 AGENTS = SUPPORT / "agents_of_every_kind.py"
 
 
+@pytest.mark.slow
 def test_agents_are_played_and_what_became_of_their_requests_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["reward={}", "model.tiny.max_steps=1", "rollout.max_tokens=4", "environment.max_tokens=64"]
     agent = [f"environment.agent={AGENTS}:two_turns", "environment.max_turns=4"]

@@ -22,8 +22,6 @@ from streamppo.queue.store import archive
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Trajectory, ints
 
-pytestmark = pytest.mark.process
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -58,7 +56,7 @@ def named(one: Trajectory) -> tuple[str, ...]:
     return "--prompt", str(one.identity.prompt), "--sample", str(one.identity.sample)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("version", [0, 2, 4])
 @pytest.mark.parametrize("at", [0, 2])
 def test_with_the_run_s_random_numbers_its_own_version_samples_the_archived_completion(
@@ -127,6 +125,7 @@ def test_the_critic_of_the_version_says_what_the_learner_recorded(
         assert abs(told["versions"][1]["value"] - float(values[at])) > 1e-4, "another version's critic says another"
 
 
+@pytest.mark.slow
 def test_two_versions_are_compared_in_pairs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = (*named(of_batch(run, 4, 2)), "--at", "1")
     told = tried(capsys, run, *options, "--version", "0", "6", "-n", "8")

@@ -24,7 +24,6 @@ from streamppo.commands.trial import Continued, Trial, VersionTrial
 from streamppo.config.sections import Config
 from streamppo.queue.store import archive
 
-pytestmark = pytest.mark.process
 LOCAL, KEY = "http://127.0.0.1:8484", "the key of the terminal"
 ASKED = {"update": 24, "row": 2, "token": 1, "versions": [20, 24], "n": 3}
 GIVEN = {"origin": LOCAL, tries.KEY: KEY}
@@ -234,6 +233,7 @@ def test_a_click_on_a_token_and_the_button_show_what_two_versions_have_said(
     assert 'data-place="#update=24&amp;row=2&amp;token=1"' in dom, "the key is not a part of an address to pass on"
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_without_the_key_the_page_says_which_address_to_open(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

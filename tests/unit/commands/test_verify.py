@@ -22,7 +22,6 @@ from streamppo.commands.verification import Verification
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 
-pytestmark = pytest.mark.process
 DRAWS, SEED = 200, 47
 FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "inputs.json"]
 FILES += ["archive/00000003.zarr.zip", "model/config.json", "checkpoints/00000004/manifest.json", "final/config.json"]

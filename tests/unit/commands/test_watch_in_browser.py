@@ -32,7 +32,7 @@ from streamppo.rollout.engine import Completion
 from streamppo.telemetry import metrics_file
 from streamppo.types import Ints, Trajectory, floats
 
-pytestmark = [pytest.mark.process, needs_chromium]
+pytestmark = needs_chromium
 SECONDS = 8
 CLICKS = """
 const until = async (found) => {
@@ -200,6 +200,7 @@ def test_curves_have_data_and_a_click_opens_a_trajectory_whose_tokens_tell_their
     assert noted(dom, "place") == "#update=24&row=2&token=1&colour=lag"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tree")
 @pytest.mark.parametrize("width", [500, 1400])
 def test_the_tree_of_an_agents_run_is_drawn_and_a_click_on_a_node_goes_to_its_tokens(
@@ -231,6 +232,7 @@ def test_a_phone_shows_the_tree_of_a_running_run_whole(run: Path, serve: Callabl
     assert (found["width"], found["wide"], nodes) == (400, 0, 6)
 
 
+@pytest.mark.slow
 def test_the_page_goes_on_with_new_lines_and_what_was_unfolded_stays_so(
     run: Path, serve: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

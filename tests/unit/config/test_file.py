@@ -421,7 +421,6 @@ def test_dry_run_prints_the_resolved_tree_and_flags_may_stand_between_overrides(
     assert (resolved["learner"]["lr"], resolved["name"]) == (0.5, "x")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("arguments", [["--help"], ["run", str(MATH), "--dry-run"], ["run", str(MATH), "x=1"]])
 def test_help_dry_run_and_config_errors_import_nothing_heavy(arguments: list[str]) -> None:
     program = (

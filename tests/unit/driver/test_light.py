@@ -3,10 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.process
-
 
 def test_the_loop_and_everything_that_it_drives_are_imported_without_torch_and_transformers() -> None:
     script = (

@@ -20,8 +20,6 @@ from streamppo.config.sections import Config
 from streamppo.driver.folder import lock
 from streamppo.errors import RunError
 
-pytestmark = pytest.mark.process
-
 
 def test_a_run_has_one_driver_and_is_running_as_long_as_it_lives(tmp_path: Path) -> None:
     assert not lock.is_running(tmp_path)

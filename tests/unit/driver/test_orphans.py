@@ -15,7 +15,7 @@ import pytest
 
 from streamppo.driver.ray import orphans
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 
 SLEEPER = """
 import os, signal, subprocess, sys, time
@@ -165,6 +165,7 @@ runpy.run_path({file!r}, run_name="__main__")
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("generation_s", [0.0, 0.001, 0.005, 0.02, 0.1])
 def test_a_process_that_forks_and_exits_ends_though_a_scan_of_all_processes_takes_longer(
     tmp_path: Path, generation_s: float, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ document.body.dataset.drawn = String([...document.querySelectorAll("svg.curves")
 """
 """Points at the right end of the first curve, and notes sizes on the screen."""
 
-pytestmark = [pytest.mark.process, needs_chromium]
+pytestmark = needs_chromium
 
 
 @pytest.fixture

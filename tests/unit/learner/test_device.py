@@ -18,8 +18,6 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.lib import networks
 
-pytestmark = pytest.mark.process
-
 REFUSAL = networks.refusal()
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

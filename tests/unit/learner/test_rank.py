@@ -106,7 +106,6 @@ def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_how_it_is_given_out
     assert found == (by_the_user if expected is None else expected)
 
 
-@pytest.mark.process
 def test_torch_is_imported_by_a_rank_and_not_with_its_class() -> None:
     code = "import streamppo.learner.rank, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

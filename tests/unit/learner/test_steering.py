@@ -15,8 +15,6 @@ from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import optimizer
 from streamppo.learner.objective import adaptive_lag, metrics
 
-pytestmark = pytest.mark.process
-
 ADAPTIVE = "queue.max_lag={kind='adaptive', at_most=4, ess=0.5}"
 
 
@@ -81,6 +79,7 @@ def decisions(ranks: int, folder: Path) -> torch.Tensor:
     return torch.stack(everyones)
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_decide_alike_under_every_estimator_and_proximal_policy(tmp_path: Path) -> None:
     case.save_model(tmp_path)
     alone, both = (case.by_ranks(decisions, ranks, tmp_path, tmp_path) for ranks in (1, 2))

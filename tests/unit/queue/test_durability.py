@@ -19,8 +19,6 @@ from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState
 from streamppo.queue.store.archive import Archive
 
-pytestmark = pytest.mark.process
-
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ from streamppo.types import Batch, Failure, Trajectory, decode, encode
 from streamppo.weights import owner
 from streamppo.weights.store import Store, with_crc
 
-pytestmark = pytest.mark.process
-
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
 """Tokens that no other sample has."""
 ROWS = ("counters", "slots", "leases", "versions", "configs", "ended_attempts", "dead_letters")
@@ -189,6 +187,7 @@ def test_the_restored_run_goes_on_and_the_first_one_makes_no_version_any_more(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
     queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,6 @@ from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
-pytestmark = pytest.mark.process
 LIBRARIES = {
     "gym_tries": "reasoning_gym",
     "mcp_tools": "mcp",
@@ -89,6 +88,7 @@ def whole(episode: Episode, tokenizer: Tokenizer) -> str:
 # --- reasoning-gym -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @needs("gym_tries")
 @pytest.mark.parametrize(("right_at", "reward"), [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, None)])
@@ -131,6 +131,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @needs("mcp_tools")
 @pytest.mark.parametrize("kind", CALLS)

@@ -29,7 +29,6 @@ from streamppo.tasks.scorers.capture import Ran
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
-pytestmark = pytest.mark.process
 walled = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "bubblewrap works")
 FILE = str(SUPPORT / "walled_program.py")
 SANDBOX = SUPPORT / "sandbox_elsewhere.py"
@@ -141,6 +140,7 @@ def test_a_program_that_passes_a_limit_fails_with_its_sentence(
     assert said in reason and tokens == 3
 
 
+@pytest.mark.slow
 @walled
 def test_a_program_that_takes_too_long_is_killed_with_all_of_its_sandbox(play: Callable[..., list[Episode]]) -> None:
     reason, tokens = failure(play, "time: 617", s=2.0)

@@ -116,6 +116,7 @@ def test_a_run_that_has_spent_its_budget_is_cut_off_and_scored(
     assert episode.turn_rewards[-1] == len(episode.turns)
 
 
+@pytest.mark.slow
 def test_a_function_finds_the_endpoint_in_its_environment_too(played: Callable[..., Any]) -> None:
     assert played("reads_the_environment", once)[0].turn_rewards == (1.0,)
     assert played("leaves_a_task", once)[0].turn_rewards == (1.0,)
@@ -168,6 +169,7 @@ def test_a_run_that_holds_its_process_is_killed_and_the_next_one_is_played(
     assert reason == "the agent took longer than 0.3 s (environment.timeout_s)"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["leaves_a_thread", "leaves_a_stubborn_task"])
 def test_what_goes_on_after_a_run_does_not_reach_the_next_one(name: str, played: Callable[..., Any]) -> None:
@@ -216,6 +218,7 @@ def test_of_a_run_that_is_trained_what_nobody_received_is_counted_beside_it(play
     assert len(episode.tokens) - episode.num_sampled >= 3
 
 
+@pytest.mark.slow
 def test_many_runs_are_played_side_by_side_in_as_many_processes(played: Callable[..., Any]) -> None:
     async def ask(player: Player) -> list[Episode]:
         return await asyncio.gather(*(player.play(PROMPT, Sampling(32)) for _ in range(8)))

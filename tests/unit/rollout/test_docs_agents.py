@@ -25,6 +25,7 @@ BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CALL = '<tool_call>{"name": "search", "arguments": {"word": "tide"}}</tool_call>'
 
 
+@pytest.mark.slow
 def test_the_agent_of_the_page_asks_calls_its_tool_and_is_rewarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_an_agent_that_hangs_as_long_as_a_run_lets_it_is_an_error(
     assert found.state == "error" and "the agent took longer than 0.3 s (environment.timeout_s)" in found.text
 
 
+@pytest.mark.slow
 def test_check_of_the_example_plays_its_agent_with_the_tokenizer_that_the_tiny_model_will_have(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

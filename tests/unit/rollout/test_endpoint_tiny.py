@@ -24,7 +24,6 @@ from streamppo.rollout.episode import Player
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
-pytestmark = pytest.mark.process
 TEMPLATE = """\
 {{ tools | length if tools else "" }}{% for message in messages %}\
 {{ message.content }}{{ eos_token }}{% endfor %}\

@@ -21,8 +21,6 @@ from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.scorers.sandbox import Local
 from streamppo.types import Reward, ScoredText
 
-pytestmark = pytest.mark.process
-
 walled = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "bubblewrap works")
 MEMORY_MIB = 200
 

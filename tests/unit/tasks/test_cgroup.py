@@ -18,8 +18,6 @@ from streamppo.tasks.scorers.bubblewrap import Bubblewrap
 from streamppo.tasks.scorers.capture import Ran, RunLimits
 from streamppo.tasks.scorers.sandbox import Local, Sandbox
 
-pytestmark = pytest.mark.process
-
 MOUNT = "30 23 0:26 {root} {point} rw,nosuid - cgroup2 cgroup2 rw\n"
 OTHERS = "24 23 0:22 / /proc rw - proc proc rw\n32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
 PROGRAM = RunLimits(30.0, memory_mib=300)

@@ -26,8 +26,6 @@ from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Prompt, Reward, ScoredText
 
-pytestmark = pytest.mark.process
-
 PAGE = (REPOSITORY / "docs" / "rewards.md").read_text()
 BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^##+ (.*)$", re.MULTILINE)
@@ -79,6 +77,7 @@ def totals(heading: str, *completions: str) -> list[float | str]:
     return [one.total if isinstance(one, Reward) else str(one) for one in found]
 
 
+@pytest.mark.slow
 def test_an_async_function_asks_a_service_many_times_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = iter([True])
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from conftest import REPOSITORY, SUPPORT
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="prctl is of Linux")]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="prctl is of Linux")]
 WITHIN_S = 15.0
 MARK = "STREAMPPO_TEST_OF_DEATHS"
 WORKER = "streamppo.tasks.rewards.processes.worker"

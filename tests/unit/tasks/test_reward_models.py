@@ -23,8 +23,6 @@ from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.types import Message, Prompt, ScoredText, decode, encode
 
-pytestmark = pytest.mark.process
-
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=[] "
 
 

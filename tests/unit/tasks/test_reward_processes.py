@@ -11,8 +11,6 @@ from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks.rewards.processes import forks, output
 from streamppo.tasks.rewards.processes.wire import Outbox
 
-pytestmark = pytest.mark.process
-
 
 def kill_template() -> None:
     template, process = processes()
@@ -90,6 +88,7 @@ def test_a_busy_process_is_not_replaced() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("function", ["sync", "awaiting"])
 def test_a_template_that_dies_is_replaced(
     function: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -28,8 +28,6 @@ from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signatu
 from streamppo.types import Prompt, ScoredText, decode, encode
 from streamppo.types import Reward as Given
 
-pytestmark = pytest.mark.process
-
 # --- the fault table -----------------------------------------------------------------------------------------
 
 FAULTS = [

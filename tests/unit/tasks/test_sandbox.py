@@ -33,8 +33,6 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES, PROCESSES
 from streamppo.tasks.scorers.sandbox import Local, Sandbox
 from streamppo.types import Reward, ScoredText
 
-pytestmark = pytest.mark.process
-
 walled = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "bubblewrap works")
 LIMITS = RunLimits(timeout_s=30.0)
 LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"

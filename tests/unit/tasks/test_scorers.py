@@ -27,8 +27,6 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES
 from streamppo.tasks.scorers.sandbox import Local, Ran, RunLimits
 from streamppo.types import Prompt, Reward, ScoredText
 
-pytestmark = pytest.mark.process
-
 
 def text(completion: str, finish: str = "stop", num_tokens: int = 1) -> ScoredText:
     return ScoredText(prompt="", completion=completion, finish=finish, num_tokens=num_tokens)  # pyright: ignore
@@ -225,6 +223,7 @@ def test_math_works_away_from_the_main_thread_where_its_library_could_set_no_ala
     assert scores == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_an_answer_that_would_compute_for_ever_costs_its_process_and_no_wait_of_the_others() -> None:
     scorer = FunctionScorer(function="streamppo.tasks.scorers.maths:Math", timeout_s=3.0, processes=2)
     config = RewardConfig(scorers={"reward": scorer})

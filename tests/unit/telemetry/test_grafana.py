@@ -4,12 +4,9 @@ import json
 import re
 from typing import Any
 
-import pytest
 from conftest import REPOSITORY
 
 from streamppo.telemetry.tracking import grafana, names
-
-pytestmark = pytest.mark.process
 
 FILE = REPOSITORY / "examples" / "grafana.json"
 

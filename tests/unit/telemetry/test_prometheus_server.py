@@ -24,7 +24,6 @@ DASHBOARD = json.loads(FILE.read_text())
 WITHIN_S = 60.0
 VERSION = 7
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus is installed (apt-get install prometheus)"),
 ]
 

@@ -41,7 +41,6 @@ def tracked(run: Path, kind: str) -> str:
     return same
 
 
-@pytest.mark.process
 def test_tensorboard_has_every_update_once(tmp_path: Path) -> None:
     tracked(tmp_path / "math", "tensorboard")
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")

@@ -25,8 +25,6 @@ from streamppo.telemetry.tracking.follow import ResumedReader
 from streamppo.telemetry.tracking.points import Points
 from streamppo.telemetry.tracking.sinks import Sinks, runs
 
-pytestmark = pytest.mark.process
-
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl").read_text().splitlines(keepends=True)
 OTHERS: list[Any] = [
     {"part": 1, "wall_s": 1.0, "version": 0},

@@ -30,8 +30,6 @@ from streamppo.weights.ledger import Ledger, PublishReply
 from streamppo.weights.pusher import Pusher
 from streamppo.weights.shares import RankShare, ShareCollector
 
-pytestmark = pytest.mark.process
-
 KINDS = ("object_store", "folder", "nixl")
 SOMETHING = np.arange(100_000, dtype=np.uint8)
 
