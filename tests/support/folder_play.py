@@ -23,7 +23,7 @@ from folder_draw import EMBEDDED, Draw, turn_end
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.algorithms.groups import zero_variance
-from streamppo.commands.checks import light_checks, torch_checks
+from streamppo.commands.checks import check
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, StreamppoError
@@ -207,9 +207,7 @@ def refusal(path: Path) -> str:
     """The errors of `check`; empty if there are none."""
     try:
         config = configfile.load(path)
-        found = list(light_checks.findings(config))
-        if not [one for one in found if one.state == "error"]:
-            found = torch_checks.add(found, config, None, call=True)
+        found = check.look_over(config, None, call=True)
     except ConfigError as error:
         return str(error)
     return "\n".join(f"{one.subject}: {one.text}" for one in found if one.state == "error")

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from streamppo import process
-from streamppo.commands.checks import light_checks
+from streamppo.commands.checks import light_checks, task
 from streamppo.commands.checks.finding import Finding, State
 from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.tasks import plugins
 
 STYLES: dict[State, str] = {
     "ok": "green",
@@ -48,14 +49,16 @@ def look_over(config: Config, gpu_gib: float | None, *, call: bool = False) -> l
     Rewards are called on a few rows if `call` is true.
     """
     with process.naming_prints():
-        findings = list(light_checks.findings(config))
+        plugins.export_path()
+        loaded = task.load(config, None)
+        findings = list(light_checks.findings(config, loaded))
         if _count(findings, "error"):
             text = "tokenizer, lengths of prompts and memory are checked once the errors are fixed"
             return [*findings, Finding("model", "later", text)]
         # Torch takes seconds to import, and other errors come first.
         from streamppo.commands.checks import torch_checks
 
-        return torch_checks.add(findings, config, gpu_gib, call=call)
+        return torch_checks.add(findings, config, loaded, gpu_gib, call=call)
 
 
 def _count(findings: Sequence[Finding], state: State) -> int:

@@ -28,13 +28,13 @@ def findings(config: Config, task: Task) -> Findings:
     # Slow to import, and most prompts are short.
     from streamppo.commands.checks import ends, model
 
-    loaded, _ = model.load(config)
+    loaded, _ = model.load(config, None)
     if loaded.hf_config is None or loaded.tokenizer is None:
         return
     # max_prompt_tokens leaves out some.
-    used, _ = tasks.load(config, loaded.tokenizer, limit=ROWS)
-    if used is not None:
-        yield from ends.context(used, loaded.hf_config, loaded.tokenizer)
+    used = tasks.load(config, loaded.tokenizer, limit=ROWS)
+    if used.task is not None:
+        yield from ends.context(used.task, loaded.hf_config, loaded.tokenizer)
 
 
 def _positions(config: Config) -> int | None:

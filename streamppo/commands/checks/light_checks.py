@@ -7,6 +7,7 @@ from streamppo.commands.checks import context, folder, libraries, machine, range
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Findings
 from streamppo.commands.checks.notes import notes
+from streamppo.commands.checks.task import LoadedTask
 from streamppo.config.sections import LOCAL, Config
 from streamppo.errors import ConfigError
 from streamppo.tasks import plugins
@@ -17,15 +18,17 @@ LARGEST_MIB = 64
 log = logging.getLogger(__name__)
 
 
-def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
-    """Make all quick checks. Of data beyond `largest_mib` only the first rows are read."""
+def findings(config: Config, loaded: LoadedTask | None = None, *, largest_mib: int | None = None) -> Findings:
+    """Make all quick checks, with the `loaded` task if there is one. Of data beyond `largest_mib` only the first rows
+    are read.
+    """
     plugins.export_path()
     yield from folder.model(config)
     yield from sampling.name_ignored(config)
     yield from folder.critic(config.algorithm.critic)
     yield from folder.teacher(config.algorithm.teacher)
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
-    prompts, of_task = task.load(config, None, limit=limit)
+    prompts, of_task, _ = loaded or task.load(config, None, limit=limit)
     # Repeated rows and omitted columns are logged by the run's actors, not here.
     yield from (
         finding for finding in of_task if largest_mib is None or (finding.subject, finding.state) != ("task", "note")

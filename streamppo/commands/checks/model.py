@@ -6,11 +6,11 @@ from transformers import PretrainedConfig
 
 from streamppo.commands.checks.finding import Finding, first_line
 from streamppo.commands.checks.folder import find
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.sections import Config
 from streamppo.errors import ModelError, TaskError
 from streamppo.learner.model import tiny
-from streamppo.tasks import warmup_data
 from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
+from streamppo.tasks.warmup_data import Lesson
 from streamppo.weights.models.settings import settings
 
 NAMED = 3
@@ -24,10 +24,10 @@ class ModelFiles(NamedTuple):
     tokenizer: Tokenizer | None = None
 
 
-def load(config: Config) -> tuple[ModelFiles, list[Finding]]:
-    """Read the model's configuration and its tokenizer, without weights."""
-    if config.model.path == BUILTIN:
-        return ModelFiles(tiny.settings(config.model, SPECIALS + len(warmup_data.prepare(config).alphabet))), []
+def load(config: Config, lesson: Lesson | None) -> tuple[ModelFiles, list[Finding]]:
+    """Read the model's configuration and its tokenizer, without weights; for builtin:tiny from its warm-up data."""
+    if lesson is not None:
+        return ModelFiles(tiny.settings(config.model, SPECIALS + len(lesson.alphabet))), []
     folder, _ = find(config.model.path, "model")
     if folder is None:
         return ModelFiles(), []

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from streamppo.commands.checks.finding import Finding, Findings, reward_subject
 from streamppo.config.reward import FunctionScorer, Reward, Scorer
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.sections import Config
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks import warmup_data
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.scorers import gold, readers
 from streamppo.tasks.scorers.answers import extract_boxed
 from streamppo.tasks.scorers.readers import Reader
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+from streamppo.tasks.warmup_data import Lesson
 from streamppo.types import Prompt, ScoredText
 
 COUNT = 8
@@ -107,10 +107,9 @@ class _OwnAnswerScore(NamedTuple):
 
 def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool) -> Findings:
     """Show a prompt as the model sees it, and score rows of each source if `call` is true."""
-    if tokenizer is None and config.model.path != BUILTIN:
+    if tokenizer is None:
         yield Finding("rows", "later", "rows are scored where the model's tokenizer is")
         return
-    tokenizer = tokenizer or characters(task)
     prompts = _first(task)
     if config.environment is None:
         try:
@@ -126,10 +125,10 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
                 yield _verdict(name, asyncio.run(_scores(name, scorer, of_scorer)), [text for _, text in of_scorer])
 
 
-def characters(task: Task) -> Tokenizer:
+def characters(lesson: Lesson) -> Tokenizer:
     """Make the tokenizer that builtin:tiny will have."""
     with tempfile.TemporaryDirectory() as folder:
-        character_tokenizer(warmup_data.warmup_of_task(task).alphabet).save_pretrained(folder)
+        character_tokenizer(lesson.alphabet).save_pretrained(folder)
         return Tokenizer(Path(folder))
 
 

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from streamppo.commands.checks.finding import Finding, Findings, reward_subject
 from streamppo.commands.checks.folder import find, looks_like_path, weights
@@ -29,30 +30,37 @@ ROWS = 64
 """Number of examined prompts, and of rows that are read of data too large to be read whole."""
 
 
-def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> tuple[Task | None, list[Finding]]:
-    """Build the task, on the first `limit` rows of its data. None for absent or wrong data.
+class LoadedTask(NamedTuple):
+    """The task, None for absent or wrong data, and what was found about it; for builtin:tiny its warm-up data."""
+
+    task: Task | None
+    findings: list[Finding]
+    lesson: warmup_data.Lesson | None = None
+
+
+def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> LoadedTask:
+    """Build the task, on the first `limit` rows of its data.
 
     Without a `tokenizer`, rows whose answer no scorer reads are found, too.
     """
     if absent := [place for place in _places(config) if not Path(place).exists()]:
-        return None, [_absent(place) for place in absent]
+        return LoadedTask(None, [_absent(place) for place in absent])
     builtin = config.model.path == BUILTIN
     measure = warmup_data.Characters() if builtin else tokenizer
     faults = Faults(config) if tokenizer is None else None
     try:
         task = tasks.build(config.task, config.seed, measure, limit=limit, look=faults)
-        if builtin:
-            warmup_data.warmup_of_task(task)
+        lesson = warmup_data.warmup_of_task(task) if builtin else None
     except StreamppoError as error:
-        return None, [Finding("task", "error", str(error))]
+        return LoadedTask(None, [Finding("task", "error", str(error))])
     about = [Finding("task", "ok", _prompts(task, measure))]
     # The first rows of a large data set are not evidence about the rest.
     about += [Finding("task", "note", note) for note in task.notes() if limit is None]
     if faults is None:
-        return task, about
+        return LoadedTask(task, about, lesson)
     for number, prompt in enumerate(() if isinstance(config.task, DataTask) else task.training):
         faults(f"problem {number}", prompt)
-    return task, [*about, *faults.findings()]
+    return LoadedTask(task, [*about, *faults.findings()], lesson)
 
 
 def _absent(place: str) -> Finding:

@@ -295,7 +295,7 @@ def test_prompts_without_room_in_the_context_are_found(
     Path("rows.jsonl").write_text("".join(json.dumps({"prompt": one, "answer": "a"}) + "\n" for one in texts))
     task = "task={kind='data', data='rows.jsonl', max_prompt_tokens=64, held_out=0}"
     config, tokenizer = config_of(task, f"model.path={tmp_path}"), folder_of(tmp_path)
-    prompts, _ = tasks.load(config, tokenizer)
+    prompts = tasks.load(config, tokenizer).task
     assert prompts is not None
     told = list(ends.context(prompts, Qwen2Config(**SMALL, max_position_embeddings=bound), tokenizer))
     assert [one.state for one in told] == [state] * bool(state)

@@ -142,7 +142,7 @@ def test_answers_that_are_numbers_are_told(
     # The built-in model learns from texts: of another one the rows are read without its tokenizer.
     task = f"task={{kind='data', data='{data}', max_prompt_tokens=16}}"
     config = configfile.load(Path("run.toml"), [task, f"reward.function={function}", "model.path=./none"])
-    prompts, _ = light_checks.task.load(config, None)
+    prompts = light_checks.task.load(config, None).task
     assert prompts is not None
     told = [one.text for one in light_checks.answers(config, prompts, None)]
     assert (told == []) if said is None else any(said in text for text in told)
