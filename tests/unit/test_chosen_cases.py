@@ -105,6 +105,7 @@ def test_what_took_long_in_a_run_of_all_tests_is_not_quick(
     assert [one.nodeid for one in passed] == [f"{file}::test_short", f"{file}::TestOf::test_short"]
 
 
+@pytest.mark.slow
 def test_a_test_that_crashes_its_process_runs_once_and_the_others_run(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

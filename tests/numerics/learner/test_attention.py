@@ -152,6 +152,7 @@ def loaded(path: Path, *overrides: str, critic: str = "head") -> Policy:
     return load_policy.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("alone", "flash")
 def test_a_model_that_carries_state_from_row_to_row_reads_every_row_alone(
     hybrid: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -81,6 +81,7 @@ def exact(updater: Updater, *, min_version: int = 0) -> PaddedBatch:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choices", [[], STEPS, [GROUPS, "learner.epochs=3"], [OWN_CRITIC]], ids=" ".join)
 def test_at_lag_0_with_an_exact_engine_it_is_the_update_with_recomputed_log_probs(
     folder: Path, choices: list[str]

@@ -73,6 +73,7 @@ async def _sampled(folder: Path, sampling: Sampling) -> Batch:
     return Batch(version=3, min_version=0, trajectories=tuple(trajectories))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 3), (0.8, 5)])
 def test_at_lag_zero_every_weight_is_one_and_without_candidates_it_is_not(

@@ -375,6 +375,7 @@ def test_an_sglang_that_is_too_old_is_an_error_and_none_at_all_is_not(
     assert code == 1 and "agents (environment.kind = 'agent') need SGLang 0.5.21 or newer, and it is 0.5.20" in output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("here", "code"), [(0, 0), (1, 1), (2, 0)])
 def test_too_few_gpus_are_an_error_and_none_are_another_machine(
     checked: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, here: int, code: int

@@ -136,6 +136,7 @@ def test_the_exit_code_tells_how_a_command_ended(
     assert cli.main(["run", str(MATH), "--dry-run"]) == code
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     """A reward that never returns keeps the command at work."""
     (tmp_path / "slow.py").write_text(

@@ -124,7 +124,7 @@ def test_the_whole_checkpoint_is_exported_and_loaded(run: Path, capsys: pytest.C
     assert loaded(run) == ""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_a_pickle_of_a_stranger_is_not_obeyed(
@@ -139,7 +139,7 @@ def test_a_pickle_of_a_stranger_is_not_obeyed(
     assert not (run.parent / "obeyed").exists()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\0" * 4096, b"{}", b'{"state": 1e999}'])
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_with_other_content_is_told_in_a_sentence(

@@ -345,7 +345,7 @@ def test_values_that_no_run_writes_are_shown_or_told_in_a_sentence(
     _look_at_all(run, capsys)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("version", [10**9, 2**53, 2**63 - 2])

@@ -263,6 +263,7 @@ def test_an_error_in_the_page_is_seen(serve: Callable[[str], str], tmp_path: Pat
     assert len(errors) == 1 and "nobody is not defined" in errors[0]
 
 
+@pytest.mark.slow
 def test_a_phone_shows_the_page_of_a_running_run_whole(run: Path, serve: Callable[[str], str], tmp_path: Path) -> None:
     with at_work(run, configfile.load(run / configfile.CONFIG)):
         found = json.loads(asyncio.run(on_a_phone(serve(""), tmp_path / "browser", ON_A_PHONE, SECONDS)))

@@ -208,6 +208,7 @@ def test_what_nobody_received_is_counted_and_not_trained_on(played: Callable[...
     assert tokens == 3 and "undelivered tokens" not in counts
 
 
+@pytest.mark.slow
 def test_of_a_run_that_is_trained_what_nobody_received_is_counted_beside_it(played: Callable[..., Any]) -> None:
     async def ask(player: Player) -> tuple[Episode, dict[str, int]]:
         player.engine.pace_s = 0.4  # pyright: ignore
@@ -289,7 +290,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("last", PROGRAMS)
 def test_a_program_that_fails_has_its_sentence(last: str, played: Callable[..., Any]) -> None:
     reason, tokens, _ = played("", failing, *words(last), timeout_s=3.0 if last == "hang" else 60.0)

@@ -268,6 +268,7 @@ def test_a_program_runs_beside_more_open_files_than_select_can_number() -> None:
         assert ran_in(Bubblewrap(), "print(6 * 7)").stdout == "42\n"
 
 
+@pytest.mark.sampled(1)
 @walled
 @pytest.mark.parametrize("end", ["", "while True: pass"], ids=["ends", "does not end"])
 def test_no_daemon_outlives_its_program_that(end: str) -> None:
