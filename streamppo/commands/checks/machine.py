@@ -7,6 +7,7 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
+from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config, shares_gpus
@@ -110,7 +111,7 @@ def _processes(config: Config) -> Findings:
             "error",
             f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){beside} are "
             f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {has} MiB "
-            f"and {os.cpu_count()} cores",
+            f"and {process.cores()} cores",
         )
 
 

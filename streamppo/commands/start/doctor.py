@@ -17,6 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from streamppo import process
 from streamppo.commands.checks.check import print_table
 from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.commands.checks.machine import gpus_here, memory_mib
@@ -107,9 +108,7 @@ def _version(name: str) -> str:
 
 def machine() -> Findings:
     """Check cores, memory, GPUs, and limits that stop Ray."""
-    yield _enough(
-        "memory", memory_mib(), MEMORY_MIB, f"and {len(os.sched_getaffinity(0))} cores", "take a larger machine"
-    )
+    yield _enough("memory", memory_mib(), MEMORY_MIB, f"and {process.cores()} cores", "take a larger machine")
     gpus = gpus_here()
     text = f"{gpus} are seen" if gpus else "none: the embedded engine and the learner run on CPUs"
     yield Finding("GPUs", "ok", text)

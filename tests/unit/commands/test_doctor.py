@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import MATH
 
+from streamppo import process
 from streamppo.cli import main
+from streamppo.commands.checks import machine
 from streamppo.commands.checks.finding import Finding
 from streamppo.commands.start import doctor
+from streamppo.config import file as configfile
 from streamppo.driver.folder import disk
 from streamppo.errors import StreamppoError
 
@@ -109,3 +113,12 @@ def test_a_disk_with_another_time_is_noted(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(doctor.os, "stat", lambda path, **_: Late() if isinstance(path, str) else stat(path))
     clock = by_subject(doctor.places(tmp_path))["clock"]
     assert clock.state == "note" and "NTP" in clock.text
+
+
+def test_cores_are_those_that_a_container_s_quota_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "CGROUPS", tmp_path)
+    monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: set(range(64)))
+    (tmp_path / "cpu.max").write_text("300000 100000\n")
+    many = configfile.load(MATH, ["rollout.actors=100000"])
+    for found in (doctor.machine(), machine.places(many)):
+        assert any("and 3 cores" in one.text for one in found)
