@@ -47,12 +47,13 @@ PATH_TO_BACKWARD = (
 
 
 class Source(NamedTuple):
-    """One file of the package: its dotted name, its text, its syntax tree."""
+    """One file of the package: its dotted name, its text, its syntax tree and all nodes of that."""
 
     name: str
     path: Path
     text: str
     tree: ast.Module
+    nodes: Sequence[ast.AST]
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -65,7 +66,8 @@ def sources(repository: Path = REPOSITORY) -> list[Source]:
         relative = path.relative_to(repository).with_suffix("")
         name = ".".join(part for part in relative.parts if part != "__init__")
         text = path.read_text()
-        found.append(Source(name, path, text, ast.parse(text)))
+        tree = ast.parse(text)
+        found.append(Source(name, path, text, tree, [*ast.walk(tree)]))
     return found
 
 
@@ -80,7 +82,7 @@ def unit(name: str) -> str:
 
 def imports(source: Source, known: set[str]) -> Iterator[str]:
     """The modules of streamppo that a file imports, anywhere in it."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "streamppo")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "streamppo":
@@ -128,9 +130,9 @@ def _reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
 # --- functions, words, types ---------------------------------------------------------------------------------
 
 
-def functions(tree: ast.AST) -> Iterator[Function]:
+def functions(source: Source) -> Iterator[Function]:
     """Every function and method, nested ones too."""
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
+    return (node for node in source.nodes if isinstance(node, Function))
 
 
 def length(function: Function) -> int:
@@ -170,7 +172,7 @@ def undocumented(found: Sequence[Source]) -> list[str]:
 def docstrings(found: Sequence[Source]) -> Iterator[tuple[str, str]]:
     """(file and name, docstring) of every module, class and function, and of every documented constant or field."""
     for source in found:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
                 yield f"{source.name}: {getattr(node, 'name', 'module')}", text
             body = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
@@ -190,7 +192,7 @@ def uses_of_any(found: Sequence[Source]) -> list[str]:
     return [
         f"{source.name}:{getattr(node, 'lineno', 0)}"
         for source in found
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if _is_any(node) or (isinstance(node, ast.Constant) and isinstance(node.value, str) and _has_any(node.value))
     ]
 
@@ -213,7 +215,7 @@ def broad_excepts(found: Sequence[Source]) -> list[str]:
     return [
         f"{source.name}:{node.lineno}"
         for source in found
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ExceptHandler) and (node.type is None or set(_names(node.type)) & set(BROAD))
     ]
 
@@ -227,7 +229,7 @@ def prints(found: Sequence[Source]) -> list[str]:
     return [
         f"{source.name}:{node.lineno}"
         for source in found
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -251,7 +253,7 @@ def breaks_in_path(found: Sequence[Source], path: Sequence[tuple[str, str]] = PA
     wrong = []
     for (module, name), after in zip(path, [*path[1:], ("", "backward")], strict=True):
         source = by_name.get(f"streamppo.{module.replace('/', '.')}")
-        bodies = [node for node in functions(source.tree) if node.name == name] if source else []
+        bodies = [node for node in functions(source) if node.name == name] if source else []
         if not any(after[1] in _called(body) for body in bodies):
             wrong.append(f"{module}.{name} -> {after[1]}")
     return wrong
@@ -287,7 +289,7 @@ def homonyms(found: Sequence[Source]) -> list[str]:
     """Class names with several meanings. A table of the configuration may have the name of its object."""
     places: dict[str, list[str]] = {}
     for source in found:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef) and not source.name.startswith("streamppo.config."):
                 places.setdefault(node.name, []).append(source.name)
     return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
@@ -308,7 +310,7 @@ def measures(found: Sequence[Source], path: Sequence[tuple[str, str]] = PATH_TO_
     """The package in numbers; `path` are the declared frames from the command to `.backward()`."""
     found = [source for source in found if source.text.strip()]
     lines = {source.name: len(source.text.splitlines()) for source in found}
-    inside = [(f"{source.name}: {function.name}", function) for source in found for function in functions(source.tree)]
+    inside = [(f"{source.name}: {function.name}", function) for source in found for function in functions(source)]
     total, anys = sum(lines.values()), uses_of_any(found)
     return {
         "lines": Measure(total),

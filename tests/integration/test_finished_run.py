@@ -121,6 +121,7 @@ def test_a_run_goes_on_from_another_place_with_its_lines_made_again(short: Path,
     assert summary(longer)["tokens_trained"] == sum(tokens) > summary(short)["tokens_trained"]
 
 
+@pytest.mark.slow
 def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_report(
     longer: Path, tmp_path: Path
 ) -> None:
