@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import resource
 import shutil
 import sqlite3
 import tempfile
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -228,6 +230,15 @@ def databases_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def math_config() -> Callable[..., Config]:
     """configs/math.toml with overrides."""
     return lambda *overrides: configfile.load(MATH, overrides)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """4 GiB more than now, for a reader that nothing keeps from reading a hollow file or from counting for ever."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**32, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class Tiny(Section, frozen=True):
 
     hidden_size: Positive = 64
     """Width; every attention head is 8 wide."""
-    layers: Positive = 2
+    layers: Annotated[int, Meta(ge=1, le=128)] = 2
     """Layers."""
     max_steps: Count = 200
     """Most supervised steps before reinforcement."""

@@ -1,5 +1,6 @@
 """The `[task]` part of the configuration: the source of prompts. docs/rewards.md has examples."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
@@ -8,6 +9,8 @@ import msgspec
 from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section, Timed
 
 ControlTokens: TypeAlias = Literal["text", "parse"]
+MOST_SUMS = 1_000_000
+"""Most problems of an addition, all of which are in memory."""
 
 
 class Addition(Kind, frozen=True):
@@ -19,6 +22,12 @@ class Addition(Kind, frozen=True):
     """Smallest and largest second number."""
     held_out: Fraction = 0.1
     """Share of the problems for evaluation only."""
+
+    def contradictions(self) -> Iterator[str]:
+        """All problems are made when the task is built."""
+        sums = math.prod(last - first + 1 for first, last in (self.first, self.second))
+        if sums > MOST_SUMS:
+            yield f"first {self.first} and second {self.second} have {sums:,} sums, which may be {MOST_SUMS:,} at most"
 
 
 class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):

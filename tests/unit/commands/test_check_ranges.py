@@ -4,12 +4,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from conftest import MATH
 
 from streamppo.cli import main
-from streamppo.commands.checks import light_checks, ranges
+from streamppo.commands.checks import check, light_checks, ranges
 from streamppo.commands.checks.finding import Finding
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
@@ -146,3 +148,36 @@ def test_answers_that_are_numbers_are_told(
     assert prompts is not None
     told = [one.text for one in light_checks.answers(config, prompts, None)]
     assert (told == []) if said is None else any(said in text for text in told)
+
+
+# --- numbers without bounds ----------------------------------------------------------------------------------
+
+
+def numbers(table: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
+    """The overrides of each number of a configuration, with N for the number; of a range, its end."""
+    match table:
+        case msgspec.Struct():
+            for name in table.__struct_fields__:
+                yield from numbers(getattr(table, name), (*place, name))
+        case bool():
+            return
+        case int() | float():
+            yield f"{'.'.join(place)}=N"
+        case (int(), int()):
+            yield f"{'.'.join(place)}=[1,N]"
+        case _:
+            return
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("number", [10**6, 10**12, 2**62])
+@pytest.mark.parametrize("override", numbers(configfile.load(MATH)))
+def test_no_number_keeps_check_at_work_for_ever(override: str, number: int) -> None:
+    try:
+        config = configfile.load(MATH, [override.replace("N", str(number))])
+    except ConfigError as error:
+        assert override.partition("=")[0].rpartition(".")[2] in str(error)
+        return
+    assert check.look_over(config, None)

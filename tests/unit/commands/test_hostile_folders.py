@@ -8,17 +8,15 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 import httpx
 import msgspec
-import psutil
 import pytest
 import strange_values
 from learner_case import SMALL
@@ -276,15 +274,6 @@ def test_no_look_and_no_resume_writes_through_a_link(run: Path, name: str, capsy
     place.symlink_to(theirs)
     _look_at_all(run, capsys)
     assert theirs.read_bytes() == content
-
-
-@pytest.fixture
-def little_memory() -> Iterator[None]:
-    """4 GiB more than now, for a reader that nothing keeps from reading a hollow file or from counting for ever."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**32, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.sampled(3)
