@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from streamppo.config.base import Count, Fraction, Machine, NonNegative, Positive, PositiveFloat
+from streamppo.config.base import Count, Fraction, Machine, NonNegative, Positive, PositiveFloat, Processes
 from streamppo.config.mesh import Mesh
 from streamppo.config.transport import ObjectStore, Transport
 
@@ -15,7 +15,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     """AdamW's learning rate: 1e-6 for a billion weights, 1e-3 for 0.1 million."""
     threads: Positive | Literal["auto"] = "auto"
     """CPU threads of a rank; auto: 1, or more for a large model."""
-    ranks: Positive = 1
+    ranks: Processes = 1
     """Learner ranks, one Ray actor each."""
     mesh: Mesh = Mesh()
     """Parallelism of the model over the ranks."""

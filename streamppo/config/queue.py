@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from streamppo.config.algorithm import Algorithm, Gae, VTrace
-from streamppo.config.base import Count, Fraction, Kind, Positive, Section
+from streamppo.config.base import Count, Fraction, Kind, Positive, Processes, Section
 
 
 class Segments(Section, frozen=True):
@@ -71,7 +71,7 @@ class Queue(Section, frozen=True):
     admission: Literal["engine", "mean"] = "engine"
     """Slots open max_lag ahead of the engine's version, or the learner's, which bounds only the mean lag."""
 
-    shards: Positive = 1
+    shards: Processes = 1
     """Processes that store tokens; above 1 the queue keeps only records."""
     standby: bool = False
     """Copy journals and archive to checkpoint.remote before acknowledging."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from streamppo.config.algorithm import Algorithm
-from streamppo.config.base import Count, Fraction, Machine, Positive, PositiveFloat, Seconds, Section
+from streamppo.config.base import Count, Fraction, Machine, Positive, PositiveFloat, Processes, Seconds, Section
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
 from streamppo.config.learner import Learner
@@ -107,7 +107,7 @@ class Rollout(Machine, frozen=True):
     """The engine that samples the tokens."""
     threads: Positive = 1
     """CPU threads."""
-    actors: Positive = 1
+    actors: Processes = 1
     """Rollout actors; `streamppo scale` changes their number."""
     in_flight: Positive = 64
     """Trajectories of one actor in flight, rewards included."""
@@ -151,7 +151,7 @@ class Evaluation(Section, frozen=True):
     """Updates between two evaluations; 0: only before and after training."""
     prompts: Positive = 256
     """Held-out prompts of one evaluation."""
-    actors: Count = 0
+    actors: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Actors that only evaluate, each as one of [rollout]; 0: the rollout actors answer beside their samples."""
 
 
