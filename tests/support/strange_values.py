@@ -100,7 +100,9 @@ def _change(columns: "dict[str, Any]", name: str, rng: Random) -> None:
         case "value" if column.size:
             wanted = FRACTIONS if column.dtype.kind == "f" else (-1, 0, 1, 5, np.iinfo(np.int32).max)
             if column.dtype.kind != "b":
-                column.flat[rng.randrange(column.size)] = rng.choice(wanted)
+                # -1e308 becomes -inf in float32.
+                with np.errstate(over="ignore"):
+                    column.flat[rng.randrange(column.size)] = rng.choice(wanted)
         case "shorter":
             column = column[:-1]
         case "longer":

@@ -107,6 +107,18 @@ def test_every_shipped_configuration_is_in_order(checked: Callable[..., tuple[in
     assert "task ok the first prompt is" in output
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("example", sorted((REPOSITORY / "examples").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_is_in_order_but_for_an_extra_that_is_not_installed(
+    checked: Callable[..., tuple[int, str]], example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    _, output = checked(example)
+    wrong = [line for line in output.splitlines() if " error " in line and "pip install 'streamppo[" not in line]
+    assert wrong == []
+    assert "task ok the first prompt is" in output or "pip install 'streamppo[" in output
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(

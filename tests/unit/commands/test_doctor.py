@@ -119,6 +119,6 @@ def test_cores_are_those_that_a_container_s_quota_allows(tmp_path: Path, monkeyp
     monkeypatch.setattr(process, "CGROUPS", tmp_path)
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: set(range(64)))
     (tmp_path / "cpu.max").write_text("300000 100000\n")
-    many = configfile.load(MATH, ["rollout.actors=100000"])
+    many = configfile.load(MATH, ["rollout.actors=60000"])
     for found in (doctor.machine(), machine.places(many)):
         assert any("and 3 cores" in one.text for one in found)

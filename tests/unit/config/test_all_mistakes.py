@@ -45,7 +45,7 @@ TOLD = """
 4: sed: unknown field 'sed': did you mean 'seed'?
 6: model: missing required field `path`
 8: model.dtype: must be "bfloat16" or "float32", not "float23"
-9: model.tiny.layers: must be a whole number of at least 1, not 0
+9: model.tiny.layers: must be a whole number of at least 1 and of at most 128, not 0
 13: task.first: must be a list of 2: a whole number of at least 0 and a whole number of at least 0, not [10]
 17: reward.timeout: unknown field 'timeout': did you mean 'timeout_s'?
 18: reward.weight: must be a number, not "heavy"
