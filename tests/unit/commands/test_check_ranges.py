@@ -71,8 +71,8 @@ ERRORS = {
     "task.max_prompt_tokens=2": "a prompt of 5 tokens is longer than max_prompt_tokens (2): raise it",
 }
 REFUSED = {
-    "task={kind='arithmetic', first=[0, 100000]}": "first (0, 100000) and second (10, 99) have 9,000,090 sums, which may "
-    "be 1,000,000 at most",
+    "task={kind='arithmetic', first=[0, 100000]}": "first (0, 100000) and second (10, 99) have 9,000,090 sums, which "
+    "may be 1,000,000 at most",
     "rollout.actors=65537": "must be a whole number of at least 1 and of at most 65536, not 65537",
     "learner.betas=[0.9, 1.0]": "betas ([0.9, 1.0]) must be below 1: with 1 a moment ignores every gradient",
     "learner.minibatches=1000": "queue.batch_size (256) must be a multiple of learner.minibatches (1000)",
