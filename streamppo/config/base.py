@@ -8,7 +8,9 @@ from msgspec import Meta
 
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
-Processes: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+MOST_PROCESSES = 65_536
+"""Most processes of a kind: all are listed before a run begins."""
+Processes: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_PROCESSES)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]

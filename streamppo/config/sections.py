@@ -13,7 +13,17 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from streamppo.config.algorithm import Algorithm
-from streamppo.config.base import Count, Fraction, Machine, Positive, PositiveFloat, Processes, Seconds, Section
+from streamppo.config.base import (
+    MOST_PROCESSES,
+    Count,
+    Fraction,
+    Machine,
+    Positive,
+    PositiveFloat,
+    Processes,
+    Seconds,
+    Section,
+)
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
 from streamppo.config.learner import Learner
@@ -151,7 +161,7 @@ class Evaluation(Section, frozen=True):
     """Updates between two evaluations; 0: only before and after training."""
     prompts: Positive = 256
     """Held-out prompts of one evaluation."""
-    actors: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    actors: Annotated[int, Meta(ge=0, le=MOST_PROCESSES)] = 0
     """Actors that only evaluate, each as one of [rollout]; 0: the rollout actors answer beside their samples."""
 
 

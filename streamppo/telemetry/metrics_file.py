@@ -293,11 +293,11 @@ def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
 
 def is_line(content: object) -> TypeGuard[Line]:
     """Return True if `content` has all fields of its kind of line, and is of no other kind."""
-    kind = next(iter(content), None) if isinstance(content, dict) else None
-    if not isinstance(content, dict) or not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(content, dict):
         return False
-    # Readers find the lines of a kind by its name.
-    if len(KINDS.keys() & content) > 1:
+    kind = next(iter(content), "")
+    # Readers find the lines of a kind by its name, wherever it stands.
+    if KINDS.keys() & content != {kind}:
         return False
     try:
         msgspec.convert(content, KINDS[kind])

@@ -349,5 +349,5 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from streamppo import process
-from streamppo.commands.checks import light_checks, task
+from streamppo.commands.checks import light_checks
 from streamppo.commands.checks.finding import Finding, State
 from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.tasks import plugins
 
 STYLES: dict[State, str] = {
     "ok": "green",
@@ -49,9 +48,7 @@ def look_over(config: Config, gpu_gib: float | None, *, call: bool = False) -> l
     Rewards are called on a few rows if `call` is true.
     """
     with process.naming_prints():
-        plugins.export_path()
-        loaded = task.load(config, None)
-        findings = list(light_checks.findings(config, loaded))
+        findings, loaded = light_checks.look(config)
         if _count(findings, "error"):
             text = "tokenizer, lengths of prompts and memory are checked once the errors are fixed"
             return [*findings, Finding("model", "later", text)]

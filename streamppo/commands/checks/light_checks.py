@@ -5,7 +5,7 @@ import logging
 from streamppo import process
 from streamppo.commands.checks import context, folder, libraries, machine, ranges, sampling, task
 from streamppo.commands.checks.answers import answers
-from streamppo.commands.checks.finding import Findings
+from streamppo.commands.checks.finding import Finding
 from streamppo.commands.checks.notes import notes
 from streamppo.commands.checks.task import LoadedTask
 from streamppo.config.sections import LOCAL, Config
@@ -18,35 +18,37 @@ LARGEST_MIB = 64
 log = logging.getLogger(__name__)
 
 
-def findings(config: Config, loaded: LoadedTask | None = None, *, largest_mib: int | None = None) -> Findings:
-    """Make all quick checks, with the `loaded` task if there is one. Of data beyond `largest_mib` only the first rows
-    are read.
+def look(config: Config, *, largest_mib: int | None = None) -> tuple[list[Finding], LoadedTask]:
+    """Make all quick checks; return the findings and the task.
+
+    Of data beyond `largest_mib` only the first rows are read.
     """
     plugins.export_path()
-    yield from folder.model(config)
-    yield from sampling.name_ignored(config)
-    yield from folder.critic(config.algorithm.critic)
-    yield from folder.teacher(config.algorithm.teacher)
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
-    prompts, of_task, _ = loaded or task.load(config, None, limit=limit)
+    loaded = task.load(config, None, limit=limit)
+    found = [
+        *folder.model(config),
+        *sampling.name_ignored(config),
+        *folder.critic(config.algorithm.critic),
+        *folder.teacher(config.algorithm.teacher),
+    ]
     # Repeated rows and omitted columns are logged by the run's actors, not here.
-    yield from (
-        finding for finding in of_task if largest_mib is None or (finding.subject, finding.state) != ("task", "note")
-    )
-    if prompts is not None:
-        yield from answers(config, prompts, None)
-        yield from context.findings(config, prompts)
-    yield from task.rewards(config, prompts)
-    yield from task.environment(config)
-    yield from task.limit(config)
-    yield machine.engine(config)
-    yield from machine.places(config)
-    yield from folder.copies(config)
-    yield from libraries.trackers(config)
-    yield from libraries.adapters(config)
-    yield from libraries.transports(config)
-    yield from ranges.notes(config)
-    yield from notes(config, prompts if limit is None else None)
+    found += [one for one in loaded.findings if largest_mib is None or (one.subject, one.state) != ("task", "note")]
+    if loaded.task is not None:
+        found += answers(config, loaded.task, None)
+        found += context.findings(config, loaded.task)
+    found += task.rewards(config, loaded.task)
+    found += task.environment(config)
+    found += task.limit(config)
+    found.append(machine.engine(config))
+    found += machine.places(config)
+    found += folder.copies(config)
+    found += libraries.trackers(config)
+    found += libraries.adapters(config)
+    found += libraries.transports(config)
+    found += ranges.notes(config)
+    found += notes(config, loaded.task if limit is None else None)
+    return found, loaded
 
 
 def refuse(config: Config) -> None:
@@ -57,7 +59,7 @@ def refuse(config: Config) -> None:
     fatal = ("error", "not here") if config.cluster.address == LOCAL else ("error",)
     wrong: list[str] = []
     with process.naming_prints():
-        looked = list(findings(config, largest_mib=LARGEST_MIB))
+        looked, _ = look(config, largest_mib=LARGEST_MIB)
     for finding in looked:
         if finding.state in fatal:
             wrong.append(f"{finding.subject}: {finding.text}")

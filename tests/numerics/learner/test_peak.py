@@ -95,7 +95,6 @@ def held(updater: Updater) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "overrides",

@@ -63,7 +63,6 @@ def pushes(ranks: int, path: str, dtype: str, layer_by_layer: bool) -> dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "layer_by_layer"), [("float32", False), ("bfloat16", True)])
 def test_shares_of_any_number_of_ranks_are_the_policy_with_one_digest(
     folder: Path, dtype: str, layer_by_layer: bool

@@ -17,7 +17,6 @@ def answers(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["model", "builtin:tiny"])
 def test_answers_without_room_are_counted_with_the_longest(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

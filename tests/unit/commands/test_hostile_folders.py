@@ -187,7 +187,6 @@ def test_a_file_of_the_model_that_is_nested_for_ever_is_told_in_a_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["inputs.json", "summary.json"])
 def test_a_file_of_the_run_that_is_nested_for_ever_is_told_in_a_sentence(
     run: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -324,7 +323,7 @@ def test_random_mutations_are_shown_or_told_in_a_sentence(
 
 # Every file is whole, and its checksums fit.
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 40))])
 @pytest.mark.parametrize("kind", strange_values.DRAWS)
 @pytest.mark.usefixtures("little_memory")
 def test_values_that_no_run_writes_are_shown_or_told_in_a_sentence(

@@ -188,7 +188,6 @@ def test_the_restored_run_goes_on_and_the_first_one_makes_no_version_any_more(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
     queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,6 @@ def whole(episode: Episode, tokenizer: Tokenizer) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @needs("gym_tries")
 @pytest.mark.parametrize(("right_at", "reward"), [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, None)])
 def test_a_problem_of_reasoning_gym_is_asked_again_until_it_is_solved(
@@ -132,7 +131,6 @@ CALLS = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @needs("mcp_tools")
 @pytest.mark.parametrize("kind", CALLS)
 def test_the_tools_of_an_mcp_server_are_shown_and_called(kind: str, tokenizer: Tokenizer) -> None:

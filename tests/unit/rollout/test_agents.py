@@ -170,7 +170,6 @@ def test_a_run_that_holds_its_process_is_killed_and_the_next_one_is_played(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["leaves_a_thread", "leaves_a_stubborn_task"])
 def test_what_goes_on_after_a_run_does_not_reach_the_next_one(name: str, played: Callable[..., Any]) -> None:
     """It would find the next run's key in the environment, if that run had the same process."""
