@@ -61,7 +61,9 @@ WITNESS = (
     "environment.max_turns=6",
     "environment.max_tokens=64",
 )
-ALL = KINDS | SHARDS | AGENTS
+TEMPLATE = {"template": "worker_template.py forks"}
+"""The process that forks workers. It is not replaced: workers that start later import everything themselves."""
+ALL = KINDS | SHARDS | AGENTS | TEMPLATE
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3

@@ -24,7 +24,7 @@ from streamppo.config.sections import Config, model_path
 from streamppo.driver import threads
 from streamppo.driver.ray import orphans
 from streamppo.driver.ray.actors import make_ranks
-from streamppo.driver.ray.cluster import describe, here, init_ray
+from streamppo.driver.ray.cluster import describe, here, started_ray
 from streamppo.driver.ray.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.learner.checkpoint import history, manifest, remote
@@ -133,8 +133,8 @@ def remake(
     past = structs.replace(past, configs=configs)
     with orphans.ends() as mark:
         try:
-            init_ray(past.at(int(begin.name) if begin else 0), mark)
-            return _remake(run, past, begin, last, checkpoints, until)
+            with started_ray(past.at(int(begin.name) if begin else 0), mark):
+                return _remake(run, past, begin, last, checkpoints, until)
         except RayError as error:
             raise RunError(f"the learner: {describe(error)}") from error
         finally:

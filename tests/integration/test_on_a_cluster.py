@@ -112,7 +112,8 @@ def test_on_three_nodes_the_queue_is_beside_the_driver_and_every_actor_gets_its_
             return ray.get_runtime_context().get_node_id(), os.environ.get("HF_HOME"), name, hash("a text")
 
     config = math_config(f"cluster.address={three_nodes}")
-    cluster.init_ray(config, "")
+    with cluster.started_ray(config, ""):
+        pass
     actor: Any = ray.remote(Stage)
     everywhere = [actor.options(resources={f"node{number}": 1}).remote() for number in range(3)]
     seen = ray.get([one.look.remote() for one in everywhere], timeout=120)

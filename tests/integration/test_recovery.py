@@ -120,7 +120,7 @@ def all_accounted(run: Path) -> chaos.Trial:
             ],
         ),
         pytest.param(
-            ["shard", "rollout", "learner", "queue", "driver"],
+            ["shard", "rollout", "template", "learner", "queue", "driver"],
             ("queue.shards=2", *replay_case.STEERED_SEGMENTS),
             id="every-kind",
         ),

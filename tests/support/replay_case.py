@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -109,7 +110,8 @@ def without_ray() -> None:
     # Coroutines wait for answers and objects, as for Ray's references.
     Future.__await__ = lambda self: asyncio.wrap_future(self).__await__()  # pyright: ignore[reportAttributeAccessIssue]
     placement = SimpleNamespace(rank=lambda _: {})
-    for name, function in {"init_ray": _nothing, "here": _nothing, "Placement": lambda *_, **__: placement}.items():
+    stand_ins = {"started_ray": lambda *_: nullcontext(), "here": _nothing, "Placement": lambda *_, **__: placement}
+    for name, function in stand_ins.items():
         setattr(command, name, function)
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamppo import errors, process
 from streamppo.config.sections import LOCAL, Config
-from streamppo.driver.ray import environment, orphans
+from streamppo.driver.ray import environment, orphans, worker_template
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.ray.placement import plan
 from streamppo.errors import RunError, StreamppoError
@@ -63,7 +63,11 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
 def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[None]:
     # A closed terminal signals the whole process group; Ray's processes inherit SIG_IGN and live until we end them.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    init_ray(config, mark)
+    with started_ray(config, mark):
+        yield from _in_session(config, interrupts)
+
+
+def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
     folder = _session_folder(config)
     # Ray has installed a handler of its own.
     interrupts.catch()
@@ -129,8 +133,12 @@ def _end_without_ray(error: BaseException | None) -> None:
     os._exit(1)
 
 
-def init_ray(config: Config, mark: str) -> None:
-    """Join the cluster, or start our own Ray here, whose processes have the mark of `orphans.ends`."""
+@contextmanager
+def started_ray(config: Config, mark: str) -> Generator[None]:
+    """Join the cluster, or start our own Ray here, whose processes have the mark of `orphans.ends`.
+
+    The caller ends it, within the block or after it.
+    """
     cluster = config.cluster
     plugins.export_path()
     environment.quiet_pipes()
@@ -147,16 +155,23 @@ def init_ray(config: Config, mark: str) -> None:
             logging_level=logging.ERROR,
             runtime_env={"env_vars": variables},
         )
+        yield
         return
-    with environment.of_own_ray(mark, secret), _in_a_sentence():
-        ray.init(
-            address=LOCAL,
-            num_cpus=cluster.cpus or int(plan(config).total("CPU")),
-            include_dashboard=False,
-            object_store_memory=cluster.object_store_mib * 2**20,
-            logging_level=logging.ERROR,
-            _node_ip_address=environment.LOOPBACK,
-        )
+    # Libraries of GPUs read a worker's environment when they are imported: a template would have imported them before.
+    forked = sys.platform == "linux" and not plan(config).total("GPU")
+    with ExitStack() as template:
+        with environment.of_own_ray(mark, secret, forked=forked), _in_a_sentence():
+            python = template.enter_context(worker_template.running()) if forked else None
+            ray.init(
+                address=LOCAL,
+                num_cpus=cluster.cpus or int(plan(config).total("CPU")),
+                include_dashboard=False,
+                object_store_memory=cluster.object_store_mib * 2**20,
+                logging_level=logging.ERROR,
+                runtime_env={"py_executable": python} if python else None,
+                _node_ip_address=environment.LOOPBACK,
+            )
+        yield
 
 
 @contextmanager

@@ -33,6 +33,11 @@ OWN_RAY = {
     "RAY_enable_output_error_log_if_still_retry": "0",
 }
 """Settings of our own Ray; a variable set by the user has precedence."""
+FORKED = {
+    # Workers that Ray starts in advance are no forks, and would never be used.
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Settings in addition to `OWN_RAY`, if workers are forks of a template (worker_template.py)."""
 LOOPBACK = "127.0.0.1"
 RAY_TOKEN = ".ray/auth_token"
 """The authentication token file, in the user's home, of all Rays of the user."""
@@ -81,11 +86,14 @@ def quiet_pipes() -> None:
 
 
 @contextmanager
-def of_own_ray(mark: str, log_mark: str) -> Generator[None]:
-    """Start our own Ray in the block: only this machine can reach it, and its processes have both marks."""
+def of_own_ray(mark: str, log_mark: str, *, forked: bool = False) -> Generator[None]:
+    """Start our own Ray in the block: only this machine can reach it, and its processes have both marks.
+
+    `forked` is whether its workers are forks.
+    """
     before = ray_constants.ENABLE_RAY_CLUSTER
     os.environ |= {MARK: mark, process.MARK: log_mark}
-    for name, value in OWN_RAY.items():
+    for name, value in (OWN_RAY | (FORKED if forked else {})).items():
         os.environ.setdefault(name, value)
     # Ray has read the variable at its import.
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -68,7 +68,7 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise RunError(BEGUN)
 
     monkeypatch.setattr(loop, "ray_session", begun)
-    monkeypatch.setattr(replay, "init_ray", begun)
+    monkeypatch.setattr(replay, "started_ray", begun)
     shape = GroupShape("arithmetic", 2, 1)
     monkeypatch.setattr(test_export, "COUNTERS", structs.replace(COUNTERS, shape=shape))
     if not made.exists():

@@ -96,7 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(made: Path, tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> Path:
     # A resume comes as far as the start of processes, and replay too.
     monkeypatch.setattr(loop, "ray_session", begun)
-    monkeypatch.setattr(replay, "init_ray", begun)
+    monkeypatch.setattr(replay, "started_ray", begun)
     monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     monkeypatch.setenv("STREAMPPO_RAN", str(tmp_path / "ran"))
     if not made.exists():

@@ -222,7 +222,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RunError(f"processes would start here, and one says {WORDS}")
 
     monkeypatch.setattr(loop, "ray_session", refuse)
-    monkeypatch.setattr(replay, "init_ray", refuse)
+    monkeypatch.setattr(replay, "started_ray", refuse)
     monkeypatch.setattr(uvicorn.Server, "run", lambda _, sockets: [one.close() for one in sockets])
 
 

@@ -33,9 +33,11 @@ def test_hashes_are_the_same_in_every_process(
     monkeypatch.setenv("PYTHONPATH", "")
     seeds: list[str] = []
     monkeypatch.setattr(cluster.ray, "init", lambda **options: seeds.append(os.environ["PYTHONHASHSEED"]))
-    cluster.init_ray(math_config(), "")
+    with cluster.started_ray(math_config(), ""):
+        pass
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    cluster.init_ray(math_config(), "")
+    with cluster.started_ray(math_config(), ""):
+        pass
     assert seeds == ["0", "7"]
 
 
@@ -54,8 +56,8 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
         ("no such thing", Exception, "no such thing"),
     ):
         monkeypatch.setattr(cluster.ray, "init", partial(fail, said))
-        with pytest.raises(kind, match=told):
-            cluster.init_ray(math_config(), "")
+        with pytest.raises(kind, match=told), cluster.started_ray(math_config(), ""):
+            pass
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -73,7 +75,7 @@ def test_the_folder_of_a_good_session_is_removed_and_that_of_a_failed_one_is_sai
     (tmp_path / "session_latest").symlink_to(ours)
     node = SimpleNamespace(get_session_dir_path=lambda: str(ours))
     monkeypatch.setattr(cluster.worker, "_global_node", node)
-    monkeypatch.setattr(cluster, "init_ray", lambda config, mark: None)
+    monkeypatch.setattr(cluster, "started_ray", lambda config, mark: nullcontext())
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     interrupts: Any = SimpleNamespace(catch=lambda: None)
     with pytest.raises(KeyError) if failed else nullcontext(), ray_session(math_config(), interrupts):
@@ -99,7 +101,7 @@ def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hid
 
     timers: list[Any] = []
     interrupts: Any = SimpleNamespace(catch=lambda: events.append("catch"))
-    monkeypatch.setattr(cluster, "init_ray", lambda config, mark: events.append("init"))
+    monkeypatch.setattr(cluster, "started_ray", lambda config, mark: nullcontext(events.append("init")))
     monkeypatch.setattr(cluster, "Timer", Timer)
     monkeypatch.setattr(cluster.ray, "shutdown", hang)
     monkeypatch.setattr(cluster.os, "_exit", events.append)

@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     def init(**options: Any) -> None:
         found.append({**options, "cluster": ray_constants.ENABLE_RAY_CLUSTER, "environment": dict(os.environ)})
 
-    for name in (*environment.OWN_RAY, "RAY_COLOR_PREFIX", "PYTHONHASHSEED"):
+    for name in (*environment.OWN_RAY, *environment.FORKED, "RAY_COLOR_PREFIX", "PYTHONHASHSEED"):
         # Set first, so that it is restored after the code under test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -44,8 +44,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 def test_a_ray_of_our_own_is_on_loopback_at_nice_0_without_events_and_a_cluster_after_it_is_not(
     started: list[dict[str, Any]], math_config: Callable[..., Config]
 ) -> None:
-    cluster.init_ray(math_config(), "")
-    cluster.init_ray(math_config("cluster.address=10.0.0.1:6379"), "")
+    with cluster.started_ray(math_config(), ""):
+        pass
+    with cluster.started_ray(math_config("cluster.address=10.0.0.1:6379"), ""):
+        pass
     own, joined = started
     assert (own["_node_ip_address"], own["cluster"]) == ("127.0.0.1", False)
     assert own["environment"]["RAY_worker_niceness"] == own["environment"]["RAY_task_events_report_interval_ms"] == "0"
@@ -63,10 +65,12 @@ def test_nobody_else_can_read_the_token_of_a_ray_of_our_own(
         token.parent.mkdir()
         token.touch(mode=0o644)
 
-    cluster.init_ray(math_config(), "")
+    with cluster.started_ray(math_config(), ""):
+        pass
     assert started, "without a token, as Rays before 2.60 are, it starts too"
     monkeypatch.setattr(cluster.ray, "init", init)
-    cluster.init_ray(math_config(), "")
+    with cluster.started_ray(math_config(), ""):
+        pass
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 
@@ -74,7 +78,8 @@ def test_a_setting_of_the_users_own_wins(
     started: list[dict[str, Any]], math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_worker_niceness", "5")
-    cluster.init_ray(math_config(), "")
+    with cluster.started_ray(math_config(), ""):
+        pass
     assert started[0]["environment"]["RAY_worker_niceness"] == "5"
 
 
@@ -95,7 +100,8 @@ def test_actors_on_a_cluster_get_the_drivers_keys_and_settings_and_nothing_of_it
         monkeypatch.setenv(name, value)
     service = "reward={scorers={one={kind='service', url='http://localhost:1', key_env='MY_SECRET'}}}"
     teacher = "algorithm.teacher={url='http://localhost:1', key_env='MY_TEACHER'}"
-    cluster.init_ray(math_config("cluster.address=auto", service, teacher), "")
+    with cluster.started_ray(math_config("cluster.address=auto", service, teacher), ""):
+        pass
     variables = started[0]["runtime_env"]["env_vars"]
     assert {name: variables.get(name) for name in given} == {
         **given,
@@ -107,7 +113,8 @@ def test_actors_on_a_cluster_get_the_drivers_keys_and_settings_and_nothing_of_it
 
 
 def test_ray_writes_no_colours_into_a_pipe(started: list[dict[str, Any]], math_config: Callable[..., Config]) -> None:
-    cluster.init_ray(math_config(), "")
+    with cluster.started_ray(math_config(), ""):
+        pass
     assert started[0]["environment"]["RAY_COLOR_PREFIX"] == "0"
 
 

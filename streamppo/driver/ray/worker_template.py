@@ -1,0 +1,244 @@
+"""Starts Ray's workers as forks of a template: one process that has imported what a rank and an engine need.
+
+To import torch, transformers and Ray takes 7 s of CPU in each of them. The template does it once, while Ray starts, so
+that a run starts sooner; and a worker that replaces a dead one is there at once. Workers share the memory of what was
+imported.
+
+driver      starts the template, and gives Ray the launcher as the Python of its workers (`py_executable`)
+launcher    takes the place of `python` in the command of a worker; sends its arguments, environment, folder and
+            standard streams to the template, and ends when the fork ends
+template    forks, and the fork runs the worker's script
+
+A launcher whose template has died runs the script itself, as Ray would have done.
+
+This file runs as a script in both roles, the launcher with Python's standard library alone. It needs Linux. A process
+on a GPU is not forked: libraries of GPUs read the worker's environment when they are imported.
+"""
+
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+FORKS, LAUNCHES = "forks", "launches"
+"""The two roles: of the template, and of a launcher."""
+LIBRARIES = (
+    "torch",
+    "transformers.masking_utils",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+)
+"""What the template imports at once, while Ray starts."""
+ACTORS = (
+    "ray",
+    "streamppo.learner.learner",
+    "streamppo.learner.model.tiny",
+    "streamppo.queue.actor",
+    "streamppo.rollout.embedded.engine",
+    "streamppo.rollout.worker",
+)
+"""What it imports in the environment of the first worker: Ray reads its variables when it is imported."""
+LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+"""How soon the kernel kills this process for memory: Ray has workers killed before its own processes."""
+STREAMS = 3
+"""Standard input, output and error."""
+NUMBER_BYTES = 8
+SEND_S = 10.0
+"""Time limit of a launcher to send its request; other launchers wait meanwhile."""
+LOOK_S = 0.5
+"""Time between two checks for a fork's end, if the kernel offers no pidfd."""
+
+
+class WorkerStart(NamedTuple):
+    """What makes a fork the process that Ray started; `limits` are those of `resource`, by number."""
+
+    arguments: list[str]
+    environment: Mapping[str, str]
+    folder: str
+    group: int
+    limits: Mapping[str, tuple[int, int]]
+    blocked_signals: list[int]
+    niceness: int
+    oom_score: str
+
+
+def _own_start(arguments: list[str]) -> WorkerStart:
+    """What this process is."""
+    return WorkerStart(
+        arguments,
+        dict(os.environ),
+        str(Path.cwd()),
+        os.getpgrp(),
+        {str(number): resource.getrlimit(number) for number in LIMITS},
+        list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        OOM_SCORE.read_text(),
+    )
+
+
+def _become(start: WorkerStart) -> None:
+    """Be the process that Ray started: `python SCRIPT ARGUMENTS`."""
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.chdir(start.folder)
+    # Ray kills the process group of a worker that has died.
+    os.setpgid(0, start.group)
+    for number, limits in start.limits.items():
+        resource.setrlimit(int(number), limits)
+    signal.pthread_sigmask(signal.SIG_SETMASK, start.blocked_signals)
+    os.setpriority(os.PRIO_PROCESS, 0, start.niceness)
+    OOM_SCORE.write_text(start.oom_score)
+    script, *_ = sys.argv = start.arguments
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+@contextmanager
+def running(libraries: Sequence[str] = LIBRARIES, actors: Sequence[str] = ACTORS) -> Generator[str]:
+    """Run a template with this process's environment during the block; yield Ray's `py_executable`.
+
+    The template imports `libraries` at once, and `actors` in the environment of the first worker. It ends with the
+    block or with this process; its forks live on.
+    """
+    # Where Ray's sockets are: nobody else can open the folder, and the path is short enough for a socket.
+    folder = Path(tempfile.mkdtemp(prefix="streamppo-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
+    address = str(folder / "template")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+        template = subprocess.Popen(
+            [sys.executable, __file__, FORKS, str(listener.fileno()), json.dumps([libraries, actors, sys.path])],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            # Its own group gets no signals of the driver's, such as a terminal's. A fork can join its launcher's group,
+            # because all are of one session.
+            process_group=0,
+        )
+    with template:
+        try:
+            yield shlex.join([sys.executable, "-I", "-S", __file__, LAUNCHES, address])
+        finally:
+            template.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launch(address: str, arguments: list[str]) -> None:
+    """Have the template at `address` fork a worker, and wait for its end; without a template become the worker."""
+    if pid := _forked(address, json.dumps(_own_start(arguments)).encode()):
+        _wait(pid)
+    else:
+        os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _forked(address: str, message: bytes) -> int:
+    """The pid of the fork; 0 if there is no template any more."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(address)
+        socket.send_fds(channel, [len(message).to_bytes(NUMBER_BYTES)], range(STREAMS))
+        channel.sendall(message)
+        return int.from_bytes(channel.recv(NUMBER_BYTES))
+    return 0
+
+
+def _wait(pid: int) -> None:
+    try:
+        select.select([os.pidfd_open(pid)], [], [])
+    except ProcessLookupError:
+        return
+    # Old kernels and seccomp filters have no pidfd.
+    except OSError:
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(LOOK_S)
+
+
+def _prepare(names: list[str], path: list[str]) -> None:
+    """Import modules by the driver's search path `path`; a fork has the search path of a worker that Ray started.
+
+    If that fails, end without a word: workers that Python runs meet the same error, and it is reported as theirs.
+    """
+    own, sys.path = sys.path, path
+    gc.disable()
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except (ImportError, AttributeError, OSError, RuntimeError, ValueError):
+        os._exit(1)
+    # No fork's garbage collection visits these objects, which would copy their memory.
+    gc.freeze()
+    gc.enable()
+    sys.path = own
+
+
+def _serve(listener: socket.socket, libraries: list[str], actors: list[str], path: list[str]) -> WorkerStart:
+    """Fork for every launcher, until standard input ends. Returns in the forks alone."""
+    _prepare(libraries, path)
+    missing = actors
+    while True:
+        readable, _, _ = select.select([listener, 0], [], [])
+        if 0 in readable:
+            os._exit(0)
+        channel, _ = listener.accept()
+        channel.settimeout(SEND_S)
+        start, streams = _receive(channel)
+        if start is not None and missing:
+            os.environ.update(start.environment)
+            _prepare(missing, path)
+            missing = []
+        forked = start is not None and _fork(channel)
+        channel.close()
+        for number, stream in enumerate(streams):
+            if forked:
+                os.dup2(stream, number)
+            os.close(stream)
+        if start is not None and forked:
+            listener.close()
+            return start
+
+
+def _receive(channel: socket.socket) -> tuple[WorkerStart | None, list[int]]:
+    """Return what a launcher sent, None if it did not arrive in time, and its standard streams."""
+    streams: list[int] = []
+    message = b""
+    with suppress(OSError, ValueError, TypeError):
+        size, streams, _, _ = socket.recv_fds(channel, NUMBER_BYTES, STREAMS)
+        while part := channel.recv(int.from_bytes(size) - len(message)):
+            message += part
+        return WorkerStart(*json.loads(message)), streams
+    return None, streams
+
+
+def _fork(channel: socket.socket) -> bool:
+    """Return True in the fork, and False here, where its launcher gets its pid."""
+    # The kernel removes an ended fork at once: this process waits for none.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if pid := os.fork():
+        with suppress(OSError):
+            channel.sendall(pid.to_bytes(NUMBER_BYTES))
+        return False
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return True
+
+
+if __name__ == "__main__":
+    role, where, *rest = sys.argv[1:]
+    if role == LAUNCHES:
+        _launch(where, rest)
+    else:
+        del sys.path[0]
+        _become(_serve(socket.socket(fileno=int(where)), *json.loads(rest[0])))
