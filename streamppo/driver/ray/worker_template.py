@@ -56,11 +56,15 @@ ACTORS = (
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 """How soon the kernel kills this process for memory: Ray has workers killed before its own processes."""
+READY = b"ready"
+"""What the template says first, as soon as it can fork: a launcher that has given up by then sends nothing."""
 STREAMS = 3
 """Standard input, output and error."""
 NUMBER_BYTES = 8
+WAIT_S = 30.0
+"""How long a launcher waits for a template that still imports: Ray gives up a worker that has not come after 60 s."""
 SEND_S = 10.0
-"""Time limit of a launcher to send its request; other launchers wait meanwhile."""
+"""Time limit of a launcher to say what to start; other launchers wait meanwhile."""
 LOOK_S = 0.5
 """Time between two checks for a fork's end, if the kernel offers no pidfd."""
 
@@ -110,14 +114,18 @@ def _become(start: WorkerStart) -> None:
 
 
 @contextmanager
-def running(libraries: Sequence[str] = LIBRARIES, actors: Sequence[str] = ACTORS) -> Generator[str]:
+def running(
+    libraries: Sequence[str] = LIBRARIES, actors: Sequence[str] = ACTORS, wait_s: float = WAIT_S
+) -> Generator[str]:
     """Run a template with this process's environment during the block; yield Ray's `py_executable`.
 
     The template imports `libraries` at once, and `actors` in the environment of the first worker. It ends with the
     block or with this process; its forks live on.
     """
     # Where Ray's sockets are: nobody else can open the folder, and the path is short enough for a socket.
-    folder = Path(tempfile.mkdtemp(prefix="streamppo-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
+    beside = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    beside.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="streamppo-", dir=beside))
     address = str(folder / "template")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -132,24 +140,28 @@ def running(libraries: Sequence[str] = LIBRARIES, actors: Sequence[str] = ACTORS
         )
     with template:
         try:
-            yield shlex.join([sys.executable, "-I", "-S", __file__, LAUNCHES, address])
+            yield shlex.join([sys.executable, "-I", "-S", __file__, LAUNCHES, address, str(wait_s)])
         finally:
             template.kill()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _launch(address: str, arguments: list[str]) -> None:
+def _launch(address: str, wait_s: float, arguments: list[str]) -> None:
     """Have the template at `address` fork a worker, and wait for its end; without a template become the worker."""
-    if pid := _forked(address, json.dumps(_own_start(arguments)).encode()):
+    if pid := _forked(address, wait_s, json.dumps(_own_start(arguments)).encode()):
         _wait(pid)
     else:
         os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _forked(address: str, message: bytes) -> int:
-    """The pid of the fork; 0 if there is no template any more."""
+def _forked(address: str, wait_s: float, message: bytes) -> int:
+    """The pid of the fork; 0 if there is no template any more, or not yet."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
+        channel.settimeout(wait_s)
         channel.connect(address)
+        if channel.recv(len(READY)) != READY:
+            return 0
+        channel.settimeout(None)
         socket.send_fds(channel, [len(message).to_bytes(NUMBER_BYTES)], range(STREAMS))
         channel.sendall(message)
         return int.from_bytes(channel.recv(NUMBER_BYTES))
@@ -216,6 +228,7 @@ def _receive(channel: socket.socket) -> tuple[WorkerStart | None, list[int]]:
     streams: list[int] = []
     message = b""
     with suppress(OSError, ValueError, TypeError):
+        channel.sendall(READY)
         size, streams, _, _ = socket.recv_fds(channel, NUMBER_BYTES, STREAMS)
         while part := channel.recv(int.from_bytes(size) - len(message)):
             message += part
@@ -238,7 +251,7 @@ def _fork(channel: socket.socket) -> bool:
 if __name__ == "__main__":
     role, where, *rest = sys.argv[1:]
     if role == LAUNCHES:
-        _launch(where, rest)
+        _launch(where, float(rest[0]), rest[1:])
     else:
         del sys.path[0]
         _become(_serve(socket.socket(fileno=int(where)), *json.loads(rest[0])))

@@ -41,9 +41,9 @@ SLEEPS = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); 
 
 
 @contextmanager
-def template(libraries: tuple[str, ...] = (), actors: tuple[str, ...] = ()) -> Iterator[list[str]]:
+def template(libraries: tuple[str, ...] = (), actors: tuple[str, ...] = (), wait_s: float = 60) -> Iterator[list[str]]:
     """The command of a launcher; the template imports no more than it is told to."""
-    with worker_template.running(libraries, actors) as python:
+    with worker_template.running(libraries, actors, wait_s) as python:
         yield shlex.split(python)
 
 
@@ -142,14 +142,19 @@ def test_workers_that_start_at_the_same_time_are_all_forks(tmp_path: Path) -> No
         until(lambda: not templates()[0].children())
 
 
-@pytest.mark.parametrize("end", ["stops before", "cannot import", "cannot import for actors"])
-def test_without_a_template_the_launcher_is_the_worker_itself(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["stops before", "cannot import", "cannot import for actors", "imports for long"])
+def test_without_a_template_the_launcher_is_the_worker_itself(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long_module.py").write_text("import time; time.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
     missing = ("no_such_module_anywhere",)
     imports: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         "cannot import": (missing, ()),
         "cannot import for actors": ((), missing),
+        "imports for long": (("long_module",), ()),
     }
-    with template(*imports.get(end, ((), ()))) as launcher:
+    with template(*imports.get(end, ((), ())), wait_s=0.5 if end == "imports for long" else 60) as launcher:
         if end == "stops before":
             templates()[0].kill()
         worker = subprocess.Popen(
@@ -202,7 +207,7 @@ def test_a_launcher_that_dies_in_its_request_keeps_no_other_from_its_fork(messag
     with template() as launcher:
         for _ in range(3):
             with socket.socket(socket.AF_UNIX) as channel:
-                channel.connect(launcher[-1])
+                channel.connect(launcher[-2])
                 if message == "a part of a number":
                     channel.sendall(number(9)[:3])
                 elif message != "nothing":
