@@ -38,6 +38,26 @@ def refuse_aside(path: Path, kind: type[StreamppoError]) -> None:
         )
 
 
+def refuse_output(path: Path, kind: type[StreamppoError]) -> None:
+    """Raise `kind` if `path`, which a user chose for a result, can take none: call it before the work."""
+    if path.is_dir():
+        raise kind(f"{path}: a folder; name a file")
+    if not path.parent.is_dir():
+        raise kind(f"{path.parent}: no such folder")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise kind(f"{path.parent}: you may not write in this folder")
+    refuse_aside(path, kind)
+
+
+def write_output(path: Path, data: bytes, kind: type[StreamppoError]) -> None:
+    """Write a result to a file that a user chose, whole or not at all; to a pipe or device directly. Raises `kind`."""
+    with naming(path, kind):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+        else:
+            write(path.resolve(), data)
+
+
 @contextmanager
 def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
     """Raise any `OSError` of the block as `kind`, with `path` in the message: errors of open files lack the name."""

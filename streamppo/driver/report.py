@@ -62,8 +62,7 @@ def write(found: Sequence[Path], to: Path, told: "Sequence[RunDifference]" = ())
     """
     views = [replay(path) if path.is_file() else _run(path) for path in found]
     text = page.render(views, [_difference_table(one) for one in told])
-    with durable.naming(to, RunError):
-        durable.write(to, text.encode(errors="replace"))
+    durable.write_output(to, text.encode(errors="replace"), RunError)
     return to
 
 

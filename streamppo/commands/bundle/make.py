@@ -135,9 +135,7 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
         raise ConfigError("--adapter is for a run with model.lora: this one trains all weights")
     if to.exists() or to.is_symlink():
         raise ConfigError(f"{to}: already exists; choose another --to")
-    durable.refuse_aside(to, ConfigError)
-    if not to.parent.is_dir():
-        raise BundleError(f"{to.parent}: no such folder")
+    durable.refuse_output(to, BundleError)
 
 
 # --- the parts -----------------------------------------------------------------------------------------------

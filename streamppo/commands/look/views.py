@@ -32,6 +32,8 @@ def report(paths: Sequence[Path], to: Path | None, *, as_json: bool = False) -> 
             )
         )
         return 0
+    if to is not None:
+        durable.refuse_output(to, RunError)
     single = len(paths) == 1 and paths[0].is_dir()
     differences, why = attempt(lambda: reports.differences(paths))
     written = reports.write(
@@ -45,11 +47,11 @@ def report(paths: Sequence[Path], to: Path | None, *, as_json: bool = False) -> 
 
 def trace(run: Path, to: Path) -> int:
     """Write the events of `run` to the file `to`. Raises `RunError` without lines, or if the file cannot be written."""
+    durable.refuse_output(to, RunError)
     if not (lines := metrics_file.read(run)):
         raise RunError(f"{run}: nothing has happened yet: {metrics_file.METRICS} has no line")
     timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
-    with durable.naming(to, RunError):
-        to.write_text(json.dumps(timeline))
+    durable.write_output(to, json.dumps(timeline).encode(), RunError)
     echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the file stays in the browser")
     return 0
 

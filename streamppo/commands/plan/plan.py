@@ -21,7 +21,7 @@ from streamppo.commands.plan.simulation import Prediction, skipped
 from streamppo.commands.plan.workload import StageCosts
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, Config, longest_row
-from streamppo.errors import ConfigError
+from streamppo.errors import ConfigError, RunError
 from streamppo.learner import memory
 from streamppo.queue.rules.state import settings_of
 from streamppo.telemetry import metrics_file
@@ -95,6 +95,8 @@ def on_this_machine(
 
     Raises `RunError` for a measured run that was too short.
     """
+    if to is not None:
+        durable.refuse_output(to, RunError)
     runs = [measured.read(folder) for folder in folders]
     known = basis(runs, assumed)
     if run is not None:
@@ -110,6 +112,8 @@ def on_this_machine(
 
 def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | None) -> int:
     """Plan a run of `config` on GPUs. Raises `ConfigError` for an unknown GPU and for a model that does not fit."""
+    if to is not None:
+        durable.refuse_output(to, RunError)
     if (gpu := roofline.GPUS.get(hardware.kind)) is None:
         raise ConfigError(f"{hardware.kind}: no known GPU; known are {', '.join(roofline.GPUS)}")
     if config.model.path == BUILTIN:
@@ -255,7 +259,7 @@ def _compare(predicted: Prediction, did: Realised, to: Path | None) -> int:
 
 
 def _write(to: Path, content: object) -> None:
-    durable.write(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    durable.write_output(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", RunError)
 
 
 def _cells(found: Prediction) -> list[str]:

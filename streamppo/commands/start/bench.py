@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamppo import durable
 from streamppo.commands.console import console, echo, table
 from streamppo.errors import RunError
 
@@ -60,6 +61,8 @@ def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | N
             "streamppo bench needs the repository, whose folder benchmarks/ is in no installed package: "
             "clone it, `pip install -e .` there, and try again"
         )
+    if to:
+        durable.refuse_output(to, RunError)
     then = read(earlier) if earlier else None
     begin = time.perf_counter()
     now = measure(parts, rounds)
@@ -67,7 +70,7 @@ def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | N
     echo("", f"{', '.join(f'{name} {value}' for name, value in _flat(now.machine).items())}")
     echo(f"median and range of {rounds} rounds; {time.perf_counter() - begin:.0f} s")
     if to:
-        to.write_bytes(msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+        durable.write_output(to, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n", RunError)
     return 1 if then and "slower" in changes(now, then).values() else 0
 
 

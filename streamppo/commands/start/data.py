@@ -9,6 +9,7 @@ full_hh_rlhf   train-*.parquet, test-*.parquet, or jsonl        prompt (messages
 
 import re
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
@@ -36,13 +37,16 @@ def data(name: Name, folder: Path, to: Path, split: str) -> int:
 
     if not folder.is_dir():
         raise TaskError(f"{folder}: no such folder")
+    with durable.naming(to, TaskError):
+        to.parent.mkdir(parents=True, exist_ok=True)
+    durable.refuse_output(to, TaskError)
     try:
         rows = [{"data_source": name, **row} for row in LAYOUTS[name](folder, split)]
     except KeyError as error:
         raise TaskError(f"{folder}: the rows of {name} have a column {error}, these have not") from error
-    with durable.naming(to, TaskError):
-        to.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), to)
+    content = BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), content)
+    durable.write_output(to, content.getvalue(), TaskError)
     echo(f"{to}: {len(rows)} rows")
     return 0
 
