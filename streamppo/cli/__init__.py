@@ -296,6 +296,10 @@ def report(
     json: Annotated[
         bool, Parameter(help="Print the differences of runs with a common past as JSON, without a page.")
     ] = False,
+    measured: Annotated[
+        Sequence[Path],
+        Parameter(consume_multiple=True, help="Runs whose costs predict what the page's runs do, as `plan` does."),
+    ] = (),
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.
 
@@ -304,7 +308,7 @@ def report(
     chosen = run_argument.runs_and_replays("report", found)
     from streamppo.commands.look import views as command
 
-    return command.report(chosen, to, as_json=json)
+    return command.report(chosen, to, measured, as_json=json)
 
 
 @app.command

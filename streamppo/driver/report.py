@@ -55,13 +55,18 @@ def write_after(folder: Path) -> None:
         log.info("report: %s", path)
 
 
-def write(found: Sequence[Path], to: Path, told: "Sequence[RunDifference]" = ()) -> Path:
+def write(
+    found: Sequence[Path],
+    to: Path,
+    told: "Sequence[RunDifference]" = (),
+    predicted: Sequence[tuple[str, RunsTable]] = (),
+) -> Path:
     """Write the report of some runs, by their folders, and of replays, by their files, to `to`.
 
-    It shows the `differences`. Raises `RunError`.
+    It shows the `differences`, and what was `predicted` of each run. Raises `RunError`.
     """
     views = [replay(path) if path.is_file() else _run(path) for path in found]
-    text = page.render(views, [_difference_table(one) for one in told])
+    text = page.render(views, [_difference_table(one) for one in told], predicted)
     durable.write_output(to, text.encode(errors="replace"), RunError)
     return to
 

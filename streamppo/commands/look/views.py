@@ -9,19 +9,22 @@ import msgspec
 from streamppo import durable
 from streamppo.commands.console import echo
 from streamppo.driver import report as reports
-from streamppo.errors import RunError
+from streamppo.errors import ConfigError, RunError
 from streamppo.process import WHOLE
 from streamppo.telemetry import metrics_file, phase_times
 from streamppo.telemetry import trace as traces
 from streamppo.telemetry.catalogue import PHASES
-from streamppo.telemetry.report.view import attempt
+from streamppo.telemetry.report.view import RunsTable, attempt
 
 
-def report(paths: Sequence[Path], to: Path | None, *, as_json: bool = False) -> int:
+def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = (), *, as_json: bool = False) -> int:
     """Write the report of runs and replays to `to`: by default into the folder of a single run, else here.
 
-    Print the differences of runs with a common past; with `as_json` print only these, without a page.
+    With `measured` runs it has for each run what their costs predict, beside what it did. Print the differences of runs
+    with a common past; with `as_json` print only these, without a page.
     """
+    if as_json and measured:
+        raise ConfigError("--measured is for a page, and --json writes none")
     if as_json:
         echo(
             json.dumps(
@@ -36,13 +39,23 @@ def report(paths: Sequence[Path], to: Path | None, *, as_json: bool = False) -> 
         durable.refuse_output(to, RunError)
     single = len(paths) == 1 and paths[0].is_dir()
     differences, why = attempt(lambda: reports.differences(paths))
-    written = reports.write(
-        paths, to or (paths[0] / reports.REPORT if single else Path(reports.REPORT)), differences or ()
-    )
+    file = to or (paths[0] / reports.REPORT if single else Path(reports.REPORT))
+    written = reports.write(paths, file, differences or (), _predicted(paths, measured))
     echo(f"report: {written}", *(difference.sentence() for difference in differences or ()))
     if why:
         echo(f"no difference: {why}")
     return 0
+
+
+def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[str, RunsTable]]:
+    """For each run what `streamppo plan` predicts of it from the costs of `measured` runs; nothing without any."""
+    if not measured:
+        return []
+    from streamppo.commands.plan import plan
+
+    costs = f"costs of {', '.join(one.name for one in measured)}"
+    compared = {run: plan.measured_beside(run, measured) for run in paths if run.is_dir()}
+    return [(f"{run.name}, by the {costs}", RunsTable(plan.COLUMNS, found.rows())) for run, found in compared.items()]
 
 
 def trace(run: Path, to: Path) -> int:

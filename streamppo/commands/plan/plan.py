@@ -45,6 +45,7 @@ COMPARED = 60
 """Simulated updates beside those of a run."""
 ROOM = 0.92
 """The share of a GPU's memory that may be planned."""
+COLUMNS = ("predicted", "realised", "ratio")
 WAITS = 0.1
 """A stage that waits for a smaller share of the time does not wait."""
 GIB = 2**30
@@ -57,6 +58,24 @@ class Realised(NamedTuple):
     tokens_per_s: float
     lag_mean: float
     learner_waits: float
+
+
+class Comparison(NamedTuple):
+    """What was predicted of a run, and what it did."""
+
+    predicted: Prediction
+    realised: Realised
+
+    def rows(self) -> list[tuple[str, tuple[str, str, str]]]:
+        """The numbers' names, each with the cells of `COLUMNS`."""
+        found: list[tuple[str, tuple[str, str, str]]] = []
+        for name, value in self.realised._asdict().items():
+            expected: float = getattr(self.predicted, name)
+            ratio = f"{expected / value:.2f}" if value else "-"
+            shown = "{:.1%}" if name == "learner_waits" else "{:,.0f}" if name == "tokens_per_s" else "{:.3g}"
+            cells = (shown.format(expected), shown.format(value), ratio)
+            found.append((name.replace("_", " ").replace(" per s", "/s"), cells))
+        return found
 
 
 class Hardware(NamedTuple):
@@ -100,7 +119,7 @@ def on_this_machine(
     runs = [measured.read(folder) for folder in folders]
     known = basis(runs, assumed)
     if run is not None:
-        return _compare(proposals.predict(config, known, COMPARED), realised(run), to)
+        return _show(beside(run, config, known), to)
     engines = [(f"rollout.actors={count}",) for count in range(1, 1 + max(process.cores(), config.rollout.actors))]
     echo(f"{process.cores()} cores, costs of {len(runs)} measured {'run' if len(runs) == 1 else 'runs'}", "")
     tried = proposals.improve(config, known, engines)
@@ -246,15 +265,24 @@ def _scaled(costs: StageCosts, names: Sequence[str], factor: float) -> StageCost
     return costs._replace(**{name: getattr(costs, name) * factor for name in names})
 
 
-def _compare(predicted: Prediction, did: Realised, to: Path | None) -> int:
-    shown = table("", "predicted", "realised", "ratio")
-    for name, value in did._asdict().items():
-        expected = getattr(predicted, name)
-        ratio = f"{expected / value:.2f}" if value else "-"
-        shown.add_row(name.replace("_", " ").replace(" per s", "/s"), f"{expected:.3g}", f"{value:.3g}", ratio)
+def beside(run: Path, config: Config, known: Basis) -> Comparison:
+    """What was to be expected of a run of `config`, beside what `run` did. Raises `ConfigError`."""
+    return Comparison(proposals.predict(config, known, COMPARED), realised(run))
+
+
+def measured_beside(run: Path, folders: Sequence[Path]) -> Comparison:
+    """`run` beside what the costs of the runs in `folders` predict for it. Raises `StreamppoError`."""
+    known = basis([measured.read(folder) for folder in folders], Assumed())
+    return beside(run, configfile.load(configfile.existing(run) / configfile.CONFIG), known)
+
+
+def _show(found: Comparison, to: Path | None) -> int:
+    shown = table("", *COLUMNS)
+    for name, cells in found.rows():
+        shown.add_row(name, *cells)
     console().print(shown)
     if to:
-        _write(to, {"predicted": _numbers(predicted), "realised": did._asdict()})
+        _write(to, {"predicted": _numbers(found.predicted), "realised": found.realised._asdict()})
     return 0
 
 

@@ -130,8 +130,15 @@ class Chart(NamedTuple):
     says: str = ""
 
 
-def render(views: Sequence[View], differences: Sequence[tuple[str, RunsTable]] = ()) -> str:
-    """Write the page of one run, or of several to be compared; each of `differences` is a sentence and a table."""
+def render(
+    views: Sequence[View],
+    differences: Sequence[tuple[str, RunsTable]] = (),
+    predicted: Sequence[tuple[str, RunsTable]] = (),
+) -> str:
+    """Write the page of one run, or of several to be compared.
+
+    `differences` and what was `predicted` are sentences, each with a table.
+    """
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {
         "headline": view.headline,
@@ -146,7 +153,10 @@ def render(views: Sequence[View], differences: Sequence[tuple[str, RunsTable]] =
     environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}
     template = environment.get_template("page.html")
     return template.render(
-        views=views, runs=[run_view for run_view in views if not run_view.is_replay], differences=differences
+        views=views,
+        runs=[run_view for run_view in views if not run_view.is_replay],
+        differences=differences,
+        predicted=predicted,
     )
 
 
