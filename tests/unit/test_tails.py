@@ -1,5 +1,6 @@
 """Lengths that are drawn have the right median and tail, for the same identities again; goals have a verdict."""
 
+import functools
 import math
 import sys
 from pathlib import Path
@@ -22,18 +23,22 @@ from benchmarks.lib import lengths
 from benchmarks.lib.campaign import Campaign
 from benchmarks.lib.runs import Goal, table, told
 
-DRAWS = {shape: [lengths.draw(shape, *divmod(number, 4)) for number in range(20_000)] for shape in lengths.SHAPES}
 PROMPT = Prompt(text="", columns={})
 
 
+@functools.cache
+def draws(shape: str) -> list[int]:
+    return [lengths.draw(shape, *divmod(number, 4)) for number in range(20_000)]
+
+
 def share_beyond(shape: str, length: float) -> float:
-    return sum(drawn > length for drawn in DRAWS[shape]) / len(DRAWS[shape])
+    return sum(drawn > length for drawn in draws(shape)) / len(draws(shape))
 
 
 @pytest.mark.parametrize("shape", lengths.SHAPES)
 def test_half_of_the_lengths_are_above_the_median_and_none_beyond_the_cut(shape: str) -> None:
-    assert np.median(DRAWS[shape]) == lengths.MEDIAN
-    assert min(DRAWS[shape]) >= lengths.SHORTEST and max(DRAWS[shape]) <= lengths.LONGEST == 64 * lengths.MEDIAN
+    assert np.median(draws(shape)) == lengths.MEDIAN
+    assert min(draws(shape)) >= lengths.SHORTEST and max(draws(shape)) <= lengths.LONGEST == 64 * lengths.MEDIAN
 
 
 def test_the_tails_are_those_of_the_distributions() -> None:
@@ -45,18 +50,18 @@ def test_the_tails_are_those_of_the_distributions() -> None:
         power = 0.5 * (beyond / lengths.MEDIAN) ** -1.3
         assert share_beyond("pareto", beyond) == pytest.approx(power, abs=4 * math.sqrt(power / 20_000))
     assert share_beyond("pareto", lengths.LONGEST - 1) == pytest.approx(0.5 * 64**-1.3, rel=0.5)
-    assert set(DRAWS["equal"]) == {lengths.MEDIAN}
+    assert set(draws("equal")) == {lengths.MEDIAN}
 
 
 @pytest.mark.parametrize("shape", tails.HEAVY)
 def test_a_length_is_a_function_of_the_trajectory_and_each_sample_and_attempt_has_its_own(shape: str) -> None:
-    assert DRAWS[shape][:100] == [lengths.draw(shape, *divmod(number, 4)) for number in range(100)]
+    assert draws(shape)[:100] == [lengths.draw(shape, *divmod(number, 4)) for number in range(100)]
     samples, attempts = (
         [lengths.draw(shape, 7, n) for n in range(50)],
         [lengths.draw(shape, 7, 0, n) for n in range(50)],
     )
     assert len(set(samples)) > 10 and len(set(attempts)) > 10 and samples != attempts
-    assert np.corrcoef(np.log(np.array(DRAWS[shape]).reshape(-1, 4).T))[0, 1] == pytest.approx(0, abs=0.06)
+    assert np.corrcoef(np.log(np.array(draws(shape)).reshape(-1, 4).T))[0, 1] == pytest.approx(0, abs=0.06)
 
 
 @pytest.mark.parametrize("shape", lengths.SHAPES)

@@ -6,15 +6,17 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import agent_case
-import anthropic
-import openai
 import pytest
 from agent_case import served
 
 from streamppo.tasks.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 TOOL = {
     "type": "function",
@@ -32,12 +34,16 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-def openai_of(case: agent_case.Case, **options: Any) -> openai.AsyncOpenAI:
+def openai_of(case: agent_case.Case, **options: Any) -> "openai.AsyncOpenAI":
+    import openai
+
     given = {"base_url": case.base_url, "api_key": case.key, "max_retries": 0, **options}
     return case.keep(openai.AsyncOpenAI(**given))
 
 
-def anthropic_of(case: agent_case.Case) -> anthropic.AsyncAnthropic:
+def anthropic_of(case: agent_case.Case) -> "anthropic.AsyncAnthropic":
+    import anthropic
+
     return case.keep(anthropic.AsyncAnthropic(base_url=case.endpoint.address, api_key=case.key, max_retries=0))
 
 
@@ -158,6 +164,7 @@ def test_anthropic_calls_tools(tokenizer: Tokenizer, stream: bool) -> None:
 @pytest.mark.parametrize("stored", [False, True])
 def test_openais_responses_call_tools_and_go_on(tokenizer: Tokenizer, stream: bool, stored: bool) -> None:
     """With all items sent back, or with the id of the response before alone."""
+    import openai
 
     async def main() -> None:
         say = lambda text: "3" if "[tool]" in text else f"<think>hm</think>Let me see. {CALL}"  # noqa: E731
@@ -203,6 +210,9 @@ def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_clients_know_our_refusals(tokenizer: Tokenizer) -> None:
+    import anthropic
+    import openai
+
     async def main() -> None:
         async with served(tokenizer, max_turns=1) as case:
             client = openai_of(case)
@@ -309,6 +319,7 @@ def test_a_key_in_the_address_is_a_key(tokenizer: Tokenizer) -> None:
 
 def test_without_a_chat_template_texts_stand_one_behind_another(tmp_path: Path) -> None:
     """Without a chat template a context is the texts of its messages, and tools are refused."""
+    import openai
 
     async def main() -> None:
         async with served(agent_case.tokenizer(tmp_path, None), lambda _: "46") as case:

@@ -3,11 +3,9 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import numpy as np
-import openai
 import pytest
 
 from streamppo.commands import standalone
@@ -24,6 +22,10 @@ from streamppo.rollout.episode import Player
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
 TEMPLATE = """\
 {{ tools | length if tools else "" }}{% for message in messages %}\
 {{ message.content }}{{ eos_token }}{% endfor %}\
@@ -38,6 +40,9 @@ def user(text: str) -> Any:
 def test_streams_tools_parallel_requests_and_retries_of_real_clients_are_paths_of_one_row(
     math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import anthropic
+    import openai
+
     monkeypatch.setattr(session, "STREAM_S", 0.0)
     limits = ("environment.max_turns=20", "environment.max_tokens=900", "rollout.max_tokens=40")
     config = math_config("environment.agent=a:b", "reward={}", "model.tiny.max_steps=1", *limits)
@@ -68,7 +73,7 @@ def test_streams_tools_parallel_requests_and_retries_of_real_clients_are_paths_o
     asyncio.run(main())
 
 
-async def _asked(chat: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic, endpoint: Endpoint) -> None:
+async def _asked(chat: "openai.AsyncOpenAI", claude: "anthropic.AsyncAnthropic", endpoint: Endpoint) -> None:
     """Ask as programs do: whole, streamed, with a tool's answer, several at once, and again after a cut."""
     told: list[Any] = [user("12+34"), {"role": "assistant", "content": ""}, {"role": "tool", "content": "46"}]
     first = await chat.chat.completions.create(model="m", messages=[user("12+34")], tools=[TOOL])  # pyright: ignore
