@@ -18,21 +18,23 @@ on a GPU is not forked: libraries of GPUs read the worker's environment when the
 import gc
 import importlib
 import json
+import operator
 import os
 import resource
 import runpy
 import select
 import shlex
-import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hmac import compare_digest
 from pathlib import Path
+from secrets import token_hex
 from typing import NamedTuple
 
 FORKS, LAUNCHES = "forks", "launches"
@@ -53,6 +55,8 @@ ACTORS = (
     "streamppo.rollout.worker",
 )
 """What it imports in the environment of the first worker: Ray reads its variables when it is imported."""
+RANDOM = {"numpy": "random.seed", "torch": "default_generator.seed"}
+"""Modules with a global random state, and the function that draws it anew."""
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 """How soon the kernel kills this process for memory: Ray has workers killed before its own processes."""
@@ -109,8 +113,17 @@ def _become(start: WorkerStart) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, start.niceness)
     OOM_SCORE.write_text(start.oom_score)
     script, *_ = sys.argv = start.arguments
-    sys.path.insert(0, str(Path(script).parent))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path(script).parent))
+    _draw_anew()
     runpy.run_path(script, run_name="__main__")
+
+
+def _draw_anew() -> None:
+    """Give this fork random numbers of its own; Python's `random` has them already."""
+    for name, seed in RANDOM.items():
+        if module := sys.modules.get(name):
+            operator.attrgetter(seed)(module)()
 
 
 @contextmanager
@@ -122,50 +135,56 @@ def running(
     The template imports `libraries` at once, and `actors` in the environment of the first worker. It ends with the
     block or with this process; its forks live on.
     """
-    # Where Ray's sockets are: nobody else can open the folder, and the path is short enough for a socket.
-    beside = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
-    beside.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="streamppo-", dir=beside))
-    address = str(folder / "template")
+    # Of the abstract namespace: it leaves no file, whoever dies. Sandboxes may share this namespace, but see no secret.
+    name, secret = f"streamppo-{token_hex(16)}", token_hex(16)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+        listener.bind(f"\0{name}")
         listener.listen(socket.SOMAXCONN)
+        told = json.dumps([libraries, actors, sys.path, secret])
         template = subprocess.Popen(
-            [sys.executable, __file__, FORKS, str(listener.fileno()), json.dumps([libraries, actors, sys.path])],
+            [sys.executable, __file__, FORKS, str(listener.fileno()), told],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
+            # Ray sets it in a worker, but OpenMP reads it when torch is imported.
+            env={"OMP_NUM_THREADS": "1", **os.environ},
             # Its own group gets no signals of the driver's, such as a terminal's. A fork can join its launcher's group,
             # because all are of one session.
             process_group=0,
         )
     with template:
         try:
-            yield shlex.join([sys.executable, "-I", "-S", __file__, LAUNCHES, address, str(wait_s)])
+            yield shlex.join([sys.executable, "-I", "-S", __file__, LAUNCHES, name, secret, str(wait_s)])
         finally:
             template.kill()
-            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _launch(address: str, wait_s: float, arguments: list[str]) -> None:
-    """Have the template at `address` fork a worker, and wait for its end; without a template become the worker."""
-    if pid := _forked(address, wait_s, json.dumps(_own_start(arguments)).encode()):
+def _launch(name: str, secret: str, wait_s: float, arguments: list[str]) -> None:
+    """Have the template fork a worker, and wait for its end; without a template become the worker."""
+    if pid := _forked(name, secret, wait_s, arguments):
         _wait(pid)
     else:
         os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _forked(address: str, wait_s: float, message: bytes) -> int:
+def _forked(name: str, secret: str, wait_s: float, arguments: list[str]) -> int:
     """The pid of the fork; 0 if there is no template any more, or not yet."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
+        message = json.dumps([secret, _own_start(arguments)]).encode()
         channel.settimeout(wait_s)
-        channel.connect(address)
-        if channel.recv(len(READY)) != READY:
+        channel.connect(f"\0{name}")
+        if not _is_ours(channel) or channel.recv(len(READY)) != READY:
             return 0
         channel.settimeout(None)
         socket.send_fds(channel, [len(message).to_bytes(NUMBER_BYTES)], range(STREAMS))
         channel.sendall(message)
         return int.from_bytes(channel.recv(NUMBER_BYTES))
     return 0
+
+
+def _is_ours(channel: socket.socket) -> bool:
+    """True if the process at the other end is this user's."""
+    _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user == os.getuid()
 
 
 def _wait(pid: int) -> None:
@@ -189,15 +208,18 @@ def _prepare(names: list[str], path: list[str]) -> None:
     try:
         for name in names:
             importlib.import_module(name)
-    except (ImportError, AttributeError, OSError, RuntimeError, ValueError):
-        os._exit(1)
+    finally:
+        if sys.exception() is not None:
+            os._exit(1)
     # No fork's garbage collection visits these objects, which would copy their memory.
     gc.freeze()
     gc.enable()
     sys.path = own
 
 
-def _serve(listener: socket.socket, libraries: list[str], actors: list[str], path: list[str]) -> WorkerStart:
+def _serve(
+    listener: socket.socket, libraries: list[str], actors: list[str], path: list[str], secret: str
+) -> WorkerStart:
     """Fork for every launcher, until standard input ends. Returns in the forks alone."""
     _prepare(libraries, path)
     missing = actors
@@ -205,9 +227,7 @@ def _serve(listener: socket.socket, libraries: list[str], actors: list[str], pat
         readable, _, _ = select.select([listener, 0], [], [])
         if 0 in readable:
             os._exit(0)
-        channel, _ = listener.accept()
-        channel.settimeout(SEND_S)
-        start, streams = _receive(channel)
+        start, streams, channel = _next(listener, secret)
         if start is not None and missing:
             os.environ.update(start.environment)
             _prepare(missing, path)
@@ -223,35 +243,49 @@ def _serve(listener: socket.socket, libraries: list[str], actors: list[str], pat
             return start
 
 
-def _receive(channel: socket.socket) -> tuple[WorkerStart | None, list[int]]:
-    """Return what a launcher sent, None if it did not arrive in time, and its standard streams."""
+def _next(listener: socket.socket, secret: str) -> tuple[WorkerStart | None, list[int], socket.socket]:
+    """Return what the next launcher sent, None if nothing in time, its standard streams, and the channel to it."""
     streams: list[int] = []
-    message = b""
+    channel, message = socket.socket(socket.AF_UNIX), b""
     with suppress(OSError, ValueError, TypeError):
-        channel.sendall(READY)
-        size, streams, _, _ = socket.recv_fds(channel, NUMBER_BYTES, STREAMS)
-        while part := channel.recv(int.from_bytes(size) - len(message)):
-            message += part
-        return WorkerStart(*json.loads(message)), streams
-    return None, streams
+        channel, _ = listener.accept()
+        channel.settimeout(SEND_S)
+        if _is_ours(channel):
+            channel.sendall(READY)
+            size, streams, _, _ = socket.recv_fds(channel, NUMBER_BYTES, STREAMS)
+            while part := channel.recv(int.from_bytes(size) - len(message)):
+                message += part
+            said, start = json.loads(message)
+            if compare_digest(str(said), secret):
+                return WorkerStart(*start), streams, channel
+    return None, streams, channel
 
 
 def _fork(channel: socket.socket) -> bool:
-    """Return True in the fork, and False here, where its launcher gets its pid."""
+    """Return True in the fork, which has told its launcher its pid, and False here, also if no process can be made.
+
+    A fork without a launcher ends, as a worker ends that is killed while it starts.
+    """
     # The kernel removes an ended fork at once: this process waits for none.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if pid := os.fork():
-        with suppress(OSError):
-            channel.sendall(pid.to_bytes(NUMBER_BYTES))
+    try:
+        if os.fork():
+            return False
+    except OSError:
         return False
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        channel.sendall(os.getpid().to_bytes(NUMBER_BYTES))
+    except OSError:
+        os._exit(0)
     return True
 
 
 if __name__ == "__main__":
     role, where, *rest = sys.argv[1:]
     if role == LAUNCHES:
-        _launch(where, float(rest[0]), rest[1:])
+        _launch(where, rest[0], float(rest[1]), rest[2:])
     else:
-        del sys.path[0]
+        if not sys.flags.safe_path:
+            del sys.path[0]
         _become(_serve(socket.socket(fileno=int(where)), *json.loads(rest[0])))

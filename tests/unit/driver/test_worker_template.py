@@ -73,6 +73,8 @@ def test_a_fork_is_what_python_would_have_started(seed: int, tmp_path: Path, mon
     draw = random.Random(seed)
     # The driver sets it for all processes.
     monkeypatch.setenv("PYTHONHASHSEED", f"{seed}")
+    if seed % 2:
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")
 
     def text() -> str:
         return "".join(draw.choice("aZ 09=\"'\\\n\t$;*é漢😀\udcff") for _ in range(draw.randrange(12)))
@@ -142,26 +144,74 @@ def test_workers_that_start_at_the_same_time_are_all_forks(tmp_path: Path) -> No
         until(lambda: not templates()[0].children())
 
 
-@pytest.mark.parametrize("end", ["stops before", "cannot import", "cannot import for actors", "imports for long"])
+MODULES = {
+    "lacks a module": "import no_such_module_anywhere",
+    "is no Python": "x ==== 1",
+    "ends": "raise SystemExit('no')",
+    "is interrupted": "raise KeyboardInterrupt",
+    "imports for long": "import time; time.sleep(600)",
+    "can fork no more": "import os\ndef fork(): raise BlockingIOError(11, 'no more processes')\nos.fork = fork",
+    "dies": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+"""What a template meets that can then fork no worker."""
+
+
+# A launcher that has said what it wants waits for the actors' modules: Ray gives it a minute.
+@pytest.mark.parametrize(
+    ("what", "of"),
+    [(what, of) for what in MODULES for of in ("libraries", "actors") if (what, of) != ("imports for long", "actors")],
+)
 def test_without_a_template_the_launcher_is_the_worker_itself(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "long_module.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "module_of_a_library.py").write_text(MODULES[what])
     monkeypatch.syspath_prepend(tmp_path)
-    missing = ("no_such_module_anywhere",)
-    imports: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-        "cannot import": (missing, ()),
-        "cannot import for actors": ((), missing),
-        "imports for long": (("long_module",), ()),
-    }
-    with template(*imports.get(end, ((), ())), wait_s=0.5 if end == "imports for long" else 60) as launcher:
-        if end == "stops before":
-            templates()[0].kill()
-        worker = subprocess.Popen(
-            [*launcher, script(tmp_path, "import os; print(os.getpid())")], stdout=subprocess.PIPE
-        )
-        said, _ = worker.communicate(timeout=60)
-        assert int(said) == worker.pid and worker.returncode == 0
+    imported = {of: ("module_of_a_library",)}
+    with template(**imported, wait_s=0.5 if what == "imports for long" else 60) as launcher:
+        for _ in range(2):
+            command = [*launcher, script(tmp_path, "import os; print(os.getpid())")]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+                said, _ = worker.communicate(timeout=60)
+            assert int(said) == worker.pid and worker.returncode == 0
+        assert len(templates()) == (what in {"can fork no more", "imports for long"})
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_whose_folder_is_gone_starts_as_python_would_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, command = tmp_path / "folder", script(tmp_path, "print('runs')")
+    folder.mkdir()
+    with template() as launcher:
+        monkeypatch.chdir(folder)
+        folder.rmdir()
+        assert subprocess.check_output([*launcher, command], text=True) == "runs\n"
+
+
+def test_forks_draw_other_random_numbers_and_have_one_thread_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "import numpy, random, torch; print(numpy.random.random(), random.random(), torch.rand(()).item(), "
+    command = script(tmp_path, f"{told}torch.initial_seed(), torch.get_num_threads())")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with template(("numpy", "torch")) as launcher:
+        drawn = [subprocess.check_output([*launcher, command], text=True).split() for _ in range(2)]
+    assert not any(one == other for one, other in zip(drawn[0][:4], drawn[1][:4], strict=True))
+    assert [numbers[4] for numbers in drawn] == ["1", "1"]
+
+
+def test_a_worker_that_is_killed_while_it_starts_does_not_start_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_actors.py").write_text("import time; time.sleep(2)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with template(actors=("module_of_actors",)) as launcher:
+        killed = subprocess.Popen([*launcher, script(tmp_path, SLEEPS), str(tmp_path / "pid")])
+        time.sleep(0.5)
+        killed.kill()
+        killed.wait()
+        assert subprocess.check_output([*launcher, script(tmp_path, "print('runs')")], text=True) == "runs\n"
+    assert not (tmp_path / "pid").exists()
 
 
 def test_a_launcher_ends_with_its_fork_and_a_fork_outlives_its_template(tmp_path: Path) -> None:
@@ -197,17 +247,25 @@ def test_a_template_ends_with_its_driver_however_that_ends(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "message", ["nothing", "a part of a number", "a part", "no JSON", "another JSON", "no streams"]
+    "message", ["nothing", "a part of a number", "a part", "no JSON", "another JSON", "another secret", "no streams"]
 )
 def test_a_launcher_that_dies_in_its_request_keeps_no_other_from_its_fork(message: str, tmp_path: Path) -> None:
     def number(value: int) -> bytes:
         return value.to_bytes(worker_template.NUMBER_BYTES)
 
-    bodies = {"a part": (50, b"{"), "no JSON": (3, b"abc"), "another JSON": (2, b"{}"), "no streams": (2, b"[]")}
+    start = worker_template._own_start([script(tmp_path, SLEEPS), str(tmp_path / "pid")])
+    whole = json.dumps(["another", start]).encode()
+    bodies = {
+        "a part": (50, b"{"),
+        "no JSON": (3, b"abc"),
+        "another JSON": (2, b"{}"),
+        "another secret": (len(whole), whole),
+        "no streams": (2, b"[]"),
+    }
     with template() as launcher:
         for _ in range(3):
             with socket.socket(socket.AF_UNIX) as channel:
-                channel.connect(launcher[-2])
+                channel.connect(f"\0{launcher[-3]}")
                 if message == "a part of a number":
                     channel.sendall(number(9)[:3])
                 elif message != "nothing":
@@ -218,5 +276,6 @@ def test_a_launcher_that_dies_in_its_request_keeps_no_other_from_its_fork(messag
         parent = subprocess.check_output([*launcher, script(tmp_path, "import os; print(os.getppid())")], text=True)
         (ours,) = templates()
         assert int(parent) == ours.pid
+        assert not (tmp_path / "pid").exists()
         # Standard streams, the channel to the driver and the listener are all that it keeps.
         until(lambda: ours.num_fds() <= 4)
