@@ -11,7 +11,7 @@ from streamppo.config import file as configfile
 
 NUMBERS = "task={kind='data', data='numbers.jsonl', held_out=0}"
 MISTAKES = {
-    "data gsm8k --from gsm8k --to folder": "TaskError: folder: cannot be written",
+    "data gsm8k --from gsm8k --to folder": "TaskError: folder: a folder; name a file",
     "data gsm8k --from gsm8k --to file/x.parquet": "TaskError: file/x.parquet: cannot be written",
     "data math --from latin --to x.parquet": "latin/train/algebra/1.json: not JSON: 'utf-8' codec",
     "inspect run": "run/journal.sqlite: missing",

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,13 @@ def until(true: Callable[[], object], timeout_s: float = 30) -> Any:
 
 
 def templates() -> list[psutil.Process]:
-    """The template processes that this one has started."""
-    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if worker_template.FORKS in child.cmdline()]
+    """The living template processes that this one has started."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        # It may end at any moment.
+        with suppress(psutil.Error):
+            found += [child] if worker_template.FORKS in child.cmdline() else []
+    return found
 
 
 @pytest.mark.parametrize("seed", range(4))
