@@ -54,8 +54,9 @@ def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[st
     from streamppo.commands.plan import plan
 
     costs = f"costs of {', '.join(one.name for one in measured)}"
-    compared = {run: plan.measured_beside(run, measured) for run in paths if run.is_dir()}
-    return [(f"{run.name}, by the {costs}", RunsTable(plan.COLUMNS, found.rows())) for run, found in compared.items()]
+    runs = [path for path in paths if path.is_dir()]
+    compared = zip(runs, plan.compare(runs, measured), strict=True)
+    return [(f"{run.name}, by the {costs}", RunsTable(plan.COLUMNS, found.rows())) for run, found in compared]
 
 
 def trace(run: Path, to: Path) -> int:

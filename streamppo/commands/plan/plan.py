@@ -270,10 +270,10 @@ def beside(run: Path, config: Config, known: Basis) -> Comparison:
     return Comparison(proposals.predict(config, known, COMPARED), realised(run))
 
 
-def measured_beside(run: Path, folders: Sequence[Path]) -> Comparison:
-    """`run` beside what the costs of the runs in `folders` predict for it. Raises `StreamppoError`."""
+def compare(runs: Sequence[Path], folders: Sequence[Path]) -> list[Comparison]:
+    """Each run beside what the costs of the runs in `folders` predict for it. Raises `StreamppoError`."""
     known = basis([measured.read(folder) for folder in folders], Assumed())
-    return beside(run, configfile.load(configfile.existing(run) / configfile.CONFIG), known)
+    return [beside(run, configfile.load(configfile.existing(run) / configfile.CONFIG), known) for run in runs]
 
 
 def _show(found: Comparison, to: Path | None) -> int:

@@ -15,7 +15,6 @@ This file runs as a script in both roles, the launcher with Python's standard li
 on a GPU is not forked: libraries of GPUs read the worker's environment when they are imported.
 """
 
-import gc
 import importlib
 import json
 import operator
@@ -204,16 +203,16 @@ def _prepare(names: list[str], path: list[str]) -> None:
     If that fails, end without a word: workers that Python runs meet the same error, and it is reported as theirs.
     """
     own, sys.path = sys.path, path
-    gc.disable()
     try:
-        for name in names:
-            importlib.import_module(name)
+        from streamppo.process import without_gc
+
+        # No fork's garbage collection visits these objects, which would copy their memory.
+        with without_gc():
+            for name in names:
+                importlib.import_module(name)
     finally:
         if sys.exception() is not None:
             os._exit(1)
-    # No fork's garbage collection visits these objects, which would copy their memory.
-    gc.freeze()
-    gc.enable()
     sys.path = own
 
 
@@ -227,7 +226,11 @@ def _serve(
         readable, _, _ = select.select([listener, 0], [], [])
         if 0 in readable:
             os._exit(0)
-        start, streams, channel = _next(listener, secret)
+        try:
+            channel, _ = listener.accept()
+        except OSError:
+            continue
+        start, streams = _receive(channel, secret)
         if start is not None and missing:
             os.environ.update(start.environment)
             _prepare(missing, path)
@@ -243,12 +246,11 @@ def _serve(
             return start
 
 
-def _next(listener: socket.socket, secret: str) -> tuple[WorkerStart | None, list[int], socket.socket]:
-    """Return what the next launcher sent, None if nothing in time, its standard streams, and the channel to it."""
+def _receive(channel: socket.socket, secret: str) -> tuple[WorkerStart | None, list[int]]:
+    """Return what a launcher sent, None if nothing in time, and its standard streams."""
     streams: list[int] = []
-    channel, message = socket.socket(socket.AF_UNIX), b""
+    message = b""
     with suppress(OSError, ValueError, TypeError):
-        channel, _ = listener.accept()
         channel.settimeout(SEND_S)
         if _is_ours(channel):
             channel.sendall(READY)
@@ -257,8 +259,8 @@ def _next(listener: socket.socket, secret: str) -> tuple[WorkerStart | None, lis
                 message += part
             said, start = json.loads(message)
             if compare_digest(str(said), secret):
-                return WorkerStart(*start), streams, channel
-    return None, streams, channel
+                return WorkerStart(*start), streams
+    return None, streams
 
 
 def _fork(channel: socket.socket) -> bool:
