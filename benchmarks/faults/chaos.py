@@ -243,10 +243,10 @@ def account(run: Path, kills: list[Kill], replays: Replays | None = None, *, wit
     With the notes of agents in `witness`, find every token, too.
     """
     journal = Journal.open_run(run)
-    saved, ended = journal.read(), journal.ended_attempts()
+    saved, ended, skipped = journal.read(), journal.ended_attempts(), journal.skipped()
     journal.close()
     assert saved is not None
-    samples = saved.counters.shape.samples_per_prompt
+    samples, size = saved.counters.shape.samples_per_prompt, saved.counters.shape.unit_size
     found = archive.open(run)
     trained = [one for version in found.versions() for one in found.batch(version).trajectories]
     waiting = [one for one in (slot.stored for slot in saved.slots) if one is not None]
@@ -254,6 +254,7 @@ def account(run: Path, kills: list[Kill], replays: Replays | None = None, *, wit
     ends = Counter(_number(one.identity, samples) for one in trained if one.finish != "cut")
     ends += Counter(slot.number for slot in saved.slots if not slot.stored or slot.stored.finish != "cut")
     ends += Counter({one.number for one in ended if one.state in GIVEN_UP})
+    ends += Counter(number for first, _ in skipped for number in range(first, first + size))
     segments = Counter(one.identity for one in (*trained, *waiting) if one.finish == "cut")
     # After a segment that was too old, the rest of its completion is not sampled again.
     old = {one.number for one in ended if one.state == "too_old" and any(segments)}

@@ -76,6 +76,8 @@ TEACHERS = (
 """Values of algorithm.teacher; `TEACHER` becomes the folder of a builtin:tiny."""
 ADAPTERS = ([], [], ["model.lora={rank=4}"])
 """Overrides for the trained weights: all weights, or only adapters."""
+CURRICULA = ([], [], ["algorithm.curriculum={}"], ["algorithm.curriculum={repeat=0.3, floor=0.05}"])
+"""Overrides that skip prompts of rows without a learning signal, or none."""
 LEFT_OUT = {"reasoning_gym", "verifiers"}
 """Tasks that need extra packages."""
 SCORER = f"kind='function', function='{ADDITION}'"
@@ -112,6 +114,7 @@ def draw(generator: random.Random, config: Path, fixed: Sequence[str], folder: P
         drawn = [generator.choice(options) for options in choices().values()]
         drawn += [f"{name}={generator.choice(values)}" for name, values in FIELDS.items()]
         drawn += generator.choice(ADAPTERS)
+        drawn += generator.choice(CURRICULA)
         drawn += [text.replace("DATA", str(folder / DATA)) for text in TASKS[kind]]
         drawn.append(f"algorithm.teacher={generator.choice(TEACHERS)}".replace("TEACHER", str(folder / TEACHER)))
         drawn.append("reward={}" if kind == "calculator" else generator.choice(REWARDS))

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, PositiveFloat, Section
 from streamppo.config.correction import (
     Correction,
+    Curriculum,
     CustomCorrection,
     Filter,
     NoCorrection,
@@ -212,6 +213,8 @@ class Algorithm(Section, frozen=True):
     """Groups of equal scores: train on them, mask them, or sample other prompts."""
     resample: Resample = Resample()
     """The reward component and range of means by which zero_variance = "resample" judges a group."""
+    curriculum: Curriculum | None = None
+    """Sample rows less often whose last groups had no learning signal; {} for the defaults."""
     filters: tuple[Filter, ...] = ()
     """Filters of responses from the loss, each kind at most once; filtered rewards and tokens still count."""
     whiten: Whiten = Whiten()
@@ -312,6 +315,14 @@ class Algorithm(Section, frozen=True):
                 f"zero_variance = {self.zero_variance!r} drops groups of equal scores, in which the teacher has a "
                 "signal: leave it at 'keep'"
             )
+        if self.curriculum is None:
+            return
+        if not self._advantage_compares:
+            yield "curriculum judges groups: it needs an advantage that compares them"
+        if isinstance(self.advantage, Gdpo):
+            yield "curriculum judges the whole score; with gdpo equal scores have a signal if components differ"
+        if self.teacher.on:
+            yield "curriculum skips rows of equal scores, in which the teacher has a signal: leave it out"
 
     def _of_advantages(self) -> Iterator[str]:
         kind = self.advantage.__struct_config__.tag

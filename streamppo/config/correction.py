@@ -4,9 +4,11 @@ Equations are in docs/algorithms.md.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from streamppo.config.base import Kind, NonNegative, PositiveFloat, Section
+from msgspec import Meta
+
+from streamppo.config.base import Kind, NonNegative, PositiveFloat, Section, Share
 
 
 class Banded(Kind, frozen=True):
@@ -150,6 +152,26 @@ class Resample(Section, frozen=True):
         """The range is empty, or a pair in ascending order."""
         if self.mean and (len(self.mean) != 2 or self.mean[0] > self.mean[1]):
             yield f"mean must be empty, or the smallest and the largest that is kept: {list(self.mean)}"
+
+
+class Curriculum(Section, frozen=True):
+    """Rows whose last groups had no learning signal are drawn less often (GRESO, arXiv:2506.02177).
+
+    A row with z such groups in a row is sampled at its next turn with probability max(floor, repeat^z); else it is
+    skipped. A group with a signal sets z to 0.
+
+    Example: with repeat = 0.5 and floor = 0.1 these are 0.5, 0.25, 0.125 and then 0.1.
+    """
+
+    repeat: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """Probability of sampling a row again after one group without a signal; its powers after several."""
+    floor: Share = 0.1
+    """Least probability: what was always right, or always wrong, may have changed."""
+
+    def contradictions(self) -> Iterator[str]:
+        """The floor lies below the first probability."""
+        if self.floor > self.repeat:
+            yield f"floor ({self.floor:g}) must be at most repeat ({self.repeat:g})"
 
 
 def repeated_filters(filters: Sequence[Filter]) -> Iterator[str]:

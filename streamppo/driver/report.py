@@ -196,6 +196,8 @@ def _failures(journal: Journal) -> list[NamedNumber]:
     rows = [NamedNumber(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:
         rows.append(NamedNumber(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))
+    if (counters := journal.counters()) and (skipped := counters.counts.get("skipped_prompts", 0)):
+        rows.append(NamedNumber("skipped prompts", f"{skipped:,}", "algorithm.curriculum: not sampled"))
     return rows
 
 

@@ -39,15 +39,15 @@ from streamppo.queue.replication import standby
 from streamppo.queue.rules.records import ArchivedBatch, PublishedVersion
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import TrajectoryRecord
-from streamppo.queue.rules.state import QueueSettings, QueueState, settings_of
+from streamppo.queue.rules.state import settings_of
 from streamppo.queue.shards import batch_refs
 from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
 from streamppo.queue.shards.shards import Shards
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive, checksums
-from streamppo.queue.store.journal import Journal
 from streamppo.queue.token_limits import limits_of
 from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
+from streamppo.tasks.order import RowNumbers
 from streamppo.types import Batch, Failure, Identity, Push, TokenRecord, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, PublishReply
 from streamppo.weights.shares import EncodedRecord, RankShare, ShareCollector
@@ -79,7 +79,8 @@ class QueueActor(ArchivedRuns):
         resume_checks.refuse_without_journal(Path(run))
         self._journal = standby.journal_of(Path(run), self.config)
         self._journal.fence()
-        self._queue = _rebuilt(settings_of(self.config), self._journal)
+        settings = settings_of(self.config)
+        self._queue = QueueRules(settings, snapshot.read(settings, self._journal))
         self._made = self._journal.versions()
         self._archive = Archive(Path(run) / "archive", checksums(self._made.values()))
         self._archive.sweep()
@@ -186,6 +187,13 @@ class QueueActor(ArchivedRuns):
             return encode(())
         await self._commits.commit()
         return encode(tickets)
+
+    @ray.method
+    async def map_rows(self, rows: bytes) -> None:
+        """Learn from a starting actor which row each prompt is (`RowNumbers`), for `algorithm.curriculum`."""
+        if self._queue.curriculum is not None:
+            self._queue.curriculum.map_rows(decode(rows, RowNumbers))
+        await self._commits.commit()
 
     @ray.method
     async def beat(self, actor: str) -> int:
@@ -386,13 +394,3 @@ class QueueActor(ArchivedRuns):
 
 def _names(batch: Batch) -> list[Identity]:
     return [trajectory.identity for trajectory in batch.trajectories]
-
-
-def _rebuilt(settings: QueueSettings, journal: Journal) -> QueueRules:
-    """The queue as of the journal's last transaction; a new one if the journal is empty."""
-    saved = journal.read()
-    if saved is None:
-        return QueueRules(settings, QueueState())
-    state = snapshot.rebuild(settings, saved, journal.path)
-    log.info("rebuilt from its journal, at version %d with %d slots", state.version, len(saved.slots))
-    return QueueRules(settings, state)

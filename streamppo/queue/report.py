@@ -26,6 +26,7 @@ def report(state: QueueState) -> QueueReport:
         consumed=counts["consumed"],
         cut=counts["cut"],
         orphaned=counts["orphaned"],
+        skipped_prompts=counts["skipped_prompts"],
         duplicates=counts["duplicates"],
         dead_letters=counts["dead_letters"],
         dropped={reason: dropped[reason] for reason in DROPPED} | {"lost": counts["lost"]},

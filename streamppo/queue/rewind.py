@@ -5,7 +5,7 @@ Slots below the newest one that batches before the version have:
     in such a batch       consumed
     in a later one        open, to be sampled again in their order
     held at present       the same
-    none of these         given up, as they were or came to be
+    none of these         given up or skipped, as they were or came to be
 
 Slots above it open when there is room, as in the run. No trajectory waits: the run's trajectories for later updates are
 sampled again, by the weights of the version. With `max_lag = 0` there are none.
@@ -16,7 +16,7 @@ Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -24,20 +24,23 @@ from typing import NamedTuple
 from streamppo import durable
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
+from streamppo.queue.rules.curriculum import RowCurriculum
 from streamppo.queue.rules.records import (
     GIVEN_UP,
     Changes,
     Counters,
+    Counts,
     EndedAttempt,
     GroupShape,
     PublishedVersion,
     SavedSlot,
 )
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import QueueState, settings_of
 from streamppo.queue.shards import shards
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
 from streamppo.queue.store.trajectory_store import Bodies
+from streamppo.tasks.order import RowNumbers
 from streamppo.types import Identity
 
 
@@ -55,6 +58,7 @@ class Slots(NamedTuple):
     opened: int
     open: tuple[SavedSlot, ...]
     ended: tuple[EndedAttempt, ...]
+    skipped: Counts
 
 
 def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
@@ -67,6 +71,7 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
         versions, configs = journal.versions(), journal.configs()
         archive = Archive(run / "archive", checksums(versions.values()))
         slots = _slots(journal, versions, archive, config, rewound.version)
+        rows = journal.row_numbers()
     for version in (one for one in archive.versions() if one < rewound.version):
         _bring_batch(archive, version, fork / "archive")
     counters = _counters(config, slots, rewound)
@@ -75,7 +80,13 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
             if version <= rewound.version:
                 fork_journal.configure(version, encoded)
         past = [one for one in versions.values() if one.version <= rewound.version]
-        fork_journal.write(Changes(counters, slots=slots.open, ended=slots.ended), past)
+        counts = _zero_variance(archive, slots.ended, config, rewound.version, rows)
+        fork_journal.write(
+            Changes(
+                counters, slots=slots.open, ended=slots.ended, zero_variance=counts, skipped=slots.skipped, rows=rows
+            ),
+            past,
+        )
     for number in shards.numbers(config):
         Bodies(fork, number).close()
 
@@ -111,7 +122,7 @@ def _slots(
 ) -> Slots:
     shape = settings_of(config).shape
     if not version:
-        return Slots(0, (), ())
+        return Slots(0, (), (), ())
     opened = _opened(archive, config, version, shape)
     later = [one for one in versions.values() if one.version > version and _reaches(one, opened, shape)]
     identities = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
@@ -137,7 +148,8 @@ def _slots(
         )
         for number, one in sorted(to_come.items())
     )
-    return Slots(opened, saved, tuple(one for one in endings if one.number not in to_come))
+    ended = tuple(one for one in endings if one.number not in to_come)
+    return Slots(opened, saved, ended, journal.skipped(range(opened)))
 
 
 def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -> int:
@@ -174,17 +186,36 @@ def _number(identity: Identity, shape: GroupShape) -> int:
 
 def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
     open_numbers = {slot.number for slot in slots.open}
+    shape = settings_of(config).shape
     given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in open_numbers})
+    given_up += len(slots.skipped) * shape.unit_size
     consumed = slots.opened - len(open_numbers) - given_up
     return Counters(
-        shape=settings_of(config).shape,
+        shape=shape,
         version=rewound.version,
         opened=slots.opened,
         abandoned=given_up,
-        counts={"stored": consumed, "consumed": consumed},
+        counts={"stored": consumed, "consumed": consumed, "skipped_prompts": len(slots.skipped)},
         tokens={"delivered": rewound.tokens, "consumed": rewound.tokens},
         dropped={},
         failed={},
         fenced=(),
         admitted_lag=rewound.admitted_lag,
     )
+
+
+def _zero_variance(
+    archive: Archive, ended: Iterable[EndedAttempt], config: Config, version: int, rows: RowNumbers | None
+) -> Counts:
+    """The curriculum's counts at `version`, from the batches before it that were kept, and from resampled groups."""
+    settings = settings_of(config)
+    if settings.curriculum is None or rows is None:
+        return ()
+    state = QueueState(rows=rows)
+    curriculum = RowCurriculum(settings.curriculum, settings.judged, state)
+    resampled = {(one.version, one.identity.prompt) for one in ended if one.state == "resampled"}
+    for before in (one for one in archive.versions() if one < version):
+        for _, prompt in sorted(one for one in resampled if one[0] == before):
+            curriculum.count(prompt, has_signal=False)
+        curriculum.judge(archive.batch(before).trajectories)
+    return tuple(state.zero_variance.items())

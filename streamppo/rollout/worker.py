@@ -65,9 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 GATHER_S = 0.05
-"""Seconds in which free places and finished trajectories are collected into one call, since each call has a fixed cost.
-
-A completion of a language model takes about a hundred times as long."""
+"""Seconds in which free places and finished trajectories are collected into one call: each call has a fixed cost."""
 
 
 class GreedyAnswer(NamedTuple):
@@ -99,6 +97,8 @@ async def start(
         log.info("%d prompts are too long: %s", count, kind)
     for note in task.notes():
         log.warning("%s", note)
+    if config.algorithm.curriculum is not None:
+        await queue.map_rows.remote(encode(task.row_numbers()))
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)

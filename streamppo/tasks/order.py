@@ -1,10 +1,12 @@
 """Maps positions in an endless stream to rows and sources, as pure functions of seed and position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from zlib import crc32
 
 import numpy as np
+
+from streamppo.types import WireStruct
 
 BLOCK = 1024
 """Positions over which a mixture matches its weights exactly."""
@@ -13,18 +15,18 @@ EASIEST = 0.1
 
 
 class ShuffledOrder:
-    """Row `permutation(seed, epoch)[position % n]` with epoch = position // n."""
+    """Row `permutation(seed, epoch)[position % n]` with epoch = position // n; `count` is n, `key` begins with seed."""
 
     def __init__(self, count: int, *key: int) -> None:
         # Two epochs, because trajectories in flight may belong to two consecutive ones.
         self._permutation = lru_cache(maxsize=2)(
             lambda epoch: np.random.default_rng((key[0], epoch, *key[1:])).permutation(count)
         )
-        self._count = count
+        self.count, self.key = count, key
 
     def __call__(self, position: int) -> int:
         """Return the row at `position` >= 0."""
-        epoch, within = divmod(position, self._count)
+        epoch, within = divmod(position, self.count)
         return int(self._permutation(epoch)[within])
 
 
@@ -53,7 +55,7 @@ class RampedOrder:
 class Mixture:
     """Mixes sources in proportion to their weights, exact to 1 / `BLOCK` in every block, in a seeded order."""
 
-    def __init__(self, weights: dict[str, float], seed: int) -> None:
+    def __init__(self, weights: Mapping[str, float], seed: int) -> None:
         total = sum(weights.values())
         exact = {name: BLOCK * weight / total for name, weight in weights.items()}
         counts = {name: max(1, int(share)) for name, share in exact.items()}
@@ -79,3 +81,47 @@ class Mixture:
         for source, count in enumerate(self._counts):
             ranks[sources == source] = np.arange(count)
         return sources, ranks
+
+
+class PromptOrder:
+    """Maps the number of a prompt to its source and row. `orders` are of the sources, named and mixed by `weights`."""
+
+    def __init__(self, orders: Sequence[Callable[[int], int]], weights: Mapping[str, float], seed: int) -> None:
+        self._orders = orders
+        self._mixture = Mixture(weights, seed) if len(orders) > 1 else None
+
+    def __call__(self, number: int) -> tuple[int, int]:
+        """Return (index of the source, row of its training rows) of prompt `number` >= 0."""
+        source, position = self._mixture(number) if self._mixture else (0, number)
+        return source, self._orders[source](position)
+
+
+class SourceRows(WireStruct, frozen=True):
+    """One source of shuffled prompts: its name and weight, the number of its training rows, the key of its order."""
+
+    name: str
+    weight: float
+    count: int
+    key: tuple[int, ...]
+
+
+class RowNumbers(WireStruct, frozen=True):
+    """What is needed to find the row of a prompt without the rows: the sources and the seed of their mixture.
+
+    Example: sources of 10 and 5 rows. Row 2 of the second source has number 12.
+    """
+
+    sources: tuple[SourceRows, ...]
+    seed: int
+
+    def of_prompts(self) -> Callable[[int], int]:
+        """Return the function from a prompt's number to its row's number among the rows of all sources."""
+        orders = [ShuffledOrder(source.count, *source.key) for source in self.sources]
+        place = PromptOrder(orders, {source.name: source.weight for source in self.sources}, self.seed)
+        firsts = np.cumsum([0, *(source.count for source in self.sources)]).tolist()
+
+        def number(prompt: int) -> int:
+            source, row = place(prompt)
+            return firsts[source] + row
+
+        return number

@@ -14,7 +14,7 @@ from streamppo.tasks.library import verifiers
 from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
 from streamppo.tasks.library.calculator import demonstrations
 from streamppo.tasks.library.gym import Gym
-from streamppo.tasks.order import Mixture, RampedOrder, ShuffledOrder
+from streamppo.tasks.order import PromptOrder, RampedOrder, RowNumbers, ShuffledOrder, SourceRows
 from streamppo.types import Prompt
 
 
@@ -56,13 +56,19 @@ class Task:
     def __init__(self, streams: Sequence[PromptStream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
         self._streams = streams
         self._demonstrations = demonstrations
-        self._mixture = Mixture({stream.name: stream.weight for stream in streams}, seed) if len(streams) > 1 else None
+        self._seed = seed
+        self._order = PromptOrder(
+            [stream.order for stream in streams], {stream.name: stream.weight for stream in streams}, seed
+        )
 
     def prompt(self, number: int) -> Prompt:
         """Return prompt `number` >= 0 of the training stream."""
-        source, position = self._mixture(number) if self._mixture else (0, number)
-        stream = self._streams[source]
-        return stream.rows.training[stream.order(position)]
+        source, row = self._order(number)
+        return self._streams[source].rows.training[row]
+
+    def row_numbers(self) -> RowNumbers:
+        """Return how prompts map to rows, for the queue, which has no rows. All streams must be shuffled."""
+        return RowNumbers(sources=tuple(map(_source_rows, self._streams)), seed=self._seed)
 
     @property
     def training(self) -> Sequence[Prompt]:
@@ -97,6 +103,11 @@ class Task:
             for treatment, count in stream.lengths.items()
             if count
         }
+
+
+def _source_rows(stream: PromptStream) -> SourceRows:
+    assert isinstance(stream.order, ShuffledOrder), "algorithm.curriculum excludes task.ramp_prompts"
+    return SourceRows(name=stream.name, weight=stream.weight, count=stream.order.count, key=stream.order.key)
 
 
 def build(

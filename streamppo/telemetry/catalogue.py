@@ -9,7 +9,8 @@ LINES = {
     "redone": "the version of an update made once more; its first line stays",
     "evaluation": "its version; accuracy, prompts with and without a score, versions seen",
     "phases": "a process, with its phases since it started: calls, wall seconds, CPU seconds",
-    "queue": "trajectories that are ready, and that are being sampled",
+    "queue": "trajectories that are ready, and that are being sampled; the prompts skipped so far by "
+    "algorithm.curriculum",
     "engine": "a rollout actor: its version, tokens, busy and idle seconds, one completion; `prefix_reused`, "
     "`context_reused`, `kv_age`, `kv_ages`: what its cache had (docs/engines.md); `agents`: requests by their outcome",
     "restart": "a stage that died, and why",
@@ -140,6 +141,7 @@ TRACKED = {
     "evaluation_failed": "held-out prompts of an evaluation without a score",
     "queue_ready": "trajectories that are ready to be trained on",
     "queue_in_flight": "trajectories that are being sampled",
+    "skipped_prompts": "prompts skipped so far by algorithm.curriculum",
     "engine_version_": "version of a rollout actor",
     "engine_tokens_": "tokens that a rollout actor has sampled since it started",
     "engine_busy_s_": "seconds that a rollout actor's engine was busy since it started",

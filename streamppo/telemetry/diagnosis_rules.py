@@ -334,7 +334,8 @@ RULES = (
     SignRule(
         "equal groups",
         f"more than {EQUAL:.0%} of the trajectories, where samples are compared and the task is not solved",
-        "zero_variance = 'resample', more samples_per_prompt, prompts of other difficulty, a finer reward",
+        "zero_variance = 'resample', algorithm.curriculum, more samples_per_prompt, prompts of other difficulty, "
+        "a finer reward",
         _equal_groups,
     ),
     SignRule(

@@ -88,11 +88,15 @@ class PhasesLine(TypedDict):
 
 
 class QueueLine(TypedDict):
-    """Trajectories in the queue: `queue` of them are ready, `in_flight` are being sampled."""
+    """Trajectories in the queue: `queue` of them are ready, `in_flight` are being sampled.
+
+    `skipped_prompts` are those that `algorithm.curriculum` has skipped so far.
+    """
 
     queue: int
     wall_s: Number
     in_flight: int
+    skipped_prompts: NotRequired[int]
 
 
 class SampleLine(TypedDict):

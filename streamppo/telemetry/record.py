@@ -160,7 +160,8 @@ class RunRecord:
     def queue(self, report: QueueReport) -> None:
         """Show a report of the queue; write it at most every `REPORTS_S`."""
         due = self._due("queue")
-        self._show_event("queue", report.ready, {"in_flight": report.in_flight}, written=due)
+        skipped = {"skipped_prompts": report.skipped_prompts} if report.skipped_prompts else {}
+        self._show_event("queue", report.ready, {"in_flight": report.in_flight, **skipped}, written=due)
         if due:
             self._write("phases", "queue", {"spent": report.phases})
 

@@ -75,6 +75,7 @@ class OfQueue(TypedDict):
     dead_letters: int | None
     mean_tokens: dict[str, float] | None
     tokens: dict[str, int] | None
+    skipped_prompts: int | None
 
 
 class OfEngines(ReuseNumbers):
@@ -178,6 +179,7 @@ def queue_counts(queue: QueueReport | None) -> OfQueue:
         "dead_letters": queue and queue.dead_letters,
         "mean_tokens": queue and {"consumed": queue.mean_tokens_consumed, "dropped": queue.mean_tokens_dropped},
         "tokens": queue and queue.tokens,
+        "skipped_prompts": queue and queue.skipped_prompts,
     }
 
 

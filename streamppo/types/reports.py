@@ -10,7 +10,8 @@ class QueueReport(WireStruct, frozen=True):
     """The queue's counters since the run began, and its present contents.
 
     `tokens` is the ledger of sampled tokens: `delivered` is the sum of all other entries. `cut` counts segments that
-    are not the last of their completion, `orphaned` those whose remaining segments failed.
+    are not the last of their completion, `orphaned` those whose remaining segments failed. `skipped_prompts` were not
+    sampled, because of `algorithm.curriculum`.
     """
 
     version: int
@@ -29,6 +30,7 @@ class QueueReport(WireStruct, frozen=True):
     tokens: dict[str, int]
     cut: int = 0
     orphaned: int = 0
+    skipped_prompts: int = 0
     phases: dict[str, PhaseTime] = {}
 
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from streamppo.config.correction import Curriculum
 from streamppo.config.queue import Queue
 from streamppo.errors import QueueError
 from streamppo.queue import report
@@ -20,9 +21,12 @@ from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import TrajectoryRecord, record_of
 from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.queue.store import snapshot
+from streamppo.tasks.order import RowNumbers, SourceRows
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, decode, encode, ints
 
 ACTORS = ["a", "b", "c"]
+ROWS = RowNumbers(sources=(SourceRows(name="rows", weight=1.0, count=3, key=(1,)),), seed=1)
+"""Few rows, so that a curriculum soon skips prompts: all groups have equal rewards."""
 
 
 class Disk:
@@ -32,6 +36,9 @@ class Disk:
         self.slots: dict[tuple[int, int], bytes] = {}
         self.leases: dict[int, bytes] = {}
         self.ended: dict[Identity, EndedAttempt] = {}
+        self.zero_variance: dict[int, int] = {}
+        self.skipped: dict[int, int] = {}
+        self.rows: RowNumbers | None = None
 
     def write(self, changes: Changes) -> None:
         self.counters = changes.counters
@@ -40,6 +47,10 @@ class Disk:
         for one in changes.ended:
             assert one.identity not in self.ended, "an attempt ended twice"
             self.ended[one.identity] = one
+        self.zero_variance |= dict(changes.zero_variance)
+        assert not self.skipped.keys() & dict(changes.skipped).keys(), "a prompt was skipped twice"
+        self.skipped |= dict(changes.skipped)
+        self.rows = changes.rows or self.rows
         for place in changes.gone:
             self.slots.pop(place, None)
         for version in [version for version in self.leases if version < self.counters.version]:
@@ -48,7 +59,7 @@ class Disk:
     def read(self) -> QueueSnapshot:
         slots = tuple(decode(self.slots[place], SavedSlot) for place in sorted(self.slots))
         leases = tuple(decode(self.leases[version], Lease) for version in sorted(self.leases))
-        return QueueSnapshot(self.counters, slots, leases)
+        return QueueSnapshot(self.counters, slots, leases, tuple(self.zero_variance.items()), self.rows)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -60,9 +71,12 @@ class QueueMachine(RuleBasedStateMachine):
         too_old=st.sampled_from(["mask", "drop", "wait", "windowed", "keep"]),
         max_attempts=st.integers(1, 3),
         records=st.booleans(),
+        skips=st.booleans(),
     )
-    def begin(self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int, records: bool) -> None:
-        self.records = records
+    def begin(
+        self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int, records: bool, skips: bool
+    ) -> None:
+        self.records, self.skips = records, skips and whole_groups
         self.max_lag, self.whole_groups, self.too_old = max_lag, whole_groups, too_old
         self.max_attempts = max_attempts
         self.config = Queue(
@@ -73,6 +87,8 @@ class QueueMachine(RuleBasedStateMachine):
             admission="mean" if too_old == "keep" else "engine",
         )
         self.queue = QueueRules(self._settings(), QueueState())
+        if self.queue.curriculum:
+            self.queue.curriculum.map_rows(ROWS)
         self.disk = Disk()
         self.lives = dict.fromkeys(ACTORS, 0)
         self.calls = dict.fromkeys(ACTORS, 0)
@@ -125,6 +141,7 @@ class QueueMachine(RuleBasedStateMachine):
             max_attempts=self.max_attempts,
             max_failure_rate=1.0,
             hard=self.too_old != "keep",
+            curriculum=Curriculum() if self.skips else None,
         )
 
     def _report(self) -> QueueReport:
@@ -301,7 +318,13 @@ class QueueMachine(RuleBasedStateMachine):
         leased = sum(len(batch.trajectories) for batch in self.leases.values())
         assert counted.consumed + leased == len(self.consumed)
         live = counted.ready + counted.in_flight
-        assert live + len(self.consumed) + counted.dropped["abandoned"] <= counted.issued
+        assert live + len(self.consumed) + self._given_up() <= counted.issued
+
+    def _given_up(self) -> int:
+        """Slots that were abandoned, or skipped with their prompt."""
+        counted = self._report()
+        assert self.skips or not counted.skipped_prompts
+        return counted.dropped["abandoned"] + 2 * counted.skipped_prompts
 
     @invariant()
     def every_delivered_token_is_in_one_place(self) -> None:
@@ -316,7 +339,7 @@ class QueueMachine(RuleBasedStateMachine):
         counted = self._report()
         newest = max(self.engines.values())
         newest = self.queue.state.version if self.too_old == "keep" else newest
-        assert counted.issued - counted.dropped["abandoned"] <= (newest + self.max_lag + 1) * 4
+        assert counted.issued - self._given_up() <= (newest + self.max_lag + 1) * 4
 
     @invariant()
     def what_is_taken_in_order_is_never_too_old(self) -> None:
@@ -328,7 +351,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Every slot that was ever opened is live, consumed or counted as abandoned."""
         counted = self._report()
         waiting = len({slot for slot in self.queue.state.slots})
-        assert waiting + len(self.consumed) + counted.dropped["abandoned"] == counted.issued
+        assert waiting + len(self.consumed) + self._given_up() == counted.issued
 
     @invariant()
     def every_attempt_is_in_one_place(self) -> None:
@@ -338,7 +361,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert not alive & self.trained and not alive & set(ended) and not self.trained & set(ended)
         assert self.seen <= alive | self.trained | set(ended)
         given_up = {one.number for one in ended.values() if one.state in GIVEN_UP}
+        skipped = self.disk.skipped | self.queue.state.pending_changes.skipped
         slots = [one.prompt * 2 + one.sample for one in alive | self.trained] + list(given_up)
+        slots += [number for first in skipped for number in (first, first + 1)]
         assert sorted(slots) == list(range(self._report().issued))
 
     def _trajectory(self, identity: Identity, versions: list[int]) -> Trajectory:

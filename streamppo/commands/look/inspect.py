@@ -70,8 +70,11 @@ def inspect_prompt(run: Path, prompt: int) -> int:
     """
     journal = Journal.open_run(run)
     attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
-    versions = journal.versions().values()
+    versions, skipped = journal.versions().values(), _skipped(journal, prompt)
     journal.close()
+    if skipped:
+        echo(skipped)
+        return 0
     attempts |= _attempts_in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
     if not attempts and counters is not None and counters.shape.slots_of(prompt).start < counters.opened:
         raise JournalError(f"{run}: prompt {prompt} was issued, and its batch was not kept (archive.keep)")
@@ -98,6 +101,17 @@ def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
     leases = {place: lease.version for lease in journal.leases() for place in lease.slots}
     held = journal.slots(numbers)
     return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
+
+
+def _skipped(journal: Journal, prompt: int) -> str:
+    """A sentence that says why the curriculum skipped the prompt; empty if it did not."""
+    counters = journal.counters()
+    skipped = () if counters is None else journal.skipped(counters.shape.slots_of(prompt))
+    if not skipped:
+        return ""
+    _, count = skipped[0]
+    groups = "group" if count == 1 else f"{count} groups"
+    return f"prompt {prompt}: skipped by algorithm.curriculum: the last {groups} of its row had no learning signal"
 
 
 def _attempts_in_archive(batches: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:

@@ -59,7 +59,8 @@ def workload(config: Config, basis: Basis) -> Workload:
         what = "queue.segments" if config.queue.segments is not None else "an environment"
         raise ConfigError(f"plan simulates whole completions of one turn, and this configuration has {what}")
     return Workload(
-        settings_of(config),
+        # A simulation has no rows: no prompt is skipped.
+        settings_of(config)._replace(curriculum=None),
         actors=config.rollout.actors,
         in_flight=config.rollout.in_flight,
         slots=config.rollout.slots,

@@ -4,11 +4,16 @@ from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamppo.queue.rules.slot import ISSUED, OPEN, READY, Slot, SlotState, TrajectoryRecord
+from streamppo.tasks.order import RowNumbers
 from streamppo.types import Identity, Trajectory, WireStruct
 
 Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "resampled"]
 GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 """The endings after which the slot is abandoned."""
+
+
+Counts: TypeAlias = tuple[tuple[int, int], ...]
+"""Of `algorithm.curriculum`: pairs (row or first slot, groups without a learning signal in a row)."""
 
 
 class SavedSlot(WireStruct, frozen=True):
@@ -151,7 +156,7 @@ class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
 
 
 class Changes(NamedTuple):
-    """The changes of one transaction, in the order of writing."""
+    """The changes of one transaction, in the order of writing; those of the curriculum are as in `Unwritten`."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()
@@ -159,6 +164,9 @@ class Changes(NamedTuple):
     gone: tuple[tuple[int, int], ...] = ()
     dead: tuple[DeadLetter, ...] = ()
     ended: tuple[EndedAttempt, ...] = ()
+    zero_variance: Counts = ()
+    skipped: Counts = ()
+    rows: RowNumbers | None = None
 
 
 class QueueSnapshot(NamedTuple):
@@ -167,3 +175,5 @@ class QueueSnapshot(NamedTuple):
     counters: Counters
     slots: tuple[SavedSlot, ...]
     leases: tuple[Lease, ...]
+    zero_variance: Counts = ()
+    rows: RowNumbers | None = None

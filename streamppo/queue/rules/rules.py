@@ -27,10 +27,10 @@ import heapq
 from collections.abc import Sequence
 from itertools import islice
 
-from streamppo.config.correction import Resample
 from streamppo.errors import QueueError
 from streamppo.process import phase
 from streamppo.queue.rules import segments
+from streamppo.queue.rules.curriculum import RowCurriculum, why_no_signal
 from streamppo.queue.rules.failures import FailureWindow
 from streamppo.queue.rules.records import DeadLetter, Ending, ended_attempt
 from streamppo.queue.rules.slot import (
@@ -60,6 +60,9 @@ class QueueRules:
         self.state = state
         self.limits: TokenLimits | None = None
         self._recent = FailureWindow(settings.max_failure_rate)
+        self.curriculum = (
+            RowCurriculum(settings.curriculum, settings.judged, state) if settings.curriculum is not None else None
+        )
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
@@ -181,6 +184,8 @@ class QueueRules:
 
     def lost_all(self) -> None:
         """Reopen all issued slots: all actors have ended."""
+        if self.curriculum:
+            self.curriculum.begin()
         for actor in {slot.actor for slot in self.state.slots.values() if slot.actor is not None}:
             self.mark_dead(actor)
         # Fenced actors have ended too, so that new actors may use their names.
@@ -231,6 +236,8 @@ class QueueRules:
         batch = self.leased_batch(state.version)
         state.counts["consumed"] += len(batch.trajectories)
         state.tokens["consumed"] += _num_sampled(batch.trajectories)
+        if self.curriculum:
+            self.curriculum.judge(batch.trajectories)
         state.consume(state.version)
         state.version, state.admitted_lag = version, admitted_lag
 
@@ -244,6 +251,8 @@ class QueueRules:
 
     def _open_unit(self) -> None:
         state, size = self.state, self.settings.unit_size
+        while self.curriculum and (count := self.curriculum.skip_count(state.opened // size)):
+            state.skip(size, count)
         unit = Unit([], missing=size)
         state.units[state.opened, 0] = unit
         for number in range(state.opened, state.opened + size):
@@ -295,7 +304,9 @@ class QueueRules:
 
     def _complete(self, unit: Unit) -> None:
         """Count a complete unit as ready, or abandon it if it has no learning signal."""
-        if self.settings.resample and (reason := _teaches_nothing(unit.trajectories, self.settings.resample)):
+        if self.settings.resample and (reason := why_no_signal(unit.trajectories, self.settings.resample)):
+            if self.curriculum:
+                self.curriculum.judge(unit.trajectories)
             self._abandon(unit, "resampled", reason)
         else:
             self.state.ready_units += 1
@@ -385,16 +396,3 @@ class QueueRules:
 def _num_sampled(trajectories: Sequence[Trajectory]) -> int:
     """The number of sampled tokens in all trajectories."""
     return sum(trajectory.num_sampled for trajectory in trajectories)
-
-
-def _teaches_nothing(group: Sequence[Trajectory], resample: Resample) -> str | None:
-    """Why a group has no learning signal, or None. `validation.defect` ensures that every reward has the component."""
-    name = resample.component
-    values = [trajectory.components[name] if name else trajectory.reward for trajectory in group]
-    what = f"values of {name!r}" if name else "rewards"
-    if len(set(values)) == 1:
-        return f"all {what} are {values[0]:g}"
-    mean = sum(values) / len(values)
-    if resample.mean and not resample.mean[0] <= mean <= resample.mean[1]:
-        return f"the mean of the {what}, {mean:g}, is outside of {resample.mean[0]:g} to {resample.mean[1]:g}"
-    return None

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from streamppo.config.correction import Resample
+from streamppo.config.correction import Curriculum, Resample
 from streamppo.config.queue import Segments
 from streamppo.config.sections import Config
 from streamppo.queue.rules.records import DeadLetter, EndedAttempt, GroupShape
 from streamppo.queue.rules.slot import CONSUMED, ISSUED, LEASED, NO_CALL, Slot, Unit
+from streamppo.tasks.order import RowNumbers
 from streamppo.types import Batch, Trajectory
 
 
@@ -21,8 +22,9 @@ class QueueSettings(NamedTuple):
 
     `flow_lag` <= `max_lag` is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
     trajectories of a prompt together. `resample` decides which groups have no learning signal: other prompts replace
-    them; None keeps all groups. With `segments`, each unit is one part of a slot. Without `hard`, `max_lag` bounds only
-    admission, relative to the learner's version. `first_lag` is set if the admitted lag is adaptive: its first value.
+    them; None keeps all groups. `curriculum` skips prompts of rows whose groups had none. With `segments`, each unit is
+    one part of a slot. Without `hard`, `max_lag` bounds only admission, relative to the learner's version. `first_lag`
+    is set if the admitted lag is adaptive: its first value.
     """
 
     task: str
@@ -35,9 +37,15 @@ class QueueSettings(NamedTuple):
     max_attempts: int
     max_failure_rate: float
     resample: Resample | None = None
+    curriculum: Curriculum | None = None
     segments: Segments | None = None
     hard: bool = True
     first_lag: int | None = None
+
+    @property
+    def judged(self) -> Resample:
+        """The groups that the curriculum counts as without a learning signal."""
+        return self.resample or Resample()
 
     @property
     def unit_size(self) -> int:
@@ -87,6 +95,7 @@ def settings_of(config: Config) -> QueueSettings:
         flow_lag=queue.flow_lag,
         whole_groups=config.algorithm.compares_samples is not None,
         resample=config.algorithm.resample if config.algorithm.zero_variance == "resample" else None,
+        curriculum=config.algorithm.curriculum,
         too_old=queue.too_old,
         max_attempts=queue.max_attempts,
         max_failure_rate=queue.max_failure_rate,
@@ -118,7 +127,8 @@ NEVER = TicketRequest(NO_CALL, [])
 class Unwritten:
     """Changes since the last write to the journal: touched slots, removed slots, new leases, and endings.
 
-    `slots` and `gone` name a slot by (number, part).
+    `slots` and `gone` name a slot by (number, part). Of the curriculum: new `rows`, changed counts of `zero_variance`,
+    and those of the rows of `skipped` prompts, by the first slot.
     """
 
     slots: dict[tuple[int, int], Slot]
@@ -126,11 +136,14 @@ class Unwritten:
     leases: list[int]
     dead_letters: list[DeadLetter]
     ended: list[EndedAttempt]
+    zero_variance: dict[int, int]
+    skipped: dict[int, int]
+    rows: RowNumbers | None = None
 
 
 def nothing_unwritten() -> Unwritten:
     """No changes yet."""
-    return Unwritten({}, [], [], [], [])
+    return Unwritten({}, [], [], [], [], {}, {})
 
 
 @dataclass(slots=True)
@@ -148,8 +161,10 @@ class QueueState:
     calls                the last request of each actor; a repeated request gets the same tickets
     fenced               actors that were marked dead
     cut_for              for each actor, the newest version for which all due segments were cut and have arrived
-    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens; for segments also cut (another
-                         segment follows) and orphaned (the rest of the attempt failed or was lost)
+    rows, zero_variance  how prompts map to rows, and for each row its last groups in a row without a learning signal,
+                         if there are any (curriculum.py)
+    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens, skipped_prompts; for segments
+                         also cut (another segment follows) and orphaned (the rest of the attempt failed or was lost)
     tokens               sampled tokens: delivered, and the delivered tokens that are no longer held, by ending
     dropped, failed      dropped slots by reason, failures by stage
     """
@@ -167,6 +182,8 @@ class QueueState:
     calls: dict[str, TicketRequest] = field(default_factory=dict[str, TicketRequest])
     fenced: set[str] = field(default_factory=set[str])
     cut_for: dict[str, int] = field(default_factory=dict[str, int])
+    rows: RowNumbers | None = None
+    zero_variance: dict[int, int] = field(default_factory=dict[int, int])
     counts: Counter[str] = field(default_factory=Counter[str])
     tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
@@ -183,6 +200,22 @@ class QueueState:
         leased = (slot for lease in self.leases.values() for unit in lease.units for slot in unit.slots)
         held = [*(prompt for prompt, _ in self.slots), *(slot.identity.prompt for slot in leased)]
         return min(held, default=self.opened // samples_per_prompt)
+
+    def skip(self, slots: int, count: int) -> None:
+        """Give up the next prompt, of this many slots, without opening them; `count` is that of its row."""
+        self.pending_changes.skipped[self.opened] = count
+        self.opened += slots
+        self.abandoned += slots
+        self.counts["skipped_prompts"] += 1
+
+    def count_zero_variance(self, row: int, count: int) -> None:
+        """Set the number of a row's last groups in a row without a learning signal."""
+        if count != self.zero_variance.get(row, 0):
+            self.pending_changes.zero_variance[row] = count
+        if count:
+            self.zero_variance[row] = count
+        else:
+            self.zero_variance.pop(row, None)
 
     def issues(self, slot: Slot) -> None:
         """Count `slot` as issued to its actor."""

@@ -1,7 +1,7 @@
 """The durable record of what waits in the queue: SQLite in WAL mode.
 
-runs/NAME/journal.sqlite       held slots, leases, attempts that ended without training, dead letters, and one row for
-                               each published version
+runs/NAME/journal.sqlite       held slots, leases, attempts that ended without training, dead letters, one row for
+                               each published version, and the counts and skipped prompts of `algorithm.curriculum`
 runs/NAME/journal.tip          the number of the last transaction; a journal that ends before it has lost transactions
 
 A writer starts with `fence`: from then on earlier writers, which may still run although they were marked dead, can
@@ -27,6 +27,7 @@ from streamppo.process import phase
 from streamppo.queue.rules.records import (
     Changes,
     Counters,
+    Counts,
     DeadLetter,
     EndedAttempt,
     Lease,
@@ -36,8 +37,9 @@ from streamppo.queue.rules.records import (
 )
 from streamppo.queue.store import chain
 from streamppo.queue.store.database import Database, with_checksum
+from streamppo.tasks.order import RowNumbers
 
-FORMAT = 8
+FORMAT = 9
 """The number of the tables' format; a journal with another number is refused."""
 DEAD_LETTERS = 1000
 """The number of newest dead letters that are kept."""
@@ -63,6 +65,8 @@ create table if not exists ended (
 create table if not exists dead_letters (
     prompt int, sample int, attempt int, row blob, checksum int, primary key (prompt, sample, attempt)
 ) strict;
+create table if not exists zero_variance (data_row integer primary key, row blob, checksum int) strict;
+create table if not exists skipped (number integer primary key, row blob, checksum int) strict;
 """
 
 
@@ -160,12 +164,36 @@ class Journal(Database):
                 db.execute(
                     "delete from dead_letters where rowid <= (select max(rowid) from dead_letters) - ?", (DEAD_LETTERS,)
                 )
+            db.executemany(
+                "insert or replace into zero_variance values (?, ?, ?)",
+                [(row, *with_checksum(count)) for row, count in changes.zero_variance],
+            )
+            db.executemany(
+                "insert or ignore into skipped values (?, ?, ?)",
+                [(number, *with_checksum(count)) for number, count in changes.skipped],
+            )
+            if changes.rows is not None:
+                db.execute("insert or replace into state values ('rows', ?, ?)", with_checksum(changes.rows))
             db.execute("insert or replace into state values ('counters', ?, ?)", with_checksum(changes.counters))
 
     def read(self) -> QueueSnapshot | None:
         """Everything needed to rebuild a queue; None if nothing was ever written."""
         counters = self.counters()
-        return counters and QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()))
+        if counters is None:
+            return None
+        counts = self._counts("zero_variance", "select data_row, row, checksum from zero_variance order by data_row")
+        zero_variance = tuple((row, count) for row, count in counts if count)
+        return QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()), zero_variance, self.row_numbers())
+
+    def row_numbers(self) -> RowNumbers | None:
+        """How prompts map to rows; None without a curriculum."""
+        rows = self._rows("state", "select value, checksum from state where name = 'rows'", RowNumbers)
+        return rows[0] if rows else None
+
+    def skipped(self, numbers: range = ALL) -> Counts:
+        """The skipped prompts by the number of their first slot, in `numbers`, with the count for which they were."""
+        query = "select number, row, checksum from skipped where number >= ? and number < ? order by number"
+        return self._counts("skipped", query, numbers.start, numbers.stop)
 
     def counters(self) -> Counters | None:
         """The queue's counters; None if nothing was ever written."""
@@ -209,7 +237,7 @@ class Journal(Database):
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def forget(self, before: int, first_slot: int) -> None:
-        """Forget the archived batches of versions below `before`, and the ended attempts below `first_slot`."""
+        """Forget the archived batches of versions below `before`; of the slots below `first_slot`, how they ended."""
         versions = [
             version
             for version in self.versions().values()
@@ -225,6 +253,7 @@ class Journal(Database):
         with self._numbered_transaction() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
             db.execute("delete from ended where number < ?", (first_slot,))
+            db.execute("delete from skipped where number < ?", (first_slot,))
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
@@ -252,6 +281,12 @@ class Journal(Database):
         query = "select row, checksum from versions where version >= ? and version < ?"
         before = self._rows("versions", query, PublishedVersion, made.version - 1, made.version)
         return chain.linked(made, self.configs(), before[0].link if before else "")
+
+    def _counts(self, table: str, query: str, *arguments: int) -> Counts:
+        """The counts in the rows (key, row, checksum) of a query."""
+        with self._errors_named():
+            rows = self._db.execute(query, arguments).fetchall()
+        return tuple((key, self._decode(table, row, checksum, int)) for key, row, checksum in rows)
 
     def _transactions(self) -> int:
         """The recorded number of the last transaction."""

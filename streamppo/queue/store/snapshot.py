@@ -5,6 +5,7 @@ rebuild         the inverse: the state as of the last transaction, including lea
 """
 
 import heapq
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from streamppo.errors import JournalError
 from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
 from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
 from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, QueueState, TicketRequest, nothing_unwritten
+from streamppo.queue.store.journal import Journal
+
+log = logging.getLogger(__name__)
 
 
 def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
@@ -36,7 +40,20 @@ def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
         gone=tuple(unwritten.gone),
         dead=tuple(unwritten.dead_letters),
         ended=tuple(unwritten.ended),
+        zero_variance=tuple(unwritten.zero_variance.items()),
+        skipped=tuple(unwritten.skipped.items()),
+        rows=unwritten.rows,
     )
+
+
+def read(settings: QueueSettings, journal: Journal) -> QueueState:
+    """The state as of the journal's last transaction; a new one if the journal is empty."""
+    saved = journal.read()
+    if saved is None:
+        return QueueState()
+    state = rebuild(settings, saved, journal.path)
+    log.info("rebuilt from its journal, at version %d with %d slots", state.version, len(saved.slots))
+    return state
 
 
 def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
@@ -53,6 +70,8 @@ def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueS
         dropped=Counter(counters.dropped),
         failed=Counter(counters.failed),
         fenced=set(counters.fenced),
+        rows=saved.rows,
+        zero_variance=dict(saved.zero_variance),
     )
     for entry in saved.slots:
         _add(state, entry, settings.unit_size)

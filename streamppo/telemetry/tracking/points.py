@@ -57,7 +57,8 @@ def _without(kind: str, found: Mapping[str, float]) -> dict[str, float]:
 
 def _of_pipeline(line: Line) -> dict[str, float]:
     if "queue" in line:
-        return {"queue_ready": line["queue"], "queue_in_flight": line["in_flight"]}
+        skipped = {"skipped_prompts": line["skipped_prompts"]} if "skipped_prompts" in line else {}
+        return {"queue_ready": line["queue"], "queue_in_flight": line["in_flight"], **skipped}
     return _of_engine(line) if "engine" in line else {}
 
 

@@ -24,6 +24,7 @@ from streamppo.queue.store import archive as archives
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
+from streamppo.tasks.order import RowNumbers, SourceRows
 from streamppo.types import Failure, Ticket
 
 UPDATES = 8
@@ -33,24 +34,38 @@ KINDS = {
     "groups": ("queue.max_lag=2", "algorithm.advantage={kind='grpo'}"),
     "groups that teach": ("queue.max_lag=1", "algorithm={advantage={kind='grpo'}, zero_variance='resample'}"),
     "windowed": ("queue.max_lag=4", "queue.too_old=windowed"),
+    "curriculum": ("queue.max_lag=0", "algorithm={advantage={kind='grpo'}, curriculum={}}"),
+    "curriculum of groups that teach": (
+        "queue.max_lag=1",
+        "algorithm={advantage={kind='grpo'}, curriculum={}, zero_variance='resample'}",
+    ),
 }
+ROWS = RowNumbers(sources=(SourceRows(name="rows", weight=1.0, count=5, key=(1,)),), seed=1)
 
 
 class Played(NamedTuple):
-    """What the run had at each version: the numbers of consumed slots, of held ones, and of all that were opened."""
+    """What the run had at each version: the numbers of consumed slots, of held ones, and of all that were opened.
+
+    `zero_variance` is the curriculum's count of each row, `skipped` the first slots of all prompts that it skipped.
+    """
 
     consumed: dict[int, set[int]]
     held: dict[int, set[int]]
     opened: dict[int, int]
+    zero_variance: dict[int, dict[int, int]]
+    skipped: set[int]
 
 
 def play(folder: Path, config: Config, seed: int) -> Played:
     rng = random.Random(seed)
     rules = QueueRules(settings_of(config), QueueState())
+    if rules.curriculum:
+        rules.curriculum.map_rows(ROWS)
     samples = config.queue.samples_per_prompt
     journal, archive = Journal(folder / "journal.sqlite"), Archive(folder / "archive", {})
     journal.configure(0, msgspec.msgpack.encode(config))
-    played, waiting, call = Played({0: set()}, {0: set()}, {0: 0}), list[tuple[Ticket, int]](), 0
+    played = Played({0: set()}, {0: set()}, {0: 0}, {0: {}}, set())
+    waiting, call = list[tuple[Ticket, int]](), 0
     journal.write(snapshot.take_changes(rules.settings, rules.state), [made(0, None)])
     while (version := rules.state.version) < UPDATES:
         tickets = rules.issue("rollout-0", version, rng.randint(1, 9), call)
@@ -64,6 +79,8 @@ def play(folder: Path, config: Config, seed: int) -> Played:
             continue
         archived = archive.write(batch)
         rules.publish(version + 1)
+        played.skipped.update(rules.state.pending_changes.skipped)
+        played.zero_variance[version + 1] = dict(rules.state.zero_variance)
         journal.write(snapshot.take_changes(rules.settings, rules.state), [made(version + 1, archived)], archive.settle)
         numbers = {one.identity.prompt * samples + one.identity.sample for one in batch.trajectories}
         played.consumed[version + 1] = played.consumed[version] | numbers
@@ -101,7 +118,7 @@ def test_every_version_has_what_was_to_come(
         fork.mkdir()
         rewind(run, fork, config, Rewound(version))
         with closing(Journal.open_run(fork)) as journal:
-            saved = journal.read()
+            saved, saved_skips = journal.read(), journal.skipped()
             assert list(journal.versions()) == list(range(version + 1)) and saved is not None
         state = snapshot.rebuild(settings_of(config), saved, fork)
         open_again = {slot.number for slot in state.waiting()}
@@ -114,12 +131,18 @@ def test_every_version_has_what_was_to_come(
         assert open_again == below & later
         assert kind != "lag 0" or not open_again
         assert archives.open(fork).versions() == list(range(version))
+        assert {first for first, _ in saved_skips} == {n for n in played.skipped if n < state.opened}
+        if kind == "curriculum":
+            # Groups that were resampled after the version have ended in the fork, too.
+            assert state.zero_variance == played.zero_variance[version]
         rules = QueueRules(settings_of(config), state)
-        state.version = version
+        state.version, first_new = version, state.opened
         tickets = rules.issue("rollout-0", version, 1000, 0)
         asked = [ticket.slot for ticket in tickets]
         assert asked[: len(open_again)] == sorted(open_again), "what was begun comes first"
-        assert asked[len(open_again) :] == list(range(state.opened - len(asked) + len(open_again), state.opened))
+        skipped = state.pending_changes.skipped
+        new = [number for number in range(first_new, state.opened) if number - number % 4 not in skipped]
+        assert asked[len(open_again) :] == new and ("curriculum" in kind or not skipped)
 
 
 def test_versions_whose_batches_do_not_tell_the_next_prompts_are_refused(

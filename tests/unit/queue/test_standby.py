@@ -32,7 +32,17 @@ from streamppo.weights.store import Store, with_crc
 
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
 """Tokens that no other sample has."""
-ROWS = ("counters", "slots", "leases", "versions", "configs", "ended_attempts", "dead_letters")
+ROWS = (
+    "counters",
+    "slots",
+    "leases",
+    "versions",
+    "configs",
+    "ended_attempts",
+    "dead_letters",
+    "skipped",
+    "row_numbers",
+)
 
 
 @pytest.fixture

@@ -13,12 +13,13 @@ from config_case import one_source
 from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
-from streamppo.config.task import ArithmeticTask, DataTask
+from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.tasks import task
 from streamppo.tasks.library import arithmetic
+from streamppo.tasks.order import RowNumbers
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import Prompt
+from streamppo.types import Prompt, decode, encode
 
 # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -50,6 +51,29 @@ def test_every_epoch_visits_every_training_prompt_once_in_another_order() -> Non
     epochs = [[built.prompt(epoch * count + n).text for n in range(count)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(prompt.text for prompt in built.training)
     assert epochs[0] != epochs[1]
+
+
+def test_the_rows_of_prompts_can_be_found_without_them(tmp_path: Path) -> None:
+    """What crosses to the queue maps each prompt to the row that the task has for it, over sources and epochs."""
+    for name, count in (("a", 7), ("b", 12), ("c", 3)):
+        rows = [{"prompt": f"{name}{n}", "answer": "x"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    weights = {"a": 3.0, "b": 0.5, "c": 1.0}
+    sources = {
+        name: Source(data=str(tmp_path / f"{name}.jsonl"), weight=weight, held_out=0.0)
+        for name, weight in weights.items()
+    }
+    for config in (
+        DataTask(sources=sources),
+        DataTask(sources={"b": sources["b"]}),
+        ArithmeticTask(first=(0, 9), second=(0, 9)),
+        CalculatorTask(first=(0, 9), second=(0, 9)),
+    ):
+        built = task.build(config, 5)
+        row_of = decode(encode(built.row_numbers()), RowNumbers).of_prompts()
+        found = {row_of(number): built.prompt(number).text for number in range(3000)}
+        assert found == dict(enumerate(prompt.text for prompt in built.training))
+        assert all(found[row_of(number)] == built.prompt(number).text for number in range(3000))
 
 
 ROWS = [{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(40)]

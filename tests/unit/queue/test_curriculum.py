@@ -1,0 +1,159 @@
+"""Rows whose last groups had no learning signal are skipped more often, and nothing of that is forgotten."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import COUNTERS, trajectory
+from msgspec import structs
+
+from streamppo.commands.look import inspect as inspection
+from streamppo.config.correction import Resample
+from streamppo.config.sections import Config
+from streamppo.driver import report as page
+from streamppo.errors import QueueError
+from streamppo.queue import report
+from streamppo.queue.rules.records import Changes
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.journal import Journal
+from streamppo.tasks.order import RowNumbers, SourceRows
+
+GRPO = ("queue.batch_size=8", "queue.samples_per_prompt=4", "queue.max_lag=0", "algorithm.advantage.kind=grpo")
+CALLS = itertools.count()
+
+
+def rows(count: int = 10, seed: int = 1, *more: SourceRows) -> RowNumbers:
+    return RowNumbers(sources=(SourceRows(name="sums", weight=1.0, count=count, key=(seed,)), *more), seed=seed)
+
+
+def queue(config: Config, numbers: RowNumbers | None, state: QueueState | None = None) -> QueueRules:
+    made = QueueRules(settings_of(config), state or QueueState())
+    if numbers is not None:
+        assert made.curriculum is not None
+        made.curriculum.map_rows(numbers)
+    return made
+
+
+def train(rules: QueueRules, rewards: Callable[[int], float]) -> list[int]:
+    """Make an update of the next two prompts; `rewards` are of the samples of a row. Returns the rows."""
+    assert rules.state.rows is not None
+    row_of, version = rules.state.rows.of_prompts(), rules.state.version
+    trained: list[int] = []
+    while (batch := rules.take(version)) is None:
+        for ticket in rules.issue("a", version, 100, next(CALLS)):
+            row = row_of(ticket.identity.prompt)
+            reward = rewards(row) if ticket.identity.sample else 0.0
+            done = trajectory([5], versions=[version], reward=reward)
+            rules.put(structs.replace(done, identity=ticket.identity))
+    trained += [row_of(one.identity.prompt) for one in batch.trajectories[::4]]
+    rules.publish(version + 1)
+    return trained
+
+
+@pytest.fixture
+def config(math_config: Callable[..., Config]) -> Config:
+    return math_config(*GRPO, "algorithm.curriculum={}")
+
+
+def test_a_row_is_drawn_with_the_probability_of_its_count(config: Config) -> None:
+    rules = queue(config, rows(count=1))
+    assert rules.curriculum is not None
+    shares = list[float]()
+    for count in range(6):
+        rules.state.count_zero_variance(0, count)
+        shares.append(sum(not rules.curriculum.skip_count(prompt) for prompt in range(4000)) / 4000)
+    assert shares == pytest.approx([1.0, 0.5, 0.25, 0.125, 0.1, 0.1], abs=0.025)
+    assert shares[0] == 1.0
+
+
+def test_rows_that_teach_are_sampled_in_every_epoch_and_the_others_less_and_less(config: Config) -> None:
+    rules = queue(config, rows())
+    trained = Counter(row for _ in range(150) for row in train(rules, lambda row: float(row < 5)))
+    teaches, silent = [trained[row] for row in range(5)], [trained[row] for row in range(5, 10)]
+    assert max(teaches) - min(teaches) <= 1, "rows with a signal are never skipped"
+    assert 0 < max(silent) < 0.45 * min(teaches), (teaches, silent)
+    assert report.report(rules.state).skipped_prompts > 50
+    assert {row for row, count in rules.state.zero_variance.items() if count} == set(range(5, 10))
+
+
+def test_a_group_with_a_signal_ends_the_count(config: Config) -> None:
+    rules = queue(config, rows(count=2))
+    while min(rules.state.zero_variance.get(row, 0) for row in (0, 1)) < 3:
+        train(rules, lambda _: 0.0)
+    seen = set[int]()
+    while seen != {0, 1}:
+        seen.update(train(rules, lambda _: 1.0))
+    assert rules.state.zero_variance == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_queue_that_is_rebuilt_skips_the_same_prompts(config: Config, seed: int, tmp_path: Path) -> None:
+    numbers = rows(7, seed, SourceRows(name="more", weight=2.0, count=5, key=(seed, 9)))
+    living, journal = queue(config, numbers), Journal(tmp_path / "journal.sqlite")
+    for _ in range(40):
+        train(living, lambda row: float(row % 3 == 0))
+        journal.write(snapshot.take_changes(living.settings, living.state))
+    rebuilt = queue(config, None, snapshot.read(living.settings, journal))
+    assert rebuilt.state.zero_variance == living.state.zero_variance != {}
+    for _ in range(20):
+        assert train(rebuilt, lambda row: float(row % 3 == 0)) == train(living, lambda row: float(row % 3 == 0))
+    assert rebuilt.state.opened == living.state.opened
+    first_of_all = [first for first, _ in journal.skipped()]
+    assert len(first_of_all) == len(set(first_of_all)) and all(first % 4 == 0 for first in first_of_all)
+
+
+def test_resampled_groups_count_at_once(math_config: Callable[..., Config]) -> None:
+    rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}"), rows())
+    for _ in range(20):
+        assert all(row < 3 for row in train(rules, lambda row: float(row < 3)))
+    assert set(rules.state.zero_variance) == set(range(3, 10))
+    assert min(rules.state.zero_variance.values()) >= 2
+
+
+def test_a_range_of_means_judges_what_is_too_easy(math_config: Callable[..., Config]) -> None:
+    resample = "algorithm.resample={mean=[0.1, 0.5]}"
+    rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", resample, "algorithm.curriculum={}"), rows())
+    assert rules.settings.judged == Resample(mean=(0.1, 0.5))
+    assert all(row < 3 for row in train(rules, lambda row: 0.5 if row < 3 else 1.0))
+    assert rules.state.zero_variance.keys() & {*range(3, 10)} and not rules.state.zero_variance.keys() & {0, 1, 2}
+
+
+def test_actors_with_other_rows_are_refused_and_a_driver_with_other_data_begins_anew(config: Config) -> None:
+    rules = queue(config, rows())
+    assert rules.curriculum is not None
+    rules.curriculum.map_rows(rows())
+    while not rules.state.zero_variance:
+        train(rules, lambda _: 0.0)
+    with pytest.raises(QueueError, match=r"read other data, 10 rows of sums and 11 rows of sums: .* the same files"):
+        rules.curriculum.map_rows(rows(11))
+    rules.lost_all()
+    rules.curriculum.map_rows(rows())
+    assert rules.state.zero_variance, "a new driver with the same data keeps the counts"
+    snapshot.take_changes(rules.settings, rules.state)
+    rules.lost_all()
+    rules.curriculum.map_rows(rows(11))
+    changes = snapshot.take_changes(rules.settings, rules.state)
+    assert not rules.state.zero_variance and changes.zero_variance and not any(n for _, n in changes.zero_variance)
+    assert changes.rows == rows(11)
+
+
+def test_no_ticket_is_issued_before_the_rows_are_known(config: Config) -> None:
+    with pytest.raises(QueueError, match="no actor has sent the order of its rows"):
+        queue(config, None).issue("a", 0, 1, 0)
+
+
+def test_a_skipped_prompt_says_so(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    shape = settings_of(config).shape
+    counters = structs.replace(COUNTERS, shape=shape, opened=12, abandoned=8, counts={"skipped_prompts": 2})
+    journal.write(Changes(counters, skipped=((4, 1), (8, 3))))
+    journal.close()
+    for prompt, groups in ((1, "group"), (2, "3 groups")):
+        assert inspection.inspect_prompt(tmp_path, prompt) == 0
+        assert f"prompt {prompt}: skipped by algorithm.curriculum: the last {groups} of" in capsys.readouterr().out
+    _, reasons = page.read_counters(config, tmp_path, [])
+    assert ("skipped prompts", "2", "algorithm.curriculum: not sampled") in reasons
