@@ -13,7 +13,7 @@ import msgspec
 
 from streamppo import durable, process
 from streamppo.commands.console import console, echo, table
-from streamppo.commands.plan import measured, proposals, roofline
+from streamppo.commands.plan import measured, meshes, proposals, roofline
 from streamppo.commands.plan.measured import MeasuredRun
 from streamppo.commands.plan.proposals import Basis, Lengths, Proposal
 from streamppo.commands.plan.roofline import GpuType
@@ -104,7 +104,8 @@ def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
     found = [measured.lengths(one.folder) for one in runs]
     prompt_tokens = sum(prompt for prompt, _ in found) / len(found)
     lengths = Lengths(prompt_tokens, [length for _, drawn in found for length in drawn])
-    return Basis(lengths, float(process.cores()), lambda _: costs, lambda _: True, DOUBT["measured"])
+    cores = float(process.cores())
+    return Basis(lengths, cores, lambda _: costs, lambda _: True, proposals.more_slots, DOUBT["measured"])
 
 
 def on_this_machine(
@@ -137,7 +138,8 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         raise ConfigError(f"{hardware.kind}: no known GPU; known are {', '.join(roofline.GPUS)}")
     if config.model.path == BUILTIN:
         raise ConfigError(f"plan --gpus needs the shapes of a model of yours: model.path is {BUILTIN}")
-    model = memory.sizes(read_settings(config.model.path), config.model)
+    settings = read_settings(config.model.path)
+    model = memory.sizes(settings, config.model)
     length = assumed.length or config.rollout.max_tokens / 3
     prompt_tokens = assumed.prompt_tokens or (longest_row(config) - config.rollout.max_tokens) / 3
     lengths = Lengths(prompt_tokens, lognormal(length, config.rollout.max_tokens))
@@ -153,9 +155,21 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         engine = model.parameters * model.element / max(1.0, config.rollout.gpus)
         return max(memory.rank(checkpointed(config), model, longest_row(config)).total, engine) <= ROOM * gpu.gib * GIB
 
-    known = Basis(lengths, None, price, fits, DOUBT["estimated"])
-    splits = _splits(hardware.gpus, config.evaluation.actors, model, gpu)
-    splits = [split for split in splits if fits(configfile.change(config, split))]
+    def slots(config: Config) -> list[int]:
+        """Return numbers of rows that an engine may decode together, as far as their cache has room."""
+        gpus = max(1.0, config.rollout.gpus)
+        room = (ROOM * gpu.gib * GIB * gpus - model.parameters * model.element) / model.cache_per_token
+        mean = prompt_tokens + sum(lengths.completions) / len(lengths.completions)
+        return [count for count in proposals.more_slots(config) if count * mean <= room]
+
+    known = Basis(lengths, None, price, fits, slots, DOUBT["estimated"])
+    divisions = [
+        (split, mesh)
+        for split in _splits(hardware.gpus, config.evaluation.actors, model, gpu)
+        for mesh in meshes.choose(configfile.change(config, split), settings, fits)
+    ]
+    shows = any(mesh != config.learner.mesh for _, mesh in divisions)
+    splits = [(*split, meshes.override(mesh)) if shows else split for split, mesh in divisions]
     if not splits:
         raise ConfigError(
             f"no division of {hardware.gpus} {hardware.kind} ({gpu.gib} GiB) holds ranks and engines of "
@@ -239,10 +253,16 @@ def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
         f"who waits: {_who_waits(best.prediction)}",
         f"least sure of {group}: {known.doubt:.0%} more or less of it are {low:+.0%} to {high:+.0%} updates/s",
     )
-    if best.config.queue.bound > tried[0].config.queue.bound:
-        echo(
-            "tokens are counted, not what they teach: with a larger max_lag an update teaches less (docs/off-policy.md)"
-        )
+    for field, before, after in (
+        ("max_lag an update teaches less (docs/off-policy.md)", tried[0].config.queue.bound, best.config.queue.bound),
+        (
+            "batch_size the same tokens make fewer updates",
+            tried[0].config.queue.batch_size,
+            best.config.queue.batch_size,
+        ),
+    ):
+        if after > before:
+            echo(f"tokens are counted, not what they teach: with a larger {field}")
     if to:
         costs = known.price(best.config)._asdict()
         _write(to, {"proposals": [_stored(one) for one in tried], "costs": costs})

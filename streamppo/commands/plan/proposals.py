@@ -1,10 +1,12 @@
 """The settings of a configuration that decide its throughput, and better ones, found by simulating them.
 
 One setting after another takes the value with the most trained tokens per second; within `EQUAL` of it the first,
-which is the one that asks for less: fewer GPUs of a stage, a smaller lag, fewer trajectories in flight.
+which is the one that asks for less: fewer GPUs of a stage, a smaller lag, fewer rows and trajectories in flight. A
+larger batch must gain `BATCH_GAIN`, because it changes what an update learns.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from streamppo.commands.plan.simulation import Prediction, simulate
@@ -17,6 +19,9 @@ from streamppo.queue.rules.state import settings_of
 EQUAL = 0.02
 """Rates that differ by less are equal: a smaller lag or demand decides."""
 LAGS = (1, 2, 4, 8, 16)
+MORE_SLOTS, MORE_ROWS = (0.5, 2, 4, 8), (2, 4)
+"""Tried rows of an engine and trajectories of a batch, by the configured number."""
+BATCH_GAIN = 0.1
 MORE_IN_FLIGHT = (1.0, 1.5, 2.0, 4.0)
 """Trajectories in flight for each slot of an engine: those beyond 1 wait for a row or for their reward."""
 TRAJECTORIES, FEWEST, MOST = 8_192, 10, 30
@@ -43,13 +48,15 @@ class Proposal(NamedTuple):
 class Basis(NamedTuple):
     """What predictions rest on: lengths, shared cores (None: stages have GPUs), and costs with a configuration.
 
-    A configuration that does not fit the hardware is not proposed. Costs may be wrong by the share `doubt`.
+    A configuration that does not fit the hardware is not proposed, and only `slots` for which an engine has memory.
+    Costs may be wrong by the share `doubt`.
     """
 
     lengths: Lengths
     cores: float | None
     price: Callable[[Config], StageCosts]
     fits: Callable[[Config], bool]
+    slots: Callable[[Config], Sequence[int]]
     doubt: float
 
 
@@ -80,8 +87,13 @@ def predict(config: Config, basis: Basis, updates: int = 0, costs: StageCosts | 
     return simulate(workload(config, basis), costs or basis.price(config), some, MOST_S)
 
 
+def more_slots(config: Config) -> list[int]:
+    """The numbers of rows to try in an engine, in ascending order; as many completions wait for one as before."""
+    return [max(1, round(config.rollout.slots * share)) for share in MORE_SLOTS]
+
+
 def improve(
-    config: Config, basis: Basis, splits: Iterable[tuple[str, ...]], first: tuple[str, ...] = ()
+    config: Config, basis: Basis, splits: Sequence[tuple[str, ...]], first: tuple[str, ...] = ()
 ) -> list[Proposal]:
     """Proposals, the best last: `config` with the overrides `first`, then each with one more setting changed.
 
@@ -89,19 +101,29 @@ def improve(
     """
     config = configfile.change(config, first)
     found = [Proposal(first, config, predict(config, basis))]
-    slots = config.rollout.slots
-    steps = [
-        splits,
-        [(f"queue.max_lag={lag}",) for lag in LAGS],
-        [(f"rollout.in_flight={round(slots * share)}",) for share in MORE_IN_FLIGHT],
+    steps: list[tuple[Callable[[Config], Sequence[tuple[str, ...]]], float]] = [
+        (lambda _: splits, EQUAL),
+        (lambda _: [(f"queue.max_lag={lag}",) for lag in LAGS], EQUAL),
+        (partial(_slots, basis), EQUAL),
+        (_in_flight, EQUAL),
+        (lambda best: [(f"queue.batch_size={best.queue.batch_size * more}",) for more in MORE_ROWS], BATCH_GAIN),
     ]
-    for step in steps:
+    for choices, gain in steps:
         best = found[-1]
-        tried = [one for overrides in step if (one := _changed(best, overrides, basis))]
+        tried = [one for overrides in choices(best.config) if (one := _changed(best, overrides, basis))]
         most = max((one.prediction.tokens_per_s for one in tried), default=0.0)
-        if most > best.prediction.tokens_per_s * (1 + EQUAL):
+        if most > best.prediction.tokens_per_s * (1 + gain):
             found.append(next(one for one in tried if one.prediction.tokens_per_s * (1 + EQUAL) >= most))
     return found
+
+
+def _slots(basis: Basis, best: Config) -> list[tuple[str, ...]]:
+    waiting = best.rollout.in_flight / best.rollout.slots
+    return [(f"rollout.slots={count}", f"rollout.in_flight={round(count * waiting)}") for count in basis.slots(best)]
+
+
+def _in_flight(best: Config) -> list[tuple[str, ...]]:
+    return [(f"rollout.in_flight={round(best.rollout.slots * share)}",) for share in MORE_IN_FLIGHT]
 
 
 def _changed(base: Proposal, overrides: tuple[str, ...], basis: Basis) -> Proposal | None:

@@ -72,7 +72,8 @@ def costs(
         publish_s=PUBLISH_S,
         update_s=_step_s(config, model, gpu) + pushed / (SNAPSHOT_GB_S * 1e9) / config.learner.ranks,
         token_s=max(
-            _passes(config, model, prompt_tokens + length) / (flops * training_share(model)),
+            _passes(config, model, prompt_tokens + length) / (flops * training_share(model))
+            + _shared_rows_s(config, model, gpu),
             _gathers_s(config, model, gpu),
         ),
         sync_s=0.0,
@@ -95,15 +96,35 @@ def _passes(config: Config, model: ModelSizes, row: float) -> float:
 
 
 def _step_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
-    read = OPTIMIZER_BYTES * model.trained / config.learner.ranks
-    return config.learner.minibatches * read / (gpu.memory_tb_s * 1e12 * READING_SHARE)
+    """Seconds of the optimizer's steps of an update, and of the exchange of gradients between replicas before each."""
+    mesh, ranks = config.learner.mesh, config.learner.ranks
+    read = OPTIMIZER_BYTES * model.trained / mesh.shards(ranks)
+    moved = 2 * 4 * model.trained / mesh.shards(ranks) * (1 - 1 / mesh.replicate)
+    seconds = read / (gpu.memory_tb_s * 1e12 * READING_SHARE) + moved / _speed(ranks, gpu)
+    return config.learner.minibatches * seconds
 
 
 def _gathers_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
-    """Seconds that moving weights and gradients between ranks takes for each token, beside computation."""
-    ranks = config.learner.ranks
-    if ranks == 1:
-        return 0.0
-    speed = (gpu.link_gb_s if ranks <= NODE else NETWORK_GB_S) * 1e9
-    moved = 3 * model.parameters * model.element * (1 - 1 / ranks)
-    return moved / speed / config.learner.micro_batch_tokens
+    """Seconds for each token of a rank in which a replica's ranks move weights and gradients, beside computation."""
+    mesh, shards = config.learner.mesh, config.learner.mesh.shards(config.learner.ranks)
+    cut = model.by_tensor * (1 - 1 / mesh.tensor) + model.by_expert * (1 - 1 / mesh.expert)
+    moved = 3 * (model.parameters - model.layers * cut) * model.element * (1 - 1 / shards)
+    return moved / _speed(shards, gpu) * mesh.slices / config.learner.micro_batch_tokens
+
+
+def _shared_rows_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
+    """Seconds for each token of a rank in which ranks that share rows exchange activations.
+
+    `tensor`: two gathers and two sums of a layer's tokens in each pass. `context`: queries, keys, values and outputs.
+    What ranks that share experts exchange is left out.
+    """
+    mesh, width = config.learner.mesh, model.hidden * model.element
+    moved = 4 * width * (mesh.tensor - 1)
+    moved += (2 * width + model.cache_per_token / model.layers) * (1 - 1 / mesh.context)
+    passes = 2 + (config.algorithm.proximal == "recompute") + (config.model.gradient_checkpointing == "full")
+    return passes * model.layers * moved / _speed(mesh.slices, gpu)
+
+
+def _speed(ranks: int, gpu: GpuType) -> float:
+    """Bytes per second between neighbouring ranks, which share a node if it has room for them."""
+    return (gpu.link_gb_s if ranks <= NODE else NETWORK_GB_S) * 1e9

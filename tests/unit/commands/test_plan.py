@@ -14,14 +14,17 @@ from report_case import run_folder
 from transformers import Qwen2Config
 
 from streamppo.cli import main
-from streamppo.commands.plan import measured, plan, roofline
+from streamppo.commands.plan import measured, meshes, plan, roofline
 from streamppo.commands.plan.shared_cores import SharedCores
 from streamppo.commands.plan.simulation import Prediction, simulate
 from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.config import file as configfile
+from streamppo.config.mesh import Mesh
 from streamppo.config.sections import Config
+from streamppo.learner import memory
 from streamppo.queue.rules.state import settings_of
 from streamppo.telemetry import metrics_file
+from streamppo.weights.models.settings import read_settings
 
 FREE = StageCosts(*[0.0] * (len(StageCosts._fields) - 1))
 """Costs of nothing; the actors' pauses between calls remain."""
@@ -242,6 +245,61 @@ def on_gpus(model: Path, to: Path, gpus: int, *words: str) -> list[dict[str, Any
     limits = ["rollout.max_tokens=512", "evaluation.every=0", "model.dtype=bfloat16"]
     assert main(["plan", str(MATH), *overrides, *limits, *words, "--gpus", str(gpus), "--json", str(to)]) == 0
     return json.loads(to.read_bytes())["proposals"]
+
+
+def sizes(model: Path, *overrides: str) -> tuple[Config, memory.ModelSizes, Any]:
+    config = configfile.load(MATH, [f"model.path={model}", "model.dtype=bfloat16", "learner.gpus=1", *overrides])
+    settings = read_settings(model)
+    return config, memory.sizes(settings, config.model), settings
+
+
+def test_a_copy_of_the_weights_on_each_node_gathers_them_within_nodes(half_billion: Path) -> None:
+    whole, model, settings = sizes(half_billion, "learner.ranks=32", "learner.micro_batch_tokens=512")
+    h100 = roofline.GPUS["h100"]
+    tried = meshes.choose(whole, settings, lambda _: True)
+    assert tried == [Mesh(), Mesh(replicate=4)]
+    copies = configfile.change(whole, [meshes.override(tried[1])])
+    assert copies.learner.mesh == tried[1]
+    far, near = (roofline.costs(config, model, h100, 200, 300, 0.0) for config in (whole, copies))
+    # Its weights cross no network; its gradients do, before each step.
+    assert near.token_s < 0.3 * far.token_s and near.update_s > far.update_s
+
+
+@pytest.mark.parametrize(
+    ("refused", "mesh"),
+    [
+        ((), Mesh()),
+        (("whole",), Mesh(context=2)),
+        (("whole", "context"), Mesh(tensor=2)),
+        (("whole", "context", "tensor"), None),
+    ],
+)
+def test_rows_and_layers_are_divided_where_nothing_else_fits(
+    half_billion: Path, refused: tuple[str, ...], mesh: Mesh | None
+) -> None:
+    """The model has two heads of keys and values, so two ranks may share a row; it has no experts."""
+    config, model, settings = sizes(half_billion, "learner.ranks=8")
+
+    def fits(config: Config) -> bool:
+        mesh = config.learner.mesh
+        kind = "tensor" if mesh.tensor > 1 else "context" if mesh.context > 1 else "whole"
+        return kind not in refused
+
+    assert meshes.choose(config, settings, fits) == ([] if mesh is None else [mesh])
+    if mesh is not None and refused:
+        divided = configfile.change(config, [meshes.override(mesh)])
+        costs = [roofline.costs(one, model, roofline.GPUS["h100"], 200, 300, 0.0) for one in (config, divided)]
+        assert costs[1].token_s > costs[0].token_s, "what is exchanged takes time"
+
+
+def test_more_rows_and_larger_batches_are_proposed_where_they_gain(run: Callable[..., Path], tmp_path: Path) -> None:
+    """Steps cost the same for few rows and many, and an update costs by the update: more of both at once is better."""
+    made, to = run("a", update_s=0.9, decode=(0.05, 0.0)), tmp_path / "plan.json"
+    words = ["queue.batch_size=16", "rollout.slots=2", "rollout.in_flight=4", "evaluation.every=0"]
+    assert main(["plan", str(MATH), *words, "--measured", str(made), "--reward-s", "0", "--json", str(to)]) == 0
+    best = dict(one.split("=") for one in json.loads(to.read_bytes())["proposals"][-1]["overrides"])
+    assert int(best["rollout.slots"]) > 2 and int(best["rollout.in_flight"]) >= int(best["rollout.slots"])
+    assert int(best.get("queue.batch_size", 16)) in (16, 32, 64)
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""The meshes of ranks that a plan tries. Each divides a rank's memory; what it moves between ranks costs time."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from streamppo.commands.plan.roofline import NODE
+from streamppo.config import file as configfile
+from streamppo.config.mesh import Mesh
+from streamppo.config.sections import Config
+from streamppo.errors import ConfigError
+from streamppo.learner.parallel import context_parallel, tensor_parallel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PARTS = (2, 4, 8)
+"""Ranks of a node that share rows, layers or experts."""
+
+
+def choose(config: Config, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> list[Mesh]:
+    """Return the meshes to try with the ranks of `config`; each passes `fits`, and `model` can be divided so.
+
+    These are the configured mesh, and the same with a replica on each node. If neither fits, it is the first that does
+    and that divides experts, then rows, then layers as well.
+    """
+    plain = [mesh for mesh in _plain(config) if _holds(config, mesh, model, fits)]
+    divided = () if plain else (mesh for mesh in _divided(config) if _holds(config, mesh, model, fits))
+    return plain or [mesh for mesh, _ in zip(divided, range(1), strict=False)]
+
+
+def override(mesh: Mesh) -> str:
+    """Return the override that sets `mesh`."""
+    parts = [f"{name}={ranks}" for name, ranks in structs.asdict(mesh).items() if ranks > 1]
+    return f"learner.mesh={{{', '.join(parts)}}}"
+
+
+def _plain(config: Config) -> Iterator[Mesh]:
+    yield config.learner.mesh
+    ranks = config.learner.ranks
+    if ranks > NODE and ranks % NODE == 0:
+        yield structs.replace(config.learner.mesh, replicate=ranks // NODE)
+
+
+def _divided(config: Config) -> Iterator[Mesh]:
+    for field, parts in product(("expert", "context", "tensor"), PARTS):
+        yield structs.replace(config.learner.mesh, **{field: parts})
+
+
+def _holds(config: Config, mesh: Mesh, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> bool:
+    if context_parallel.refusal(model, mesh.slices) or tensor_parallel.refusal(model, mesh.expert):
+        return False
+    try:
+        return fits(configfile.change(config, [override(mesh)]))
+    except ConfigError:
+        return False
