@@ -84,16 +84,16 @@ class Way(NamedTuple):
         return f"TRL, {self.threads} threads, {self.parts} parts{steps}{rule}"
 
 
-def _drawn(shape: str) -> Case:
-    return Case(3.0, shape, overrides=(*lengths.overrides(shape), "queue.max_lag=4"))
+def _drawn(shape: str, least: float) -> Case:
+    return Case(least, shape, overrides=(*lengths.overrides(shape), "queue.max_lag=4"))
 
 
 OLD_DATA = ("algorithm.correction.kind=mask", "learner.lr_by_ess=on")
 """For GRPO with the lag of a slow reward."""
 CASES = {
     "equal": Case(2.0),
-    "lognormal": _drawn("lognormal"),
-    "pareto": _drawn("pareto"),
+    "lognormal": _drawn("lognormal", 4.0),
+    "pareto": _drawn("pareto", 3.0),
     "reward": Case(5.0, reward_s=REWARD_S, overrides=(*waiting(8192), "queue.max_lag=8"), grpo=OLD_DATA),
 }
 GRPO = "grpo"
