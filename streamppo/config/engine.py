@@ -35,6 +35,11 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Copies of the weights besides those that it decodes with."""
         return 1
 
+    @property
+    def shares_weights(self) -> bool:
+        """False: each engine loads the weights in a form of its own."""
+        return False
+
     def at(self, place: int) -> Self:
         """The engine of actor number `place`: the same for all."""
         return self
@@ -121,6 +126,11 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     def spare_weights(self) -> int:
         """Copies of the weights besides those that it decodes with: none, it loads in place."""
         return 0
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if engines of a machine load a version from memory that they have in common."""
+        return self.transport == "tensor" and not self.urls
 
     def contradictions(self) -> Iterator[str]:
         """Fields that need or exclude others, and valid `urls`."""

@@ -20,6 +20,8 @@ from streamppo.rollout import positions
 from streamppo.rollout.embedded import engine as embedded
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Engine, Sampling
+from streamppo.rollout.machine_weights import MachinePuller
+from streamppo.rollout.puller import Puller
 from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import in_process, push, server, wire
 from streamppo.rollout.sglang.client import Start
@@ -30,9 +32,13 @@ from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints
 from streamppo.weights.models.settings import as_pushed, is_tied, read_settings
+from streamppo.weights.transport import Receiver
 
 if TYPE_CHECKING:
+    from ray.actor import ActorProxy
     from transformers import PreTrainedConfig
+
+    from streamppo.queue.actor import QueueActor
 
 
 log = logging.getLogger(__name__)
@@ -51,6 +57,19 @@ def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
 
 def _stop(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> Stop:
     return stops.read(model_path, hf_config, None if tokenizer is None else tokenizer.hf, config.rollout.stop)
+
+
+def puller(config: Config, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver) -> Puller:
+    """Build the puller of the actor `name`. Where engines read shared memory, the actors of a machine have one copy.
+
+    Adapters are merged by each actor, into memory of its own.
+    """
+    if config.model.lora is not None or not config.rollout.engine.shares_weights:
+        return Puller(name, queue, receiver)
+    import ray
+
+    life, block_bytes = ray.get_runtime_context().namespace, config.learner.bucket_bytes
+    return MachinePuller(name, queue, receiver, life=life, block_bytes=block_bytes)
 
 
 async def engine(

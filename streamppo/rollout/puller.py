@@ -8,7 +8,7 @@ unblocks     the next swap of `WeightSync`
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from streamppo.process import phase
 from streamppo.types import Push, decode
 from streamppo.weights.delta import Bytes
 from streamppo.weights.replica import Replica
+from streamppo.weights.shared_memory import SharedTensors
 from streamppo.weights.transport import BucketGone, BucketRef, Receiver
 
 if TYPE_CHECKING:
@@ -30,10 +31,19 @@ AHEAD = 2
 
 
 class Puller:
-    """Pulls versions for the actor `name` from the ledger in `queue`, through `receiver`, into `replica`."""
+    """Pulls versions for the actor `name` from the ledger in `queue`, through `receiver`, into `replica`.
 
-    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver) -> None:
-        self.name, self.queue, self.replica = name, queue, Replica()
+    `memory` is that of `Replica`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: "ActorProxy[QueueActor]",
+        receiver: Receiver,
+        memory: Callable[[Sequence[int]], SharedTensors] | None = None,
+    ) -> None:
+        self.name, self.queue, self.replica = name, queue, Replica(memory)
         self._receiver = receiver
 
     async def newer(self, version: int) -> Push:

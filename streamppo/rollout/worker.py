@@ -29,7 +29,6 @@ from streamppo.queue.shards.shards import Shards
 from streamppo.rollout import adapters, build, random_numbers, teacher
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
-from streamppo.rollout.puller import Puller
 from streamppo.rollout.segment_cuts import cut_for, most_under_way
 from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.rollout.teacher import TeacherClient
@@ -102,7 +101,7 @@ async def start(
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
-    puller = Puller(name, queue, factory.receiver(config))
+    puller = build.puller(config, name, queue, factory.receiver(config))
     push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
     source = await asyncio.to_thread(adapters.source, config, model_path)

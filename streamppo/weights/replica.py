@@ -3,9 +3,12 @@
 whole, each tensor in one piece      the tensors are views of the buckets; nothing is copied
 whole, in several pieces             copied into the replica's own memory, which is reused
 delta                                applied in place in the replica's own memory
+
+With memory that other processes share, a version is never changed: each gets new memory, with a copy of its base for
+deltas.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,17 +17,21 @@ from streamppo.errors import WeightsError
 from streamppo.types import Push, Tensor, TensorChunk
 from streamppo.weights import delta
 from streamppo.weights.delta import Bytes
+from streamppo.weights.shared_memory import SharedTensors
 from streamppo.weights.shares import check_whole
 
 
 class Replica:
     """The `tensors` (HF names) of `push`, the version taken last; None and empty before the first one.
 
-    Tensors are read-only for callers, and change with the next `take`.
+    Tensors are read-only for callers, and change with the next `take`. If `memory` is given, it returns new shared
+    memory for tensors of so many bytes: then the tensors of a version never change, and `shared` is their memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Callable[[Sequence[int]], SharedTensors] | None = None) -> None:
         self.push: Push | None = None
+        self.shared: SharedTensors | None = None
+        self._memory = memory
         self.tensors: dict[str, torch.Tensor] = {}
         self._arrays: list[Bytes] = []
         self._is_own = self._sees = False
@@ -64,7 +71,7 @@ class Replica:
             if not 0 <= piece.bucket < len(self._by_bucket):
                 raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
             self._by_bucket[piece.bucket].append(piece)
-        self._sees = all(_is_whole(push, piece) for piece in push.pieces)
+        self._sees = self._memory is None and all(_is_whole(push, piece) for piece in push.pieces)
         if self._sees:
             self._arrays, self._is_own = [np.zeros(0, dtype=np.uint8)] * len(push.tensors), False
         else:
@@ -86,10 +93,21 @@ class Replica:
         assert push is not None, "a version was begun"
         if self._put != len(push.bucket_bytes):
             raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
+        if self.shared is not None:
+            self.adopt(push, self.shared)
+            return
         names = [tensor.name for tensor in push.tensors]
         views = (_view(tensor, raw) for tensor, raw in zip(push.tensors, self._arrays, strict=True))
         self.tensors = dict(zip(names, views, strict=True))
         self.push = push
+
+    def adopt(self, push: Push, shared: SharedTensors) -> None:
+        """Become the version that `push` describes, whose bytes are in `shared`."""
+        self.tensors = {
+            tensor.name: part.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+            for tensor, part in zip(push.tensors, shared.parts, strict=True)
+        }
+        self.push, self.shared = push, shared
 
     def forget(self) -> None:
         """Forget the version: the next one must be whole."""
@@ -98,6 +116,13 @@ class Replica:
     def _take_memory(self, push: Push) -> None:
         """Get the replica's own memory: reuse it, or allocate it, with a copy of the base version for deltas."""
         sizes = [tensor.nbytes for tensor in push.tensors]
+        if self._memory is not None:
+            base = [] if push.base_version is None else self._arrays
+            self.shared = self._memory(sizes)
+            self._arrays = [part.numpy() for part in self.shared.parts]
+            for array, before in zip(self._arrays, base, strict=False):
+                array[:] = before
+            return
         if not self._is_own or [array.nbytes for array in self._arrays] != sizes:
             seen = [] if push.base_version is None else self._arrays
             self._arrays = [array.copy() for array in seen] or [np.empty(size, dtype=np.uint8) for size in sizes]

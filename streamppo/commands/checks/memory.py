@@ -72,9 +72,12 @@ def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Report the host memory of actors and ranks on GPUs."""
     held, actors = estimate.actor(config, model), config.engines
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in held._asdict().items() if size)
-    text = f"a rollout actor holds {_gib(held.total)} of weights besides its engine's"
-    text += f" ({parts})" if parts else ""
-    text += f", all {actors} {_gib(actors * held.total)}" if parts and actors > 1 else ""
+    if common := estimate.in_common(config, model):
+        text = f"the rollout actors of a node hold {_gib(common)} of weights in common, besides their engines'"
+    else:
+        text = f"a rollout actor holds {_gib(held.total)} of weights besides its engine's"
+        text += f" ({parts})" if parts else ""
+        text += f", all {actors} {_gib(actors * held.total)}" if parts and actors > 1 else ""
     if config.learner.offload:
         text += f"; every rank {_gib(ranks.state(config, model))} of weights, gradients and moments"
     if config.learner.gpus and (routed := ranks.routes(config, model, longest)):
@@ -84,10 +87,13 @@ def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
 
 def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
     """Compare what engines and Ray take of /dev/shm with its size here."""
-    shared, here = estimate.actor(config, model).shared, machine.shared_mib()
-    if not shared or here is None:
+    shared, common = estimate.actor(config, model).shared, estimate.in_common(config, model)
+    here = machine.shared_mib()
+    if not shared + common or here is None:
         return
     text = f"an engine's actor takes {_gib(shared)}: the served version and the next"
+    if common:
+        text = f"the actors of a node take {_gib(common)}: the served version, the next, and the one being pulled"
     if config.cluster.address != LOCAL:
         yield Finding("/dev/shm", "ok", text)
         return

@@ -15,6 +15,8 @@ VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
 COPIES = 2
 """Versions of the weights that an actor with SGLang holds in addition to the pulled one: the served and the next."""
+IN_COMMON = 3
+"""Versions that the actors of a machine have in common: the served one, the next, and the one that is being pulled."""
 
 
 TOKEN = 13
@@ -77,6 +79,8 @@ class ActorWeights(NamedTuple):
     merged    with adapters the frozen model, and the next version
     private   copies for SGLang that are sent to it
     shared    copies for SGLang that it reads where they are
+
+    Where the actors of a machine have their versions in common (`in_common`), an actor has none of its own.
     """
 
     pulled: int
@@ -92,6 +96,8 @@ class ActorWeights(NamedTuple):
 
 def actor(config: Config, model: ModelSizes) -> ActorWeights:
     """The weights in one actor's memory."""
+    if in_common(config, model):
+        return ActorWeights(pulled=0)
     learner, whole = config.learner, model.parameters * model.element
     deltas = learner.deltas == "on" or (learner.deltas == "auto" and config.cluster.address != LOCAL)
     is_seen = learner.ranks == 1 and not deltas and isinstance(learner.transport, ObjectStore)
@@ -108,10 +114,17 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
             return memory
 
 
+def in_common(config: Config, model: ModelSizes) -> int:
+    """Bytes of the versions that the actors of each machine have in common in /dev/shm; 0 if they have none."""
+    if config.model.lora is not None or not config.rollout.engine.shares_weights:
+        return 0
+    return IN_COMMON * model.parameters * model.element
+
+
 def shared(config: Config, model: ModelSizes) -> int:
     """Bytes of the /dev/shm of a machine that has the whole run: versions of engines, and Ray's object store."""
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
-    return config.engines * actor(config, model).shared + store
+    return config.engines * actor(config, model).shared + in_common(config, model) + store
 
 
 class MachineMemory(NamedTuple):
@@ -143,7 +156,7 @@ def machine(
     return MachineMemory(
         ranks=config.learner.ranks * (on_cpu + offloaded),
         engines=config.engines * cached,
-        weights=config.engines * actor(config, model).total,
+        weights=config.engines * actor(config, model).total + in_common(config, model),
         object_store=store,
     )
 

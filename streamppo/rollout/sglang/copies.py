@@ -3,23 +3,17 @@
     version n      copied, checked    in set A    SGLang loads from it, and it stays for a restart
     version n + 1  copied, checked    in set B    A stays until B is served, and is the memory of version n + 2
 
-With the transport "tensor" the memory is shared, and SGLang reads it where it is: no other copy is made. An actor that
-pulls whole models then has at most three versions in memory: the replica's and these two.
+With the transport "tensor" the memory is shared, and SGLang reads it where it is: no other copy is made. Versions that
+the actors of a machine have in common (rollout/machine_weights.py) are not copied here at all.
 """
 
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from streamppo.errors import WeightsError
-from streamppo.weights import content
-from streamppo.weights.buckets import ALIGNMENT
-
-SHARED = Path("/dev/shm")
+from streamppo.weights import content, shared_memory
 
 
 class Copied(NamedTuple):
@@ -42,7 +36,7 @@ class VersionCopies:
 
         Raises `WeightsError` if a copy's hash is not that of `contents`, or if /dev/shm has no room for it.
         """
-        places, totals = _plan(tensors, self._bucket_bytes)
+        places, totals = shared_memory.plan((tensor.nbytes for tensor in tensors.values()), self._bucket_bytes)
         if [len(flat) for flat in self._spare] != totals:
             # Freed first, so that both are never in memory.
             self._spare = []
@@ -65,24 +59,6 @@ class VersionCopies:
         self._served, self._spare = self._spare, self._served
 
     def _allocate(self, totals: Sequence[int]) -> list[Tensor]:
-        if not self._shared:
-            return [torch.empty(total, dtype=torch.uint8) for total in totals]
-        # A write to a page for which there is no room would kill the actor (SIGBUS).
-        if SHARED.is_dir() and sum(totals) > (free := shutil.disk_usage(SHARED).free):
-            raise WeightsError(
-                f"{SHARED} has {free / 2**30:.1f} GiB left, and a version takes {sum(totals) / 2**30:.1f} GiB: make it "
-                "larger (docker run --shm-size), or choose rollout.engine.transport = 'disk'"
-            )
-        return [torch.empty(total, dtype=torch.uint8).share_memory_() for total in totals]
-
-
-def _plan(tensors: Mapping[str, Tensor], bucket_bytes: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The (bucket, first byte) of each tensor, and the bytes of each bucket; a larger tensor is alone in its bucket."""
-    places: list[tuple[int, int]] = []
-    totals: list[int] = []
-    for tensor in tensors.values():
-        if not totals or totals[-1] + tensor.nbytes > bucket_bytes:
-            totals.append(0)
-        places.append((len(totals) - 1, totals[-1]))
-        totals[-1] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, totals
+        if self._shared:
+            return shared_memory.allocate(totals)
+        return [torch.empty(total, dtype=torch.uint8) for total in totals]

@@ -34,6 +34,7 @@ from streamppo.rollout.sglang.session import Life, SessionSetup
 from streamppo.rollout.sglang.stream import INTERVAL, CompletionStreams
 from streamppo.rollout.weight_checks import Architecture, check_fit, check_prompt
 from streamppo.types import Ints
+from streamppo.weights import shared_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -304,6 +305,9 @@ def _copy_as_files(
 ) -> dict[str, Tensor]:
     """Copy `tensors` into the memory of `copies`, named and split as in the model's files; a restart needs them.
 
-    The originals are views of the object store, or change with the next version. Raises `WeightsError` as `copy`.
+    The originals are views of the object store, or change with the next version. Those in shared memory do not change,
+    and were checked: they are used where they are. Raises `WeightsError` as `copy`.
     """
+    if shared_memory.is_shared(tensors.values()):
+        return architecture.as_saved(tensors)
     return architecture.as_saved(copies.copy(tensors, contents).tensors)

@@ -195,22 +195,27 @@ def test_what_does_not_fit_into_this_machine_is_an_error(
     ("overrides", "mib", "said"),
     [
         ((), 4096, None),
-        (("rollout.engine.kind=sglang",), 4096, "error"),
-        (("rollout.engine.kind=sglang", "rollout.gpus=1"), 4096, "not here"),
-        (("rollout.engine.kind=sglang",), 6144, "ok"),
+        (("rollout.engine.kind=sglang",), 6144, "error"),
+        (("rollout.engine.kind=sglang", "rollout.gpus=1"), 6144, "not here"),
+        (("rollout.engine.kind=sglang", "rollout.actors=3"), 7168, "ok"),
         (("rollout.engine.kind=sglang", "cluster.address=auto"), 64, "ok"),
+        (("rollout.engine.kind=sglang", "model.lora.rank=2"), 4096, "error"),
+        (("rollout.engine.kind=sglang", "model.lora.rank=2"), 6144, "ok"),
         (("rollout.engine={kind='sglang', transport='disk', folder='x'}",), 64, None),
     ],
 )
-def test_two_versions_of_each_sglang_are_compared_with_shared_memory(
+def test_versions_in_shared_memory_are_compared_with_its_size(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], mib: int, said: str | None
 ) -> None:
-    """2.2 GiB in float32, twice; and 0.2 GiB of Ray's object store."""
+    """2.2 GiB in float32: three times for all engines, or with adapters twice for each; and 0.2 GiB of Ray's."""
     monkeypatch.setattr(machine, "shared_mib", lambda: mib)
     config = config_of(DATA, "rollout.slots=16", "rollout.max_tokens=8", *overrides)
     got = memory_of(config, monkeypatch, 512).get("/dev/shm", [])
     assert [one.state for one in got] == ([] if said is None else [said])
-    assert all(one.text.startswith("an engine's actor takes 4.4 GiB: ") for one in got)
+    begins = (
+        "an engine's actor takes 4.5 GiB: " if "model.lora.rank=2" in overrides else "the actors of a node take 6.7 GiB"
+    )
+    assert all(one.text.startswith(begins) for one in got), [one.text for one in got]
 
 
 def test_a_containers_limit_is_the_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +243,13 @@ def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_
     assert parts("learner.ranks=2").weights == parts("learner.deltas=on").weights == weights
     assert parts("rollout.engine.kind=sglang").engines == weights + cache
     served = {kind: f"rollout.engine={{kind='sglang', transport='{kind}'}}" for kind in ("tensor", "group")}
-    assert parts(served["tensor"], "learner.ranks=2", "rollout.actors=4").weights == 4 * 3 * weights
+    four = ("learner.ranks=2", "rollout.actors=4")
+    assert parts(served["tensor"], *four).weights == 3 * weights, "the actors of a machine have one copy"
+    assert parts(served["group"], *four).weights == 4 * 3 * weights
     found = [memory_estimate.actor(config_of(one, "learner.ranks=2"), model) for one in served.values()]
-    assert [one.shared for one in found] == [2 * weights, 0] and found[1].private == 2 * weights
+    assert [one.total for one in found] == [0, 3 * weights] and found[1].private == 2 * weights
+    lora = memory_estimate.actor(config_of(served["tensor"], "model.lora.rank=2"), model)
+    assert (lora.shared, lora.merged) == (2 * weights, 2 * weights), "each merges adapters of its own"
     adapted = memory_estimate.actor(config_of("model.lora.rank=2"), model._replace(trained=100))
     assert adapted == (0, 2 * weights, 0, 0), "the frozen model, and the next version"
     away = parts("learner.gpus=1", "rollout.gpus=1")

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from streamppo.errors import WeightsError
-from streamppo.rollout.sglang import copies
 from streamppo.rollout.sglang.copies import VersionCopies
 from streamppo.rollout.sglang.push import BySharedMemory
 from streamppo.rollout.weight_checks import Architecture
+from streamppo.weights import shared_memory
 from streamppo.weights.content import hash_tensor
 
 MIXTURE = Qwen3MoeConfig(
@@ -120,7 +120,7 @@ def test_experts_of_a_mixture_are_read_there_too_under_the_names_of_files() -> N
 
 
 def test_a_full_shared_memory_is_told_before_a_write_to_it_would_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2000}))
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2000}))
     with pytest.raises(WeightsError, match=r"/dev/shm has 0.0 GiB left, and a version takes"):
         VersionCopies(3000, shared=True).copy(tensors(0))
 

@@ -1,0 +1,96 @@
+"""Memory of a version's tensors that processes of one machine share. It has no name: it ends with its last user.
+
+A version is in blocks of about `block_bytes`; a larger tensor is alone in its block. Both ends compute the places of
+the tensors from their sizes.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import WeightsError
+from streamppo.weights.buckets import ALIGNMENT
+
+SHARED = Path("/dev/shm")
+
+
+class Blocks(NamedTuple):
+    """The (block, first byte) of each tensor, and the bytes of each block."""
+
+    places: list[tuple[int, int]]
+    totals: list[int]
+
+
+class SharedTensors(NamedTuple):
+    """The blocks of a version, and in them the bytes of each of its tensors, uint8."""
+
+    blocks: list[Tensor]
+    parts: list[Tensor]
+
+    def descriptors(self) -> list[int]:
+        """Return the file descriptor of each block, for `attach` in another process; the blocks keep them open."""
+        return [block.untyped_storage()._share_fd_cpu_()[0] for block in self.blocks]
+
+
+def plan(sizes: Iterable[int], block_bytes: int) -> Blocks:
+    """Place tensors of these bytes in blocks, in order."""
+    places: list[tuple[int, int]] = []
+    totals: list[int] = []
+    for size in sizes:
+        if not totals or totals[-1] + size > block_bytes:
+            totals.append(0)
+        places.append((len(totals) - 1, totals[-1]))
+        totals[-1] += -(-size // ALIGNMENT) * ALIGNMENT
+    return Blocks(places, totals)
+
+
+def allocate(totals: Sequence[int]) -> list[Tensor]:
+    """Return a new block for each of `totals`, in bytes. Raises `WeightsError` if /dev/shm has no room for them."""
+    # A write to a page for which there is no room would kill the process (SIGBUS).
+    if SHARED.is_dir() and sum(totals) > (free := shutil.disk_usage(SHARED).free):
+        raise WeightsError(
+            f"{SHARED} has {free / 2**30:.1f} GiB left, and a version takes {sum(totals) / 2**30:.1f} GiB: make it "
+            "larger (docker run --shm-size), or choose rollout.engine.transport = 'disk'"
+        )
+    return [torch.empty(total, dtype=torch.uint8).share_memory_() for total in totals]
+
+
+def new(sizes: Sequence[int], block_bytes: int) -> SharedTensors:
+    """Return new memory for tensors of these bytes. Raises `WeightsError` as `allocate` does."""
+    places, totals = plan(sizes, block_bytes)
+    return _parts(allocate(totals), places, sizes)
+
+
+def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -> SharedTensors:
+    """Return the memory behind another process's `descriptors`, for tensors of these bytes; closes them.
+
+    Raises `WeightsError` if the blocks have other sizes than these tensors need.
+    """
+    places, totals = plan(sizes, block_bytes)
+    try:
+        found = [os.fstat(descriptor).st_size for descriptor in descriptors]
+        if found != totals:
+            raise WeightsError(f"the shared memory has blocks of {found[:3]} bytes, and the version {totals[:3]}")
+        storages = [
+            torch.UntypedStorage._new_shared_fd_cpu(descriptor, total)
+            for descriptor, total in zip(descriptors, totals, strict=True)
+        ]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return _parts([torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages], places, sizes)
+
+
+def is_shared(tensors: Iterable[Tensor]) -> bool:
+    """Return True if all tensors are in memory that other processes can read."""
+    return all(tensor.untyped_storage().is_shared() for tensor in tensors)
+
+
+def _parts(blocks: list[Tensor], places: Sequence[tuple[int, int]], sizes: Sequence[int]) -> SharedTensors:
+    parts = [blocks[block][start : start + size] for (block, start), size in zip(places, sizes, strict=True)]
+    return SharedTensors(blocks, parts)
