@@ -7,9 +7,9 @@ Each run is one process (benchmarks/lib/world.py) with the queue's own rules and
 with 8 samples each, about 600 training rows, an epoch of 19 updates. GRPO, with the weight of negative advantages
 of configs/math.toml. All runs of a task and a seed begin with the same model.
 
-    add        sums of a number from 10 to 49 and one from 10 to 29
-    subtract   the larger of two numbers below 100 minus the other
-    arith      reasoning-gym's basic_arithmetic: two numbers below 100 and + - * or /; products stay wrong
+    add        sums of a number from 10 to 49 and one from 10 to 29: most rows are always right in the end
+    sort       four digits in ascending order: easy, soon always right
+    mixed      300 rows of `add` and 300 products of two numbers of two digits, which stay wrong; sums are held out
 
     keep                   every prompt is sampled and trained on
     curriculum             prompts of rows without a signal are skipped
@@ -56,12 +56,11 @@ from streamppo.types import Ticket, Trajectory
 EVERY = 10
 """Updates between two evaluations."""
 SIZES = ("queue.batch_size=256", "queue.samples_per_prompt=8", "queue.max_lag=0", "evaluation.prompts=256")
+TRAINED, HELD_OUT = 600, 256
 TASKS: dict[str, tuple[str, ...]] = {
     "add": ("task={kind='arithmetic',first=[10,49],second=[10,29],held_out=0.25}",),
-    "subtract": (),
-    "arith": (f"task={{{negatives.TERMS}}},size=800,held_out=0.25}}", *negatives.GYM),
 }
-"""Each task's overrides of configs/math.toml; `subtract` has rows of its own (`rows`)."""
+"""Each task's overrides of configs/math.toml; the others have rows of their own (`rows`)."""
 RESAMPLE, CURRICULUM = "algorithm.zero_variance=resample", "algorithm.curriculum={}"
 RULES: dict[str, tuple[str, ...]] = {
     "keep": (),
@@ -69,7 +68,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "resample": (RESAMPLE,),
     "resample_curriculum": (RESAMPLE, CURRICULUM),
 }
-TARGETS = {"add": 0.8, "subtract": 0.4, "arith": 0.3}
+TARGETS = {"add": 0.5, "sort": 0.9, "mixed": 0.11}
 """The target held-out accuracy of each task, chosen by runs of `keep` with seed 1."""
 PAIRS = {"curriculum": "keep", "resample_curriculum": "resample"}
 GOALS = {
@@ -92,20 +91,28 @@ class Case(NamedTuple):
     seed: int
 
 
-def rows(folder: Path, seed: int) -> str:
-    """Write 600 differences for training and 256 held-out ones; return the override that reads them."""
-    every = [(f"{a}-{b}=", str(a - b)) for a, b in product(range(100), repeat=2) if a >= b]
-    chosen = random.Random(seed).sample(every, 600 + 256)
-    lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in chosen]
+def rows(task: str, folder: Path, seed: int) -> str:
+    """Write 600 rows for training and about 250 held-out ones; return the override that reads them."""
+    draw, hopeless = random.Random(seed), list[tuple[str, str]]()
+    if task == "sort":
+        every = [(f"{n:04}>", "".join(sorted(f"{n:04}"))) for n in range(10_000)]
+        chosen = draw.sample(every, TRAINED + HELD_OUT)
+    else:
+        sums = [(f"{a}+{b}=", str(a + b)) for a, b in product(range(10, 50), range(10, 30))]
+        products = [(f"{a}*{b}=", str(a * b)) for a, b in product(range(10, 100), repeat=2)]
+        chosen, hopeless = draw.sample(sums, TRAINED // 2 + HELD_OUT), draw.sample(products, TRAINED // 2)
+    trained = chosen[HELD_OUT:] + hopeless
+    draw.shuffle(trained)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "held_out.jsonl").write_text("".join(lines[:256]))
-    (folder / "train.jsonl").write_text("".join(lines[256:]))
+    for name, some in (("held_out", chosen[:HELD_OUT]), ("train", trained)):
+        lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in some]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     return f"task={{kind='data',data='{folder}/train.jsonl',evaluation='{folder}/held_out.jsonl'}}"
 
 
 def configure(case: Case, updates: int, folder: Path) -> Config:
     """Return the configuration of a case."""
-    of_task = [rows(folder / f"rows-{case.seed}", case.seed)] if case.task == "subtract" else [*TASKS[case.task]]
+    of_task = TASKS.get(case.task) or [rows(case.task, folder / f"rows-{case.task}-{case.seed}", case.seed)]
     rule = (*PLAIN, *negatives.RULES["grpo_quarter"], *RULES[case.rule])
     return configfile.load(negatives.CONFIG, [*of_task, *SIZES, f"seed={case.seed}", f"updates={updates}", *rule])
 
@@ -207,7 +214,7 @@ def _updates(row: Row) -> int:
 
 def plot(found: Sequence[Row], path: Path) -> None:
     """Draw held-out accuracy over sampled completions, a plot for each task: the median of the seeds."""
-    names = [task for task in TASKS if any(row["task"] == task for row in found)]
+    names = [task for task in TARGETS if any(row["task"] == task for row in found)]
     with plots.axes(path, len(names), sharey=True) as made:
         for axis, task in zip(made, names, strict=True):
             for rule in RULES:
@@ -258,10 +265,10 @@ def _measured(case: Case, updates: int, folder: Path) -> Mapping[str, Any]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[4, 5, 6, 7, 8])
-    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--updates", type=int, default=160)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="of all rows of --json")
     return parser.parse_args()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from streamppo.config.base import Kind, NonNegative, PositiveFloat, Section, Share
+from streamppo.config.base import Kind, NonNegative, PositiveFloat, Section
 
 
 class Banded(Kind, frozen=True):
@@ -165,7 +165,7 @@ class Curriculum(Section, frozen=True):
 
     repeat: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Probability of sampling a row again after one group without a signal; its powers after several."""
-    floor: Share = 0.1
+    floor: Annotated[float, Meta(ge=0.01, le=1)] = 0.1
     """Least probability: what was always right, or always wrong, may have changed."""
 
     def contradictions(self) -> Iterator[str]:

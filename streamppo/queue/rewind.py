@@ -16,6 +16,7 @@ Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -32,6 +33,7 @@ from streamppo.queue.rules.records import (
     Counts,
     EndedAttempt,
     GroupShape,
+    KnownRows,
     PublishedVersion,
     SavedSlot,
 )
@@ -40,7 +42,6 @@ from streamppo.queue.shards import shards
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
 from streamppo.queue.store.trajectory_store import Bodies
-from streamppo.tasks.order import RowNumbers
 from streamppo.types import Identity
 
 
@@ -71,7 +72,8 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
         versions, configs = journal.versions(), journal.configs()
         archive = Archive(run / "archive", checksums(versions.values()))
         slots = _slots(journal, versions, archive, config, rewound.version)
-        rows = journal.row_numbers()
+        rows = journal.known_rows()
+        rows = None if rows is None or rows.since > rewound.version else rows
     for version in (one for one in archive.versions() if one < rewound.version):
         _bring_batch(archive, version, fork / "archive")
     counters = _counters(config, slots, rewound)
@@ -205,17 +207,19 @@ def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
 
 
 def _zero_variance(
-    archive: Archive, ended: Iterable[EndedAttempt], config: Config, version: int, rows: RowNumbers | None
+    archive: Archive, ended: Iterable[EndedAttempt], config: Config, version: int, rows: KnownRows | None
 ) -> Counts:
-    """The curriculum's counts at `version`, from the batches before it that were kept, and from resampled groups."""
+    """The curriculum's counts at `version`, from the batches since its rows are known, as far as they were kept."""
     settings = settings_of(config)
     if settings.curriculum is None or rows is None:
         return ()
     state = QueueState(rows=rows)
     curriculum = RowCurriculum(settings.curriculum, settings.judged, state)
-    resampled = {(one.version, one.identity.prompt) for one in ended if one.state == "resampled"}
-    for before in (one for one in archive.versions() if one < version):
-        for _, prompt in sorted(one for one in resampled if one[0] == before):
-            curriculum.count(prompt, has_signal=False)
+    resampled = defaultdict[int, set[int]](set)
+    for one in ended:
+        if one.state == "resampled":
+            resampled[one.version].add(one.identity.prompt)
+    for before in (one for one in archive.versions() if rows.since <= one < version):
+        state.resampled = resampled[before]
         curriculum.judge(archive.batch(before).trajectories)
     return tuple(state.zero_variance.items())

@@ -97,12 +97,16 @@ class PromptOrder:
 
 
 class SourceRows(WireStruct, frozen=True):
-    """One source of shuffled prompts: its name and weight, the number of its training rows, the key of its order."""
+    """One source of shuffled prompts: its name and weight, the number of its training rows, the key of its order.
+
+    `content` is a CRC of the rows' prompts.
+    """
 
     name: str
     weight: float
     count: int
     key: tuple[int, ...]
+    content: int = 0
 
 
 class RowNumbers(WireStruct, frozen=True):
@@ -113,6 +117,12 @@ class RowNumbers(WireStruct, frozen=True):
 
     sources: tuple[SourceRows, ...]
     seed: int
+
+    def has_rows_of(self, other: "RowNumbers") -> bool:
+        """Return True if a row's number stands for the same row in `other`, whatever the order of prompts."""
+        return [(one.name, one.count, one.content) for one in self.sources] == [
+            (one.name, one.count, one.content) for one in other.sources
+        ]
 
     def of_prompts(self) -> Callable[[int], int]:
         """Return the function from a prompt's number to its row's number among the rows of all sources."""

@@ -107,7 +107,11 @@ class Task:
 
 def _source_rows(stream: PromptStream) -> SourceRows:
     assert isinstance(stream.order, ShuffledOrder), "algorithm.curriculum excludes task.ramp_prompts"
-    return SourceRows(name=stream.name, weight=stream.weight, count=stream.order.count, key=stream.order.key)
+    content = 0
+    for prompt in stream.rows.training:
+        content = crc32(prompt.text.encode(errors="surrogatepass"), content)
+    order = stream.order
+    return SourceRows(name=stream.name, weight=stream.weight, count=order.count, key=order.key, content=content)
 
 
 def build(

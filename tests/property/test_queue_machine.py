@@ -16,7 +16,7 @@ from streamppo.config.correction import Curriculum
 from streamppo.config.queue import Queue
 from streamppo.errors import QueueError
 from streamppo.queue import report
-from streamppo.queue.rules.records import GIVEN_UP, Changes, EndedAttempt, Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.records import GIVEN_UP, Changes, EndedAttempt, KnownRows, Lease, QueueSnapshot, SavedSlot
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import TrajectoryRecord, record_of
 from streamppo.queue.rules.state import QueueSettings, QueueState
@@ -38,7 +38,7 @@ class Disk:
         self.ended: dict[Identity, EndedAttempt] = {}
         self.zero_variance: dict[int, int] = {}
         self.skipped: dict[int, int] = {}
-        self.rows: RowNumbers | None = None
+        self.rows: KnownRows | None = None
 
     def write(self, changes: Changes) -> None:
         self.counters = changes.counters

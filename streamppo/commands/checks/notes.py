@@ -114,6 +114,11 @@ def _out_of_the_loss(config: Config) -> Findings:
             f"algorithm.zero_variance is {algorithm.zero_variance!r}: groups of equal scores are not trained on, "
             f"though the KL in the reward (reward_beta {algorithm.kl.reward_beta:g}) tells their samples apart"
         )
+    if algorithm.curriculum is not None and algorithm.kl.reward_beta:
+        yield _note(
+            "algorithm.curriculum skips rows of equal scores, though the KL in the reward (reward_beta "
+            f"{algorithm.kl.reward_beta:g}) tells their samples apart"
+        )
 
 
 def _note_repeats(config: Config, task: Task | None) -> Findings:

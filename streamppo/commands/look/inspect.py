@@ -77,7 +77,7 @@ def inspect_prompt(run: Path, prompt: int) -> int:
         return 0
     attempts |= _attempts_in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
     if not attempts and counters is not None and counters.shape.slots_of(prompt).start < counters.opened:
-        raise JournalError(f"{run}: prompt {prompt} was issued, and its batch was not kept (archive.keep)")
+        raise JournalError(f"{run}: prompt {prompt} was issued or skipped, and that was not kept (archive.keep)")
     if not attempts:
         raise JournalError(f"{run}: prompt {prompt} was never issued")
     echo(f"{min(attempts).task} prompt {prompt}")

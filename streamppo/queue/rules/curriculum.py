@@ -3,23 +3,22 @@
     z of a row    its groups without a learning signal in a row, among those that were trained on or resampled
     opening       prompt p is skipped with probability 1 - max(floor, repeat^z), by a number drawn from (seed, p)
 
-A batch counts when its version is published: with `max_lag = 0` the prompts of a version follow from the batches before
-it. Samples lost or too old count once, because their group is trained on once.
+Groups count when the version is published that their batch makes, and with it those that were resampled before. So with
+`max_lag = 0` the prompts of a version follow from the batches before it. A group counts once, however often its samples
+were lost or too old.
 """
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 from itertools import groupby
-
-import numpy as np
 
 from streamppo.config.correction import Curriculum, Resample
 from streamppo.errors import QueueError
+from streamppo.queue.rules.records import NO_ROWS
 from streamppo.queue.rules.state import QueueState
 from streamppo.tasks.order import RowNumbers
 from streamppo.types import Trajectory
-
-KEY = 0x6E50
-"""Separates the draws of skips from other draws of the run's seed."""
 
 
 class RowCurriculum:
@@ -33,62 +32,71 @@ class RowCurriculum:
         self._chosen, self._resample, self._state = chosen, resample, state
         self._row: Callable[[int], int] | None = None
         self._seed = 0
-        self._is_new_driver = False
-        if state.rows is not None:
-            self._use(state.rows)
+        self._are_rows_new = True
+        if state.rows is not None and state.rows.numbers.sources:
+            self._use(state.rows.numbers)
 
     def begin(self) -> None:
         """Expect the rows of a new driver, whose data may have changed."""
-        self._is_new_driver = True
+        self._are_rows_new = True
 
     def map_rows(self, rows: RowNumbers) -> None:
-        """Use these rows. Other rows than before set every count to 0.
+        """Use these rows. If they are not those of before, every count becomes 0.
 
-        Raises `QueueError` if two actors of one driver have other rows.
+        Raises `QueueError` if actors of one driver have other rows.
         """
         state = self._state
-        if state.rows is not None and rows != state.rows:
-            if not self._is_new_driver:
-                raise QueueError(
-                    f"two actors read other data, {_described(state.rows)} and {_described(rows)}: "
-                    "algorithm.curriculum needs the same files on every node"
-                )
-            for row in [*state.zero_variance]:
-                state.count_zero_variance(row, 0)
-        if rows != state.rows:
-            state.rows = state.pending_changes.rows = rows
-            self._use(rows)
-        self._is_new_driver = False
+        before = NO_ROWS if state.rows is None else state.rows.numbers
+        if rows != before and not self._are_rows_new:
+            raise QueueError(
+                f"two actors read other data, {_described(before)} and {_described(rows)}: "
+                "algorithm.curriculum needs the same files on every node"
+            )
+        self._are_rows_new = False
+        if rows == before:
+            return
+        if not rows.has_rows_of(before):
+            state.forget_rows()
+        state.know_rows(rows)
+        self._use(rows)
 
     def skip_count(self, prompt: int) -> int:
         """Return 0 if the prompt is to be sampled, and the count of its row if it is to be skipped."""
-        count = self._state.zero_variance.get(self._row_of(prompt), 0)
+        if self._row is None:
+            raise QueueError("no actor has sent the order of its rows, which algorithm.curriculum needs")
+        count = self._state.zero_variance.get(self._row(prompt), 0)
         share = max(self._chosen.floor, self._chosen.repeat**count)
-        is_drawn = share == 1.0 or np.random.default_rng((self._seed, KEY, prompt)).random() < share
-        return 0 if is_drawn else count
+        return count if count and _draw(self._seed, prompt) >= share else 0
 
     def judge(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count the groups among `trajectories`, in which those of a prompt are adjacent."""
-        for prompt, members in groupby(trajectories, key=lambda trajectory: trajectory.identity.prompt):
-            self.count(prompt, has_signal=why_no_signal(list(members), self._resample) is None)
+        """Count the resampled groups, and those among `trajectories`, in which those of a prompt are adjacent.
 
-    def count(self, prompt: int, *, has_signal: bool) -> None:
-        """Count a group of this prompt."""
-        row = self._row_of(prompt)
-        self._state.count_zero_variance(row, 0 if has_signal else self._state.zero_variance.get(row, 0) + 1)
+        Without known rows nothing is counted: the first batch of a run that goes on with a curriculum may be older.
+        """
+        for prompt in sorted(self._state.resampled):
+            self._count(prompt, has_signal=False)
+        self._state.resampled.clear()
+        for prompt, members in groupby(trajectories, key=lambda trajectory: trajectory.identity.prompt):
+            self._count(prompt, has_signal=why_no_signal(list(members), self._resample) is None)
+
+    def _count(self, prompt: int, *, has_signal: bool) -> None:
+        if self._row is not None:
+            row = self._row(prompt)
+            self._state.count_zero_variance(row, 0 if has_signal else self._state.zero_variance.get(row, 0) + 1)
 
     def _use(self, rows: RowNumbers) -> None:
         self._row, self._seed = rows.of_prompts(), rows.seed
 
-    def _row_of(self, prompt: int) -> int:
-        if self._row is None:
-            raise QueueError("no actor has sent the order of its rows, which algorithm.curriculum needs")
-        return self._row(prompt)
-
 
 def why_no_signal(group: Sequence[Trajectory], resample: Resample) -> str | None:
-    """Why a group has no learning signal, or None. `validation.defect` ensures that every reward has the component."""
+    """Why a group has no learning signal, or None.
+
+    A new delivery has the component (`validation.defect`); a group that lacks it is of an earlier configuration, and
+    is not judged.
+    """
     name = resample.component
+    if name and any(name not in trajectory.components for trajectory in group):
+        return None
     values = [trajectory.components[name] if name else trajectory.reward for trajectory in group]
     what = f"values of {name!r}" if name else "rewards"
     if len(set(values)) == 1:
@@ -97,6 +105,12 @@ def why_no_signal(group: Sequence[Trajectory], resample: Resample) -> str | None
     if resample.mean and not resample.mean[0] <= mean <= resample.mean[1]:
         return f"the mean of the {what}, {mean:g}, is outside of {resample.mean[0]:g} to {resample.mean[1]:g}"
     return None
+
+
+def _draw(seed: int, prompt: int) -> float:
+    """A number in [0, 1) for a prompt. A hash: a generator of NumPy would take 30 times as long."""
+    digest = blake2b(struct.pack("<Qq", seed % 2**64, prompt), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
 
 
 def _described(rows: RowNumbers) -> str:

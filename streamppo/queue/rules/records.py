@@ -12,6 +12,17 @@ GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 """The endings after which the slot is abandoned."""
 
 
+NO_ROWS = RowNumbers(sources=(), seed=0)
+"""Stands for the rows of a queue without a curriculum."""
+
+
+class KnownRows(WireStruct, frozen=True):
+    """How prompts map to rows, and the version from which groups of these rows count."""
+
+    numbers: RowNumbers
+    since: int
+
+
 Counts: TypeAlias = tuple[tuple[int, int], ...]
 """Of `algorithm.curriculum`: pairs (row or first slot, groups without a learning signal in a row)."""
 
@@ -166,7 +177,7 @@ class Changes(NamedTuple):
     ended: tuple[EndedAttempt, ...] = ()
     zero_variance: Counts = ()
     skipped: Counts = ()
-    rows: RowNumbers | None = None
+    rows: KnownRows | None = None
 
 
 class QueueSnapshot(NamedTuple):
@@ -176,4 +187,4 @@ class QueueSnapshot(NamedTuple):
     slots: tuple[SavedSlot, ...]
     leases: tuple[Lease, ...]
     zero_variance: Counts = ()
-    rows: RowNumbers | None = None
+    rows: KnownRows | None = None

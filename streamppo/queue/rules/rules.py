@@ -60,9 +60,11 @@ class QueueRules:
         self.state = state
         self.limits: TokenLimits | None = None
         self._recent = FailureWindow(settings.max_failure_rate)
-        self.curriculum = (
-            RowCurriculum(settings.curriculum, settings.judged, state) if settings.curriculum is not None else None
-        )
+        self.curriculum: RowCurriculum | None = None
+        if settings.curriculum is not None:
+            self.curriculum = RowCurriculum(settings.curriculum, settings.judged, state)
+        elif state.rows is not None:  # Groups do not count from now on: the counts would be wrong for a later one.
+            state.forget_rows()
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
@@ -234,10 +236,11 @@ class QueueRules:
         if version != state.version + 1:
             raise QueueError(f"version {version} was published after version {state.version}")
         batch = self.leased_batch(state.version)
-        state.counts["consumed"] += len(batch.trajectories)
-        state.tokens["consumed"] += _num_sampled(batch.trajectories)
         if self.curriculum:
             self.curriculum.judge(batch.trajectories)
+        state.resampled.clear()
+        state.counts["consumed"] += len(batch.trajectories)
+        state.tokens["consumed"] += _num_sampled(batch.trajectories)
         state.consume(state.version)
         state.version, state.admitted_lag = version, admitted_lag
 
@@ -305,8 +308,7 @@ class QueueRules:
     def _complete(self, unit: Unit) -> None:
         """Count a complete unit as ready, or abandon it if it has no learning signal."""
         if self.settings.resample and (reason := why_no_signal(unit.trajectories, self.settings.resample)):
-            if self.curriculum:
-                self.curriculum.judge(unit.trajectories)
+            self.state.resampled.add(unit.slots[0].identity.prompt)
             self._abandon(unit, "resampled", reason)
         else:
             self.state.ready_units += 1

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from streamppo.config.correction import Curriculum, Resample
 from streamppo.config.queue import Segments
 from streamppo.config.sections import Config
-from streamppo.queue.rules.records import DeadLetter, EndedAttempt, GroupShape
+from streamppo.queue.rules.records import NO_ROWS, DeadLetter, EndedAttempt, GroupShape, KnownRows
 from streamppo.queue.rules.slot import CONSUMED, ISSUED, LEASED, NO_CALL, Slot, Unit
 from streamppo.tasks.order import RowNumbers
 from streamppo.types import Batch, Trajectory
@@ -138,7 +138,7 @@ class Unwritten:
     ended: list[EndedAttempt]
     zero_variance: dict[int, int]
     skipped: dict[int, int]
-    rows: RowNumbers | None = None
+    rows: KnownRows | None = None
 
 
 def nothing_unwritten() -> Unwritten:
@@ -163,6 +163,7 @@ class QueueState:
     cut_for              for each actor, the newest version for which all due segments were cut and have arrived
     rows, zero_variance  how prompts map to rows, and for each row its last groups in a row without a learning signal,
                          if there are any (curriculum.py)
+    resampled            prompts whose groups were resampled since the version
     counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens, skipped_prompts; for segments
                          also cut (another segment follows) and orphaned (the rest of the attempt failed or was lost)
     tokens               sampled tokens: delivered, and the delivered tokens that are no longer held, by ending
@@ -182,8 +183,9 @@ class QueueState:
     calls: dict[str, TicketRequest] = field(default_factory=dict[str, TicketRequest])
     fenced: set[str] = field(default_factory=set[str])
     cut_for: dict[str, int] = field(default_factory=dict[str, int])
-    rows: RowNumbers | None = None
+    rows: KnownRows | None = None
     zero_variance: dict[int, int] = field(default_factory=dict[int, int])
+    resampled: set[int] = field(default_factory=set[int])
     counts: Counter[str] = field(default_factory=Counter[str])
     tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
@@ -207,6 +209,18 @@ class QueueState:
         self.opened += slots
         self.abandoned += slots
         self.counts["skipped_prompts"] += 1
+
+    def forget_rows(self) -> None:
+        """Set all counts to 0: their rows are those of other data, or no group counts any more."""
+        for row in [*self.zero_variance]:
+            self.count_zero_variance(row, 0)
+        self.know_rows(NO_ROWS)
+
+    def know_rows(self, rows: RowNumbers) -> None:
+        """Record how prompts map to rows; groups of the same rows count from the version at which they were new."""
+        is_same = self.rows is not None and rows.has_rows_of(self.rows.numbers)
+        since = self.rows.since if self.rows is not None and is_same else self.version
+        self.rows = self.pending_changes.rows = KnownRows(numbers=rows, since=since)
 
     def count_zero_variance(self, row: int, count: int) -> None:
         """Set the number of a row's last groups in a row without a learning signal."""

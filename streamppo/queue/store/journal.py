@@ -30,6 +30,7 @@ from streamppo.queue.rules.records import (
     Counts,
     DeadLetter,
     EndedAttempt,
+    KnownRows,
     Lease,
     PublishedVersion,
     QueueSnapshot,
@@ -37,7 +38,6 @@ from streamppo.queue.rules.records import (
 )
 from streamppo.queue.store import chain
 from streamppo.queue.store.database import Database, with_checksum
-from streamppo.tasks.order import RowNumbers
 
 FORMAT = 9
 """The number of the tables' format; a journal with another number is refused."""
@@ -183,11 +183,11 @@ class Journal(Database):
             return None
         counts = self._counts("zero_variance", "select data_row, row, checksum from zero_variance order by data_row")
         zero_variance = tuple((row, count) for row, count in counts if count)
-        return QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()), zero_variance, self.row_numbers())
+        return QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()), zero_variance, self.known_rows())
 
-    def row_numbers(self) -> RowNumbers | None:
-        """How prompts map to rows; None without a curriculum."""
-        rows = self._rows("state", "select value, checksum from state where name = 'rows'", RowNumbers)
+    def known_rows(self) -> KnownRows | None:
+        """How prompts map to rows; None if there never was a curriculum."""
+        rows = self._rows("state", "select value, checksum from state where name = 'rows'", KnownRows)
         return rows[0] if rows else None
 
     def skipped(self, numbers: range = ALL) -> Counts:

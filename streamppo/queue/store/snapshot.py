@@ -52,6 +52,11 @@ def read(settings: QueueSettings, journal: Journal) -> QueueState:
     if saved is None:
         return QueueState()
     state = rebuild(settings, saved, journal.path)
+    if settings.curriculum is not None:
+        ended = journal.ended_attempts()
+        state.resampled = {
+            one.identity.prompt for one in ended if (one.state, one.version) == ("resampled", state.version)
+        }
     log.info("rebuilt from its journal, at version %d with %d slots", state.version, len(saved.slots))
     return state
 

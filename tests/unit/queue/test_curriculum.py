@@ -1,6 +1,7 @@
 """Rows whose last groups had no learning signal are skipped more often, and nothing of that is forgotten."""
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,10 @@ from streamppo.commands.look import inspect as inspection
 from streamppo.config.correction import Resample
 from streamppo.config.sections import Config
 from streamppo.driver import report as page
-from streamppo.errors import QueueError
+from streamppo.errors import ConfigError, QueueError
 from streamppo.queue import report
-from streamppo.queue.rules.records import Changes
+from streamppo.queue.rules.curriculum import why_no_signal
+from streamppo.queue.rules.records import NO_ROWS, Changes, KnownRows
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.state import QueueState, settings_of
 from streamppo.queue.store import snapshot
@@ -26,8 +28,9 @@ GRPO = ("queue.batch_size=8", "queue.samples_per_prompt=4", "queue.max_lag=0", "
 CALLS = itertools.count()
 
 
-def rows(count: int = 10, seed: int = 1, *more: SourceRows) -> RowNumbers:
-    return RowNumbers(sources=(SourceRows(name="sums", weight=1.0, count=count, key=(seed,)), *more), seed=seed)
+def rows(count: int = 10, seed: int = 1, *more: SourceRows, content: int = 0) -> RowNumbers:
+    sums = SourceRows(name="sums", weight=1.0, count=count, key=(seed,), content=content)
+    return RowNumbers(sources=(sums, *more), seed=seed)
 
 
 def queue(config: Config, numbers: RowNumbers | None, state: QueueState | None = None) -> QueueRules:
@@ -38,13 +41,16 @@ def queue(config: Config, numbers: RowNumbers | None, state: QueueState | None =
     return made
 
 
-def train(rules: QueueRules, rewards: Callable[[int], float]) -> list[int]:
+def train(rules: QueueRules, rewards: Callable[[int], float], order: random.Random | None = None) -> list[int]:
     """Make an update of the next two prompts; `rewards` are of the samples of a row. Returns the rows."""
     assert rules.state.rows is not None
-    row_of, version = rules.state.rows.of_prompts(), rules.state.version
+    row_of, version = rules.state.rows.numbers.of_prompts(), rules.state.version
     trained: list[int] = []
     while (batch := rules.take(version)) is None:
-        for ticket in rules.issue("a", version, 100, next(CALLS)):
+        tickets = list(rules.issue("a", version, 100, next(CALLS)))
+        if order is not None:
+            order.shuffle(tickets)
+        for ticket in tickets:
             row = row_of(ticket.identity.prompt)
             reward = rewards(row) if ticket.identity.sample else 0.0
             done = trajectory([5], versions=[version], reward=reward)
@@ -106,7 +112,7 @@ def test_a_queue_that_is_rebuilt_skips_the_same_prompts(config: Config, seed: in
     assert len(first_of_all) == len(set(first_of_all)) and all(first % 4 == 0 for first in first_of_all)
 
 
-def test_resampled_groups_count_at_once(math_config: Callable[..., Config]) -> None:
+def test_resampled_groups_count_with_the_next_version(math_config: Callable[..., Config]) -> None:
     rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}"), rows())
     for _ in range(20):
         assert all(row < 3 for row in train(rules, lambda row: float(row < 3)))
@@ -138,7 +144,91 @@ def test_actors_with_other_rows_are_refused_and_a_driver_with_other_data_begins_
     rules.curriculum.map_rows(rows(11))
     changes = snapshot.take_changes(rules.settings, rules.state)
     assert not rules.state.zero_variance and changes.zero_variance and not any(n for _, n in changes.zero_variance)
-    assert changes.rows == rows(11)
+    assert changes.rows == KnownRows(numbers=rows(11), since=rules.state.version)
+
+
+def test_counts_stay_with_the_rows_and_not_with_their_order(config: Config) -> None:
+    """Another weight or seed gives prompts other rows, and the rows are the same; other texts are other rows."""
+    rules = queue(config, rows())
+    assert rules.curriculum is not None
+    while not rules.state.zero_variance:
+        train(rules, lambda _: 0.0)
+    kept, since = dict(rules.state.zero_variance), rules.state.version
+    for numbers, stays in ((rows(seed=2), True), (rows(seed=2, content=7), False)):
+        rules.lost_all()
+        rules.curriculum.map_rows(numbers)
+        assert rules.state.zero_variance == (kept if stays else {})
+        assert rules.state.rows == KnownRows(numbers=numbers, since=0 if stays else since)
+
+
+def test_a_queue_that_died_before_its_actors_called_takes_the_rows_of_a_new_driver(config: Config) -> None:
+    rules = queue(config, rows())
+    rules.lost_all()
+    again = queue(config, rows(11), rules.state)
+    assert again.curriculum is not None and again.state.rows == KnownRows(numbers=rows(11), since=0)
+    with pytest.raises(QueueError, match="read other data"):
+        again.curriculum.map_rows(rows())
+
+
+def test_a_batch_that_waited_for_a_run_with_a_new_curriculum_is_consumed_once(
+    math_config: Callable[..., Config], config: Config
+) -> None:
+    before = queue(math_config(*GRPO), None)
+    for ticket in before.issue("a", 0, 8, next(CALLS)):
+        before.put(structs.replace(trajectory([5], versions=[0]), identity=ticket.identity))
+    assert before.take(0) is not None
+    after = queue(config, None, before.state)
+    after.publish(1)
+    assert (after.state.counts["consumed"], after.state.version, after.state.zero_variance) == (8, 1, {})
+    assert after.curriculum is not None
+    after.curriculum.map_rows(rows())
+    assert after.state.rows == KnownRows(numbers=rows(), since=1)
+
+
+def test_groups_without_a_curriculum_do_not_count_later(math_config: Callable[..., Config], config: Config) -> None:
+    rules = queue(config, rows())
+    while not rules.state.zero_variance:
+        train(rules, lambda _: 0.0)
+    without = queue(math_config(*GRPO), None, rules.state)
+    assert without.state.zero_variance == {} and without.state.rows == KnownRows(numbers=NO_ROWS, since=1)
+    again = queue(config, rows(), without.state)
+    assert again.state.rows == KnownRows(numbers=rows(), since=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_deliveries_does_not_change_what_is_sampled(math_config: Callable[..., Config], seed: int) -> None:
+    """With `max_lag = 0`, few rows, and groups that are resampled in the middle of a version."""
+    config = math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}")
+    first, other = queue(config, rows(12)), queue(config, rows(12))
+    shuffle = random.Random(seed)
+    for _ in range(30):
+        made = [train(one, lambda row: float(row % 3 == 0), order) for one, order in ((first, None), (other, shuffle))]
+        assert made[0] == made[1]
+
+
+def test_resampled_groups_outlive_a_queue(math_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}")
+    living, journal = queue(config, rows()), Journal(tmp_path / "journal.sqlite")
+    for ticket in living.issue("a", 0, 8, next(CALLS)):
+        living.put(structs.replace(trajectory([5], versions=[0], reward=1.0), identity=ticket.identity))
+    assert living.state.resampled == {0, 1} and not living.state.zero_variance
+    journal.write(snapshot.take_changes(living.settings, living.state))
+    assert snapshot.read(living.settings, journal).resampled == {0, 1}
+
+
+def test_a_group_of_an_earlier_configuration_without_the_component_is_not_judged() -> None:
+    group = [trajectory([5], reward=1.0), trajectory([5], reward=1.0)]
+    assert why_no_signal(group, Resample(component="right")) is None
+    assert why_no_signal(group, Resample()) == "all rewards are 1"
+
+
+def test_even_the_least_floor_opens_a_prompt_soon(math_config: Callable[..., Config]) -> None:
+    rules = queue(math_config(*GRPO, "algorithm.curriculum={floor=0.01}"), rows(count=1))
+    rules.state.count_zero_variance(0, 50)
+    assert len(rules.issue("a", 0, 8, next(CALLS))) == 8
+    assert 2 < rules.state.counts["skipped_prompts"] < 2000
+    with pytest.raises(ConfigError, match="floor"):
+        math_config(*GRPO, "algorithm.curriculum={floor=0.001}")
 
 
 def test_no_ticket_is_issued_before_the_rows_are_known(config: Config) -> None:

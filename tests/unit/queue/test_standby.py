@@ -41,7 +41,7 @@ ROWS = (
     "ended_attempts",
     "dead_letters",
     "skipped",
-    "row_numbers",
+    "known_rows",
 )
 
 
