@@ -11,10 +11,11 @@ of configs/math.toml. All runs of a task and a seed begin with the same model.
     sort       four digits in ascending order: easy, soon always right
     mixed      300 rows of `add` and 300 products of two numbers of two digits, which stay wrong; sums are held out
 
-    keep                   every prompt is sampled and trained on
-    curriculum             prompts of rows without a signal are skipped
-    resample               groups without a signal are replaced by others (DAPO)
-    resample_curriculum    both
+    keep               every prompt is sampled and trained on
+    right              prompts of rows whose groups were all right are skipped
+    equal              and of those whose groups were all wrong (GRESO)
+    resample           groups without a signal are replaced by others (DAPO)
+    resample_right     `resample` and `right`
 
 Every 10 updates a run measures its held-out accuracy. Every run is appended to curriculum.jsonl when it ends.
 """
@@ -61,16 +62,17 @@ TASKS: dict[str, tuple[str, ...]] = {
     "add": ("task={kind='arithmetic',first=[10,49],second=[10,29],held_out=0.25}",),
 }
 """Each task's overrides of configs/math.toml; the others have rows of their own (`rows`)."""
-RESAMPLE, CURRICULUM = "algorithm.zero_variance=resample", "algorithm.curriculum={}"
+RESAMPLE, RIGHT = "algorithm.zero_variance=resample", "algorithm.curriculum={}"
 RULES: dict[str, tuple[str, ...]] = {
     "keep": (),
-    "curriculum": (CURRICULUM,),
+    "right": (RIGHT,),
+    "equal": ("algorithm.curriculum={skip='equal'}",),
     "resample": (RESAMPLE,),
-    "resample_curriculum": (RESAMPLE, CURRICULUM),
+    "resample_right": (RESAMPLE, RIGHT),
 }
 TARGETS = {"add": 0.5, "sort": 0.9, "mixed": 0.11}
 """The target held-out accuracy of each task, chosen by runs of `keep` with seed 1."""
-PAIRS = {"curriculum": "keep", "resample_curriculum": "resample"}
+PAIRS = {"right": "keep", "equal": "keep", "resample_right": "resample"}
 GOALS = {
     **{
         f"{task} {rule}": Goal(f"{task}: completions to {of} with {rule} over {PAIRS[rule]}", most=0.8)

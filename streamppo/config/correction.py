@@ -158,11 +158,13 @@ class Curriculum(Section, frozen=True):
     """Rows whose last groups had no learning signal are drawn less often (GRESO, arXiv:2506.02177).
 
     A row with z such groups in a row is sampled at its next turn with probability max(floor, repeat^z); else it is
-    skipped. A group with a signal sets z to 0.
+    skipped. Any other group sets z to 0.
 
     Example: with repeat = 0.5 and floor = 0.1 these are 0.5, 0.25, 0.125 and then 0.1.
     """
 
+    skip: Literal["right", "equal"] = "right"
+    """Skip rows whose samples were all right, or all of equal score, as GRESO does: then those always wrong, too."""
     repeat: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Probability of sampling a row again after one group without a signal; its powers after several."""
     floor: Annotated[float, Meta(ge=0.01, le=1)] = 0.1

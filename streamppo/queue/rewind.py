@@ -16,7 +16,6 @@ Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5
 
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import NamedTuple
 from streamppo import durable
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.queue.rules.curriculum import RowCurriculum
+from streamppo.queue.rules.curriculum import RowCurriculum, resampled
 from streamppo.queue.rules.records import (
     GIVEN_UP,
     Changes,
@@ -214,12 +213,8 @@ def _zero_variance(
     if settings.curriculum is None or rows is None:
         return ()
     state = QueueState(rows=rows)
-    curriculum = RowCurriculum(settings.curriculum, settings.judged, state)
-    resampled = defaultdict[int, set[int]](set)
-    for one in ended:
-        if one.state == "resampled":
-            resampled[one.version].add(one.identity.prompt)
+    curriculum, before_each = RowCurriculum(settings.curriculum, settings, state), resampled(ended, settings)
     for before in (one for one in archive.versions() if rows.since <= one < version):
-        state.resampled = resampled[before]
+        state.resampled = before_each.get(before, {})
         curriculum.judge(archive.batch(before).trajectories)
     return tuple(state.zero_variance.items())

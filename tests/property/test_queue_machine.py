@@ -141,7 +141,7 @@ class QueueMachine(RuleBasedStateMachine):
             max_attempts=self.max_attempts,
             max_failure_rate=1.0,
             hard=self.too_old != "keep",
-            curriculum=Curriculum() if self.skips else None,
+            curriculum=Curriculum(skip="equal") if self.skips else None,
         )
 
     def _report(self) -> QueueReport:

@@ -1,6 +1,7 @@
 """Skips prompts of rows whose last groups had no learning signal (GRESO, https://arxiv.org/abs/2506.02177). Pure.
 
-    z of a row    its groups without a learning signal in a row, among those that were trained on or resampled
+    z of a row    its last groups in a row without a learning signal, among those that were trained on or resampled: of
+                  samples that were all right, or, as in GRESO, all of equal score
     opening       prompt p is skipped with probability 1 - max(floor, repeat^z), by a number drawn from (seed, p)
 
 Groups count when the version is published that their batch makes, and with it those that were resampled before. So with
@@ -9,14 +10,15 @@ were lost or too old.
 """
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import groupby
 
 from streamppo.config.correction import Curriculum, Resample
 from streamppo.errors import QueueError
-from streamppo.queue.rules.records import NO_ROWS
-from streamppo.queue.rules.state import QueueState
+from streamppo.queue.rules.records import NO_ROWS, EndedAttempt
+from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.tasks.order import RowNumbers
 from streamppo.types import Trajectory
 
@@ -24,12 +26,12 @@ from streamppo.types import Trajectory
 class RowCurriculum:
     """Counts the groups of each row in `state`, and decides which prompts are skipped.
 
-    `resample` decides which groups have no learning signal. No prompt has a row until `map_rows` was called, or `state`
-    has recorded the rows.
+    `settings` say which groups have no learning signal. No prompt has a row until `map_rows` was called, or `state` has
+    recorded the rows.
     """
 
-    def __init__(self, chosen: Curriculum, resample: Resample, state: QueueState) -> None:
-        self._chosen, self._resample, self._state = chosen, resample, state
+    def __init__(self, chosen: Curriculum, settings: QueueSettings, state: QueueState) -> None:
+        self._chosen, self._settings, self._state = chosen, settings, state
         self._row: Callable[[int], int] | None = None
         self._seed = 0
         self._are_rows_new = True
@@ -73,19 +75,43 @@ class RowCurriculum:
 
         Without known rows nothing is counted: the first batch of a run that goes on with a curriculum may be older.
         """
-        for prompt in sorted(self._state.resampled):
-            self._count(prompt, has_signal=False)
+        for prompt, counts in sorted(self._state.resampled.items()):
+            self._count(prompt, counts=counts)
         self._state.resampled.clear()
         for prompt, members in groupby(trajectories, key=lambda trajectory: trajectory.identity.prompt):
-            self._count(prompt, has_signal=why_no_signal(list(members), self._resample) is None)
+            group = list(members)
+            is_silent = why_no_signal(group, self._settings.judged) is not None
+            self._count(prompt, counts=is_silent and _counts([one.reward for one in group], self._settings))
 
-    def _count(self, prompt: int, *, has_signal: bool) -> None:
+    def note_resampled(self, group: Sequence[Trajectory]) -> None:
+        """Have a group that is replaced by another prompt's count with the next version."""
+        self._state.resampled[group[0].identity.prompt] = _counts([one.reward for one in group], self._settings)
+
+    def _count(self, prompt: int, *, counts: bool) -> None:
         if self._row is not None:
             row = self._row(prompt)
-            self._state.count_zero_variance(row, 0 if has_signal else self._state.zero_variance.get(row, 0) + 1)
+            self._state.count_zero_variance(row, self._state.zero_variance.get(row, 0) + 1 if counts else 0)
 
     def _use(self, rows: RowNumbers) -> None:
         self._row, self._seed = rows.of_prompts(), rows.seed
+
+
+def resampled(ended: Iterable[EndedAttempt], settings: QueueSettings) -> dict[int, dict[int, bool]]:
+    """For each version, the prompts whose groups were resampled before the next one, and whether they count for z."""
+    rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for one in ended:
+        if one.state == "resampled" and one.reward is not None:
+            rewards[one.version, one.identity.prompt].append(one.reward)
+    found: defaultdict[int, dict[int, bool]] = defaultdict(dict)
+    for (version, prompt), of_group in rewards.items():
+        found[version][prompt] = _counts(of_group, settings)
+    return found
+
+
+def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
+    """True if a group without a learning signal counts for z."""
+    is_for_all = settings.curriculum is not None and settings.curriculum.skip == "equal"
+    return is_for_all or min(rewards) >= settings.correct_at
 
 
 def why_no_signal(group: Sequence[Trajectory], resample: Resample) -> str | None:

@@ -93,7 +93,8 @@ class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
     """An attempt that ended without being trained on, and the reason; the archive has the attempts trained on.
 
     `version` is the queue's at the end. If the attempt itself failed, `stage` is where. `tokens` were sampled, by
-    versions from `oldest` on; 0 and -1 if that is not known.
+    versions from `oldest` on; 0 and -1 if that is not known. `reward` is that of a
+    stored trajectory.
     """
 
     number: int
@@ -105,13 +106,15 @@ class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
     tokens: int = 0
     oldest: int = -1
     source: str = ""
+    reward: float | None = None
 
 
 def ended_attempt(slot: Slot, state: Ending, reason: str, version: int) -> EndedAttempt:
     """The record of the attempt at `slot`, before the slot is reopened or abandoned."""
-    stage, tokens, oldest, source = slot.failed or ("", 0, -1, "")
+    (stage, tokens, oldest, source), reward = slot.failed or ("", 0, -1, ""), None
     if (trajectory := slot.trajectory) is not None:
         tokens, oldest, source = trajectory.num_sampled, trajectory.oldest_version, trajectory.source
+        reward = trajectory.reward
     return EndedAttempt(
         number=slot.number,
         identity=slot.identity,
@@ -122,6 +125,7 @@ def ended_attempt(slot: Slot, state: Ending, reason: str, version: int) -> Ended
         tokens=tokens,
         oldest=oldest,
         source=source,
+        reward=reward,
     )
 
 

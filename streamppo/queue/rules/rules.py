@@ -62,8 +62,8 @@ class QueueRules:
         self._recent = FailureWindow(settings.max_failure_rate)
         self.curriculum: RowCurriculum | None = None
         if settings.curriculum is not None:
-            self.curriculum = RowCurriculum(settings.curriculum, settings.judged, state)
-        elif state.rows is not None:  # Groups do not count from now on: the counts would be wrong for a later one.
+            self.curriculum = RowCurriculum(settings.curriculum, settings, state)
+        elif state.rows is not None:
             state.forget_rows()
 
     # --- rollout's side --------------------------------------------------------------------------------------
@@ -238,7 +238,6 @@ class QueueRules:
         batch = self.leased_batch(state.version)
         if self.curriculum:
             self.curriculum.judge(batch.trajectories)
-        state.resampled.clear()
         state.counts["consumed"] += len(batch.trajectories)
         state.tokens["consumed"] += _num_sampled(batch.trajectories)
         state.consume(state.version)
@@ -308,7 +307,8 @@ class QueueRules:
     def _complete(self, unit: Unit) -> None:
         """Count a complete unit as ready, or abandon it if it has no learning signal."""
         if self.settings.resample and (reason := why_no_signal(unit.trajectories, self.settings.resample)):
-            self.state.resampled.add(unit.slots[0].identity.prompt)
+            if self.curriculum:
+                self.curriculum.note_resampled(unit.trajectories)
             self._abandon(unit, "resampled", reason)
         else:
             self.state.ready_units += 1

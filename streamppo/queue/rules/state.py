@@ -22,9 +22,9 @@ class QueueSettings(NamedTuple):
 
     `flow_lag` <= `max_lag` is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
     trajectories of a prompt together. `resample` decides which groups have no learning signal: other prompts replace
-    them; None keeps all groups. `curriculum` skips prompts of rows whose groups had none. With `segments`, each unit is
-    one part of a slot. Without `hard`, `max_lag` bounds only admission, relative to the learner's version. `first_lag`
-    is set if the admitted lag is adaptive: its first value.
+    them; None keeps all groups. `curriculum` skips prompts of rows whose groups had none; a reward of `correct_at` is
+    right. With `segments`, each unit is one part of a slot. Without `hard`, `max_lag` bounds only admission, relative
+    to the learner's version. `first_lag` is set if the admitted lag is adaptive: its first value.
     """
 
     task: str
@@ -38,6 +38,7 @@ class QueueSettings(NamedTuple):
     max_failure_rate: float
     resample: Resample | None = None
     curriculum: Curriculum | None = None
+    correct_at: float = 1.0
     segments: Segments | None = None
     hard: bool = True
     first_lag: int | None = None
@@ -96,6 +97,7 @@ def settings_of(config: Config) -> QueueSettings:
         whole_groups=config.algorithm.compares_samples is not None,
         resample=config.algorithm.resample if config.algorithm.zero_variance == "resample" else None,
         curriculum=config.algorithm.curriculum,
+        correct_at=config.reward.correct_at,
         too_old=queue.too_old,
         max_attempts=queue.max_attempts,
         max_failure_rate=queue.max_failure_rate,
@@ -163,7 +165,7 @@ class QueueState:
     cut_for              for each actor, the newest version for which all due segments were cut and have arrived
     rows, zero_variance  how prompts map to rows, and for each row its last groups in a row without a learning signal,
                          if there are any (curriculum.py)
-    resampled            prompts whose groups were resampled since the version
+    resampled            prompts whose groups were resampled since the version, and whether they count for z
     counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens, skipped_prompts; for segments
                          also cut (another segment follows) and orphaned (the rest of the attempt failed or was lost)
     tokens               sampled tokens: delivered, and the delivered tokens that are no longer held, by ending
@@ -185,7 +187,7 @@ class QueueState:
     cut_for: dict[str, int] = field(default_factory=dict[str, int])
     rows: KnownRows | None = None
     zero_variance: dict[int, int] = field(default_factory=dict[int, int])
-    resampled: set[int] = field(default_factory=set[int])
+    resampled: dict[int, bool] = field(default_factory=dict[int, bool])
     counts: Counter[str] = field(default_factory=Counter[str])
     tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from streamppo.errors import JournalError
+from streamppo.queue.rules.curriculum import resampled
 from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
 from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
 from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, QueueState, TicketRequest, nothing_unwritten
@@ -53,10 +54,7 @@ def read(settings: QueueSettings, journal: Journal) -> QueueState:
         return QueueState()
     state = rebuild(settings, saved, journal.path)
     if settings.curriculum is not None:
-        ended = journal.ended_attempts()
-        state.resampled = {
-            one.identity.prompt for one in ended if (one.state, one.version) == ("resampled", state.version)
-        }
+        state.resampled = resampled(journal.ended_attempts(), settings).get(state.version, {})
     log.info("rebuilt from its journal, at version %d with %d slots", state.version, len(saved.slots))
     return state
 

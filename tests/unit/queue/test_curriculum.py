@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from streamppo.queue.store.journal import Journal
 from streamppo.tasks.order import RowNumbers, SourceRows
 
 GRPO = ("queue.batch_size=8", "queue.samples_per_prompt=4", "queue.max_lag=0", "algorithm.advantage.kind=grpo")
+EQUAL = "algorithm.curriculum={skip='equal'}"
 CALLS = itertools.count()
 
 
@@ -41,8 +42,18 @@ def queue(config: Config, numbers: RowNumbers | None, state: QueueState | None =
     return made
 
 
-def train(rules: QueueRules, rewards: Callable[[int], float], order: random.Random | None = None) -> list[int]:
-    """Make an update of the next two prompts; `rewards` are of the samples of a row. Returns the rows."""
+def train(
+    rules: QueueRules,
+    rewards: Callable[[int], float],
+    order: random.Random | None = None,
+    *,
+    right: Container[int] = (),
+    seen: Counter[int] | None = None,
+) -> list[int]:
+    """Make an update of the next two prompts; `rewards` are of a row's samples but the first. Returns the rows.
+
+    The first has 0, or for rows in `right` the same as the others. `seen` counts the samples of each row.
+    """
     assert rules.state.rows is not None
     row_of, version = rules.state.rows.numbers.of_prompts(), rules.state.version
     trained: list[int] = []
@@ -52,7 +63,9 @@ def train(rules: QueueRules, rewards: Callable[[int], float], order: random.Rand
             order.shuffle(tickets)
         for ticket in tickets:
             row = row_of(ticket.identity.prompt)
-            reward = rewards(row) if ticket.identity.sample else 0.0
+            reward = rewards(row) if ticket.identity.sample or row in right else 0.0
+            if seen is not None:
+                seen[row] += 1
             done = trajectory([5], versions=[version], reward=reward)
             rules.put(structs.replace(done, identity=ticket.identity))
     trained += [row_of(one.identity.prompt) for one in batch.trajectories[::4]]
@@ -62,7 +75,7 @@ def train(rules: QueueRules, rewards: Callable[[int], float], order: random.Rand
 
 @pytest.fixture
 def config(math_config: Callable[..., Config]) -> Config:
-    return math_config(*GRPO, "algorithm.curriculum={}")
+    return math_config(*GRPO, EQUAL)
 
 
 def test_a_row_is_drawn_with_the_probability_of_its_count(config: Config) -> None:
@@ -112,8 +125,34 @@ def test_a_queue_that_is_rebuilt_skips_the_same_prompts(config: Config, seed: in
     assert len(first_of_all) == len(set(first_of_all)) and all(first % 4 == 0 for first in first_of_all)
 
 
+@pytest.mark.parametrize("variance", ["keep", "resample"])
+def test_by_default_only_rows_that_are_right_are_skipped(math_config: Callable[..., Config], variance: str) -> None:
+    """Rows 0 to 2 teach, 3 to 5 are always right, and the others always wrong: these may be learned later."""
+
+    def rewards(row: int) -> float:
+        return 2.0 if row < 3 else float(row < 6)
+
+    rules = queue(math_config(*GRPO, f"algorithm.zero_variance={variance}", "algorithm.curriculum={}"), rows())
+    seen = Counter[int]()
+    for _ in range(120):
+        train(rules, rewards, right=range(3, 6), seen=seen)
+    assert set(rules.state.zero_variance) == {3, 4, 5}
+    often = min(seen[row] for row in (0, 1, 2, 6, 7, 8, 9))
+    assert max(seen[row] for row in (3, 4, 5)) < 0.5 * often
+
+
+def test_a_row_that_is_no_longer_right_is_sampled_again(math_config: Callable[..., Config]) -> None:
+    rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}"), rows(4))
+    for _ in range(30):
+        train(rules, lambda row: 1.0, right=range(2))
+    assert set(rules.state.zero_variance) == {0, 1}
+    # All samples of these rows are wrong now: no group has a signal, and none is right.
+    while rules.state.zero_variance:
+        train(rules, lambda row: float(row > 1))
+
+
 def test_resampled_groups_count_with_the_next_version(math_config: Callable[..., Config]) -> None:
-    rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}"), rows())
+    rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", EQUAL), rows())
     for _ in range(20):
         assert all(row < 3 for row in train(rules, lambda row: float(row < 3)))
     assert set(rules.state.zero_variance) == set(range(3, 10))
@@ -122,7 +161,7 @@ def test_resampled_groups_count_with_the_next_version(math_config: Callable[...,
 
 def test_a_range_of_means_judges_what_is_too_easy(math_config: Callable[..., Config]) -> None:
     resample = "algorithm.resample={mean=[0.1, 0.5]}"
-    rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", resample, "algorithm.curriculum={}"), rows())
+    rules = queue(math_config(*GRPO, "algorithm.zero_variance=resample", resample, EQUAL), rows())
     assert rules.settings.judged == Resample(mean=(0.1, 0.5))
     assert all(row < 3 for row in train(rules, lambda row: 0.5 if row < 3 else 1.0))
     assert rules.state.zero_variance.keys() & {*range(3, 10)} and not rules.state.zero_variance.keys() & {0, 1, 2}
@@ -198,7 +237,7 @@ def test_groups_without_a_curriculum_do_not_count_later(math_config: Callable[..
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_of_deliveries_does_not_change_what_is_sampled(math_config: Callable[..., Config], seed: int) -> None:
     """With `max_lag = 0`, few rows, and groups that are resampled in the middle of a version."""
-    config = math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}")
+    config = math_config(*GRPO, "algorithm.zero_variance=resample", EQUAL)
     first, other = queue(config, rows(12)), queue(config, rows(12))
     shuffle = random.Random(seed)
     for _ in range(30):
@@ -207,13 +246,13 @@ def test_the_order_of_deliveries_does_not_change_what_is_sampled(math_config: Ca
 
 
 def test_resampled_groups_outlive_a_queue(math_config: Callable[..., Config], tmp_path: Path) -> None:
-    config = math_config(*GRPO, "algorithm.zero_variance=resample", "algorithm.curriculum={}")
+    config = math_config(*GRPO, "algorithm.zero_variance=resample", EQUAL)
     living, journal = queue(config, rows()), Journal(tmp_path / "journal.sqlite")
     for ticket in living.issue("a", 0, 8, next(CALLS)):
         living.put(structs.replace(trajectory([5], versions=[0], reward=1.0), identity=ticket.identity))
-    assert living.state.resampled == {0, 1} and not living.state.zero_variance
+    assert living.state.resampled == {0: True, 1: True} and not living.state.zero_variance
     journal.write(snapshot.take_changes(living.settings, living.state))
-    assert snapshot.read(living.settings, journal).resampled == {0, 1}
+    assert snapshot.read(living.settings, journal).resampled == {0: True, 1: True}
 
 
 def test_a_group_of_an_earlier_configuration_without_the_component_is_not_judged() -> None:

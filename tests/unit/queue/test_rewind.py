@@ -34,8 +34,12 @@ KINDS = {
     "groups": ("queue.max_lag=2", "algorithm.advantage={kind='grpo'}"),
     "groups that teach": ("queue.max_lag=1", "algorithm={advantage={kind='grpo'}, zero_variance='resample'}"),
     "windowed": ("queue.max_lag=4", "queue.too_old=windowed"),
-    "curriculum": ("queue.max_lag=0", "algorithm={advantage={kind='grpo'}, curriculum={}}"),
+    "curriculum": ("queue.max_lag=0", "algorithm={advantage={kind='grpo'}, curriculum={skip='equal'}}"),
     "curriculum of groups that teach": (
+        "queue.max_lag=0",
+        "algorithm={advantage={kind='grpo'}, curriculum={skip='equal'}, zero_variance='resample'}",
+    ),
+    "curriculum of groups that are right": (
         "queue.max_lag=0",
         "algorithm={advantage={kind='grpo'}, curriculum={}, zero_variance='resample'}",
     ),
