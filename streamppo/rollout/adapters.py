@@ -43,7 +43,10 @@ class WholeModel:
     """Pushes of whole models."""
 
     async def materialize(self, replica: Replica) -> Loadable:
-        """See `EngineTensors.materialize`. Nothing is checked here: the engine checks its copies."""
+        """See `EngineTensors.materialize`. Nothing is checked here: the engine checks its copies.
+
+        Shared memory is not copied: the actor that made it has checked it.
+        """
         return Loadable(replica.tensors, replica.contents)
 
 

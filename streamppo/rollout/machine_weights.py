@@ -17,20 +17,23 @@ next, and the one that is being pulled; an engine that falls behind keeps its ol
 """
 
 import asyncio
+import errno
+import logging
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from functools import partial
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamppo.errors import WeightsError
-from streamppo.rollout.puller import Puller
+from streamppo.rollout.puller import RETRY_S, Puller
 from streamppo.types import Push, decode, encode
 from streamppo.weights import shared_memory
 from streamppo.weights.content import check
-from streamppo.weights.shared_memory import SharedTensors
+from streamppo.weights.shared_memory import NoRoom, SharedTensors
 from streamppo.weights.transport import Receiver
 
 if TYPE_CHECKING:
@@ -38,10 +41,13 @@ if TYPE_CHECKING:
 
     from streamppo.queue.actor import QueueActor
 
+log = logging.getLogger(__name__)
 POLL_S = 5.0
 """A leader replies after this many seconds that it has no newer version yet."""
 AGAIN_S = 0.05
 """Seconds until the next try, where there is no leader or no version yet."""
+LONG_S, ROOM_S = 30.0, 300.0
+"""Seconds without a version after which an actor says so, and without room for one after which its leader fails."""
 PULLS = 3
 """A leader fails after this number of successive versions that are not as they were pushed."""
 WANTED, SIZE = struct.Struct("<q"), struct.Struct("<I")
@@ -69,50 +75,92 @@ class MachinePuller(Puller):
     ) -> None:
         super().__init__(name, queue, receiver)
         self._address, self._block_bytes = f"\0streamppo-{os.getuid()}-{life}", block_bytes
-        self._leader: Leader | None = None
-        self._leading: asyncio.Task[None] | None = None
+        self._leading: Leading | None = None
+        self._has_taken = False
+        self._missed_since, self._why = 0.0, ""
 
     async def newer(self, version: int) -> Push:
-        """See `Puller.newer`. Raises `WeightsError` if this actor leads, and what it pulls is not as it was pushed."""
+        """See `Puller.newer`. A version that the engine has refused is hashed before it is returned again.
+
+        A version that a learner has made again with other weights (`learner.exact = false`) stays what it was for the
+        actors of this machine. Raises `WeightsError` if this actor leads and cannot pull, if the memory is damaged, or
+        if the machine gives no name.
+        """
         while True:
             pushes = await self.queue.weights_after.remote(self.name, version, self.replica.version)
             if not pushes:
                 continue
             newest = decode(pushes[-1][0], Push).version
+            # References keep buckets in the object store.
+            del pushes
             made = await self._own(newest) if self._lead() else await asyncio.to_thread(self._ask, newest)
             if made is not None:
-                self.replica.adopt(*made)
+                await self._adopt(made)
                 return made.push
+            self._report_wait(newest)
             await asyncio.sleep(AGAIN_S)
+
+    async def _adopt(self, made: MachineVersion) -> None:
+        is_refused = self._has_taken and self.replica.version < 0
+        self.replica.adopt(*made)
+        self._has_taken, self._missed_since = True, 0.0
+        if is_refused:
+            try:
+                await asyncio.to_thread(check, self.replica.contents, self.replica.tensors.items())
+            except WeightsError:
+                self.replica.forget()
+                self._resign()
+                raise
 
     def _lead(self) -> bool:
         """Return True if this actor leads, also if it has just begun to."""
-        if self._leader is None and (listening := _bind(self._address)) is not None:
-            self._leader = Leader(listening)
-            pull = partial(shared_memory.new, block_bytes=self._block_bytes)
+        if self._leading is None and (listening := _bind(self._address)) is not None:
+            leader, pull = Leader(listening), partial(shared_memory.new, block_bytes=self._block_bytes)
             puller = Puller(f"{self.name}/machine", self.queue, self._receiver, memory=pull)
-            self._leading = asyncio.create_task(_pull_for_all(puller, self._leader))
-        return self._leader is not None
+            self._leading = Leading(leader, asyncio.create_task(_pull_for_all(puller, leader)))
+            # A leader that cannot pull gives up the name at once: its own engine may ask much later.
+            self._leading.task.add_done_callback(lambda _: leader.close())
+        return self._leading is not None
+
+    def _resign(self) -> None:
+        """Give up the name: whoever leads next pulls into new memory."""
+        if self._leading is not None:
+            self._leading.task.cancel()
+            self._leading = None
 
     async def _own(self, version: int) -> MachineVersion | None:
         """The leader's own version, once it is `version` or newer; None after `POLL_S`. Raises what pulling raises."""
-        assert self._leader is not None and self._leading is not None
-        waiting = asyncio.ensure_future(asyncio.to_thread(self._leader.wait, version))
-        await asyncio.wait([waiting, self._leading], return_when=asyncio.FIRST_COMPLETED)
-        if self._leading.done():
-            self._leading.result()
+        assert self._leading is not None
+        leader, task = self._leading
+        waiting = asyncio.ensure_future(asyncio.to_thread(leader.wait, version))
+        await asyncio.wait([waiting, task], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            self._leading = None
+            task.result()
         return await waiting
 
     def _ask(self, version: int) -> MachineVersion | None:
         """The leader's version, if it is `version` or newer; None if there is none yet, or no leader any more."""
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-            channel.settimeout(2 * POLL_S)
-            channel.connect(self._address)
-            if _peer(channel) != os.getuid():
-                raise WeightsError(f"another user's process has the name {self._address[1:]!r}")
-            channel.sendall(WANTED.pack(version))
-            return _receive(channel, self._block_bytes)
-        return None
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+                channel.settimeout(2 * POLL_S)
+                channel.connect(self._address)
+                if _peer(channel) != os.getuid():
+                    raise WeightsError(f"another user's process has the name {self._address[1:]!r}")
+                channel.sendall(WANTED.pack(version))
+                return _receive(channel, self._block_bytes)
+        except OSError as error:
+            self._why = str(error)
+            return None
+
+    def _report_wait(self, version: int) -> None:
+        """Log once if no version has come for `LONG_S`."""
+        present = time.monotonic()
+        self._missed_since = self._missed_since or present
+        if present - self._missed_since > LONG_S:
+            self._missed_since = present + 1e9
+            why = f": {self._why}" if self._why else ""
+            log.warning("version %d has not come from this machine's leader for %d s%s", version, LONG_S, why)
 
 
 class Leader:
@@ -122,6 +170,8 @@ class Leader:
         self._listening = listening
         self._newest: MachineVersion | None = None
         self._changed = Condition()
+        # A child that is forked, by whoever it may be, would keep the name after this process's death.
+        os.register_at_fork(after_in_child=listening.close)
         Thread(target=self._accept, name="weights", daemon=True).start()
 
     def publish(self, made: MachineVersion) -> None:
@@ -136,11 +186,27 @@ class Leader:
             self._changed.wait_for(lambda: self._newest is not None and self._newest.push.version >= version, POLL_S)
             return self._newest if self._newest is not None and self._newest.push.version >= version else None
 
-    def _accept(self) -> None:
+    def close(self) -> None:
+        """Give up the name."""
         with suppress(OSError):
-            while True:
+            # Ends the thread's wait, which a close alone does not.
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
                 channel, _ = self._listening.accept()
+            except OSError:
+                if self._listening.fileno() < 0:
+                    return
+                # Of too many open files, for example: some may be closed soon.
+                time.sleep(AGAIN_S)
+                continue
+            try:
                 Thread(target=self._answer, args=(channel,), daemon=True).start()
+            except RuntimeError:
+                channel.close()
 
     def _answer(self, channel: socket.socket) -> None:
         # A follower that has gone away needs no answer.
@@ -159,34 +225,57 @@ class Leader:
                 socket.send_fds(channel, [b"f"], descriptors[first : first + MOST_DESCRIPTORS])
 
 
+class Leading(NamedTuple):
+    """A leader, and the task that pulls for it."""
+
+    leader: Leader
+    task: asyncio.Task[None]
+
+
 async def _pull_for_all(puller: Puller, leader: Leader) -> None:
-    """Pull every version without end, and give it to all. Raises `WeightsError` after `PULLS` damaged ones in a row."""
-    damaged = 0
+    """Pull every version without end, and give it to all.
+
+    Raises `WeightsError` after `PULLS` damaged ones in a row, and if there is no room for one during `ROOM_S`.
+    """
+    damaged, full_since = 0, 0.0
+    replica = puller.replica
     while True:
-        replica = puller.replica
         try:
             push = await puller.newer(replica.version)
             await asyncio.to_thread(check, replica.contents, replica.tensors.items())
+        except NoRoom as error:
+            if not full_since:
+                log.warning("%s; waits for older versions to end", error)
+            full_since = full_since or time.monotonic()
+            if time.monotonic() - full_since > ROOM_S:
+                raise
+            await asyncio.sleep(RETRY_S)
+            continue
         except WeightsError:
             replica.forget()
             damaged += 1
             if damaged == PULLS:
                 raise
+            await asyncio.sleep(RETRY_S)
             continue
-        damaged = 0
-        assert replica.shared is not None, "the replica has shared memory"
-        leader.publish(MachineVersion(push, replica.shared))
+        damaged, full_since = 0, 0.0
+        leader.publish(MachineVersion(push, replica.give()))
 
 
 def _bind(address: str) -> socket.socket | None:
-    """Return a socket that listens at `address`; None if another process does."""
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """Return a socket that listens at `address`; None if another process does. Raises `WeightsError` for no socket."""
     try:
-        listening.bind(address)
-    except OSError:
-        listening.close()
-        return None
-    listening.listen(BACKLOG)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise WeightsError(f"the actors of this machine cannot share weights: {error}") from error
     return listening
 
 

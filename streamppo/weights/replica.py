@@ -4,8 +4,8 @@ whole, each tensor in one piece      the tensors are views of the buckets; nothi
 whole, in several pieces             copied into the replica's own memory, which is reused
 delta                                applied in place in the replica's own memory
 
-With memory that other processes share, a version is never changed: each gets new memory, with a copy of its base for
-deltas.
+With memory that other processes share, a version that was given to them is never changed: the next one gets new memory,
+with a copy of its base for deltas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ class Replica:
     """The `tensors` (HF names) of `push`, the version taken last; None and empty before the first one.
 
     Tensors are read-only for callers, and change with the next `take`. If `memory` is given, it returns new shared
-    memory for tensors of so many bytes: then the tensors of a version never change, and `shared` is their memory.
+    memory for tensors of so many bytes: then the tensors do not change after `give`.
     """
 
     def __init__(self, memory: Callable[[Sequence[int]], SharedTensors] | None = None) -> None:
         self.push: Push | None = None
         self.shared: SharedTensors | None = None
-        self._memory = memory
+        self._memory, self._is_given = memory, False
         self.tensors: dict[str, torch.Tensor] = {}
         self._arrays: list[Bytes] = []
         self._is_own = self._sees = False
@@ -109,6 +109,12 @@ class Replica:
         }
         self.push, self.shared = push, shared
 
+    def give(self) -> SharedTensors:
+        """Return the memory of the version, which is not changed any more."""
+        assert self.shared is not None, "the replica has shared memory"
+        self._is_given = True
+        return self.shared
+
     def forget(self) -> None:
         """Forget the version: the next one must be whole."""
         self.push = None
@@ -117,16 +123,26 @@ class Replica:
         """Get the replica's own memory: reuse it, or allocate it, with a copy of the base version for deltas."""
         sizes = [tensor.nbytes for tensor in push.tensors]
         if self._memory is not None:
-            base = [] if push.base_version is None else self._arrays
-            self.shared = self._memory(sizes)
-            self._arrays = [part.numpy() for part in self.shared.parts]
-            for array, before in zip(self._arrays, base, strict=False):
-                array[:] = before
+            self._take_shared_memory(push, sizes)
             return
         if not self._is_own or [array.nbytes for array in self._arrays] != sizes:
             seen = [] if push.base_version is None else self._arrays
             self._arrays = [array.copy() for array in seen] or [np.empty(size, dtype=np.uint8) for size in sizes]
             self._is_own = True
+
+    def _take_shared_memory(self, push: Push, sizes: list[int]) -> None:
+        """Get shared memory: reuse it unless it was given to others."""
+        assert self._memory is not None, "the replica has shared memory"
+        before, is_same = self._arrays, [array.nbytes for array in self._arrays] == sizes
+        if push.base_version is not None and not is_same:
+            raise WeightsError(f"version {push.version} is a delta to tensors of other sizes")
+        if is_same and not self._is_given:
+            return
+        self.shared, self._is_given = self._memory(sizes), False
+        self._arrays = [part.numpy() for part in self.shared.parts]
+        if push.base_version is not None:
+            for array, base in zip(self._arrays, before, strict=True):
+                array[:] = base
 
     def _use(self, push: Push, piece: TensorChunk, stored: Bytes) -> None:
         if self._sees:

@@ -19,6 +19,10 @@ from streamppo.weights.buckets import ALIGNMENT
 SHARED = Path("/dev/shm")
 
 
+class NoRoom(WeightsError):
+    """/dev/shm has no room for a version now; other processes may give some back."""
+
+
 class Blocks(NamedTuple):
     """The (block, first byte) of each tensor, and the bytes of each block."""
 
@@ -46,22 +50,23 @@ def plan(sizes: Iterable[int], block_bytes: int) -> Blocks:
             totals.append(0)
         places.append((len(totals) - 1, totals[-1]))
         totals[-1] += -(-size // ALIGNMENT) * ALIGNMENT
-    return Blocks(places, totals)
+    # Memory of 0 bytes would have no descriptor.
+    return Blocks(places, [max(ALIGNMENT, total) for total in totals])
 
 
 def allocate(totals: Sequence[int]) -> list[Tensor]:
-    """Return a new block for each of `totals`, in bytes. Raises `WeightsError` if /dev/shm has no room for them."""
+    """Return a new block for each of `totals`, in bytes. Raises `NoRoom`."""
     # A write to a page for which there is no room would kill the process (SIGBUS).
     if SHARED.is_dir() and sum(totals) > (free := shutil.disk_usage(SHARED).free):
-        raise WeightsError(
+        raise NoRoom(
             f"{SHARED} has {free / 2**30:.1f} GiB left, and a version takes {sum(totals) / 2**30:.1f} GiB: make it "
             "larger (docker run --shm-size), or choose rollout.engine.transport = 'disk'"
         )
-    return [torch.empty(total, dtype=torch.uint8).share_memory_() for total in totals]
+    return [_whole(torch.UntypedStorage._new_shared(total)) for total in totals]
 
 
 def new(sizes: Sequence[int], block_bytes: int) -> SharedTensors:
-    """Return new memory for tensors of these bytes. Raises `WeightsError` as `allocate` does."""
+    """Return new memory for tensors of these bytes. Raises `NoRoom`."""
     places, totals = plan(sizes, block_bytes)
     return _parts(allocate(totals), places, sizes)
 
@@ -83,12 +88,16 @@ def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    return _parts([torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages], places, sizes)
+    return _parts([_whole(storage) for storage in storages], places, sizes)
 
 
 def is_shared(tensors: Iterable[Tensor]) -> bool:
-    """Return True if all tensors are in memory that other processes can read."""
-    return all(tensor.untyped_storage().is_shared() for tensor in tensors)
+    """Return True if all tensors are in this machine's memory, where other processes can read them."""
+    return all(tensor.device.type == "cpu" and tensor.untyped_storage().is_shared() for tensor in tensors)
+
+
+def _whole(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _parts(blocks: list[Tensor], places: Sequence[tuple[int, int]], sizes: Sequence[int]) -> SharedTensors:

@@ -1,12 +1,15 @@
 """The actors of a machine have one copy of each version, and any of them may die at any time."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +26,7 @@ from torch import Tensor
 from streamppo.config.sections import Config
 from streamppo.errors import WeightsError
 from streamppo.rollout import build, machine_weights
-from streamppo.rollout.machine_weights import MachinePuller
+from streamppo.rollout.machine_weights import Leader, MachinePuller
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang.session import SessionSetup
@@ -31,6 +34,7 @@ from streamppo.rollout.weight_checks import Architecture
 from streamppo.types import Push, encode
 from streamppo.weights import shared_memory
 from streamppo.weights.content import hash_tensor
+from streamppo.weights.replica import Replica
 from streamppo.weights.shared_memory import SharedTensors
 
 BLOCK = 4096
@@ -88,8 +92,8 @@ def puller() -> Iterator[Callable[..., MachinePuller]]:
 
     yield make
     for one in made:
-        if one._leader is not None:
-            one._leader._listening.close()
+        if one._leading is not None:
+            one._leading.leader.close()
 
 
 def inodes(shared: SharedTensors | None) -> list[int]:
@@ -211,7 +215,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[1:3]
 from test_machine_weights import BLOCK, Bytes, Ledger, push, values
-from streamppo.rollout.machine_weights import MachinePuller
+from streamppo.rollout.machine_weights import Leader, MachinePuller
 
 async def main():
     ledger = Ledger()
@@ -243,25 +247,234 @@ def test_after_a_dead_leader_another_actor_leads_and_what_it_gave_stays(
         ledger.pushes.append(push(0, values(0)))
         one = MachinePuller("second", ledger, Bytes(), life=life, block_bytes=BLOCK)  # pyright: ignore[reportArgumentType]
         await one.newer(-1)
-        assert one._leader is None and same(one.replica.tensors, values(0))
+        assert one._leading is None and same(one.replica.tensors, values(0))
         kept = dict(one.replica.tensors)
         child.send_signal(number)
         ledger.pushes.append(push(1, values(1)))
         waiting = asyncio.create_task(one.newer(0))
         if number == signal.SIGSTOP:
             await asyncio.sleep(1.0)
-            assert not waiting.done() and one._leader is None
+            assert not waiting.done() and one._leading is None
             child.kill()
         await waiting
-        assert one._leader is not None and same(one.replica.tensors, values(1))
+        assert one._leading is not None and same(one.replica.tensors, values(1))
         assert same(kept, values(0)), "the memory outlives the process that made it"
-        one._leader._listening.close()
+        one._leading.leader.close()
 
     try:
         asyncio.run(asyncio.wait_for(story(), WAIT_S))
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_leader_answers_again_after_it_had_no_descriptor_or_thread_to_spare(
+    puller: Callable[..., MachinePuller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Thread):
+        """The first follower's thread cannot be started."""
+
+        left = 1
+
+        def start(self) -> None:
+            if self.name != "weights" and Failing.left:
+                Failing.left -= 1
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    async def story() -> None:
+        ledger = Ledger()
+        ledger.pushes.append(push(0, values(0)))
+        leader, follower = puller("a", ledger), puller("b", ledger)
+        await leader.newer(-1)
+        assert leading(leader)._listening.fileno() > 0
+        accepts = [OSError(errno.EMFILE, "Too many open files")] * 3
+        listening, real = leading(leader)._listening, socket.socket.accept
+
+        def accept(of: socket.socket) -> Any:
+            if of is listening and accepts:
+                raise accepts.pop()
+            return real(of)
+
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        # The thread waits in the real call: this follower ends it.
+        await follower.newer(-1)
+        ledger.pushes.append(push(1, values(1)))
+        await follower.newer(0)
+        assert not accepts and not Failing.left and same(follower.replica.tensors, values(1))
+
+    monkeypatch.setattr(machine_weights, "Thread", Failing)
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def leading(one: MachinePuller) -> Leader:
+    assert one._leading is not None
+    return one._leading.leader
+
+
+def test_a_leader_waits_for_room(
+    puller: Callable[..., MachinePuller], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = [2, 10**9]
+
+    def usage(path: object) -> Any:
+        full[0] -= 1
+        return type("Usage", (), {"free": 10 if full[0] >= 0 else full[1]})
+
+    async def story() -> None:
+        ledger = Ledger()
+        ledger.pushes.append(push(0, values(0)))
+        one = puller("a", ledger)
+        await one.newer(-1)
+        assert same(one.replica.tensors, values(0))
+        monkeypatch.setattr(machine_weights, "ROOM_S", 0.05)
+        full[:] = [10**9, 0]
+        ledger.pushes.append(push(1, values(1)))
+        with pytest.raises(WeightsError, match="a version takes"):
+            await one.newer(0)
+        full[0] = 0
+        full[1] = 10**9
+        assert (await one.newer(0)).version == 1, "it leads again"
+
+    monkeypatch.setattr(machine_weights, "RETRY_S", 0.02)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", usage)
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+    assert caplog.text.count("waits for older versions to end") == 2
+
+
+def test_a_leader_that_cannot_pull_gives_the_name_to_another(puller: Callable[..., MachinePuller]) -> None:
+    """Its own engine does not ask meanwhile: it swaps, or starts."""
+
+    class Broken(Bytes):
+        async def fetch(self, ref: Any) -> np.ndarray:
+            raise RuntimeError("out of luck")
+
+    async def story() -> None:
+        ledger = Ledger()
+        broken, other = puller("a", ledger, Broken()), puller("b", ledger)
+        assert broken._lead()
+        ledger.pushes.append(push(0, values(0)))
+        await other.newer(-1)
+        assert other._leading is not None and same(other.replica.tensors, values(0))
+        with pytest.raises(RuntimeError, match="out of luck"):
+            await broken.newer(-1)
+        assert (await broken.newer(-1)).version == 0 and broken._leading is None
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_damaged_memory_is_found_when_an_engine_refuses_it_and_its_leader_resigns(
+    puller: Callable[..., MachinePuller],
+) -> None:
+    async def story() -> None:
+        ledger = Ledger()
+        ledger.pushes.append(push(0, values(0)))
+        leader, follower = puller("a", ledger), puller("b", ledger)
+        for one in (leader, follower):
+            await one.newer(-1)
+            one.replica.forget()
+            await one.newer(-1)
+            assert same(one.replica.tensors, values(0)), "an engine's refusal alone changes nothing"
+        follower.replica.tensors["t0"][3] += 1
+        for one in (follower, leader):
+            one.replica.forget()
+            with pytest.raises(WeightsError, match="t0 is not as it was pushed"):
+                await one.newer(-1)
+        assert leader._leading is None
+        await follower.newer(-1)
+        assert follower._leading is not None and same(follower.replica.tensors, values(0))
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_a_forked_child_does_not_keep_the_name(puller: Callable[..., MachinePuller]) -> None:
+    async def story() -> None:
+        ledger = Ledger()
+        ledger.pushes.append(push(0, values(0)))
+        leader, follower = puller("a", ledger), puller("b", ledger)
+        await leader.newer(-1)
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            await follower.newer(-1)
+            leading(leader).close()
+            ledger.pushes.append(push(1, values(1)))
+            await follower.newer(0)
+            assert follower._leading is not None and same(follower.replica.tensors, values(1))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_a_machine_without_such_names_is_told(puller: Callable[..., MachinePuller]) -> None:
+    async def story() -> None:
+        ledger = Ledger()
+        ledger.pushes.append(push(0, values(0)))
+        one = puller("a", ledger)
+        one._address += "x" * 200
+        with pytest.raises(WeightsError, match="the actors of this machine cannot share weights"):
+            await one.newer(-1)
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_a_version_that_does_not_come_is_said_once(
+    puller: Callable[..., MachinePuller], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machine_weights, "LONG_S", 0.1)
+    monkeypatch.setattr(machine_weights, "POLL_S", 0.05)
+
+    async def story() -> None:
+        ledger, empty = Ledger(), Ledger()
+        ledger.pushes.append(push(3, values(3)))
+        leader, follower = puller("a", empty), puller("b", ledger)
+        assert leader._lead()
+        waiting = asyncio.create_task(follower.newer(-1))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+    assert caplog.text.count("version 3 has not come from this machine's leader") == 1
+
+
+def test_a_chain_of_deltas_copies_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Sequence[int]] = []
+
+    def memory(sizes: Sequence[int]) -> SharedTensors:
+        made.append(sizes)
+        return shared_memory.new(sizes, BLOCK)
+
+    replica, present = Replica(memory), {"a": torch.randn(5000).bfloat16()}
+    rank = Rank(present)
+    replica.take(*joined([rank.push(0, present)]))
+    given, first = replica.give(), present["a"].clone()
+    for version in range(1, 6):
+        present["a"][version::40] *= -1
+        replica.take(*joined([rank.push(version, present, delta=True)]))
+        assert replica.tensors["a"].equal(present["a"])
+    assert len(made) == 2, "the base was given away, the versions between were not"
+    assert given.parts[0].view(torch.bfloat16).equal(first)
+
+
+def test_tensors_without_elements_and_of_odd_sizes_cross(puller: Callable[..., MachinePuller]) -> None:
+    async def story() -> None:
+        ledger = Ledger()
+        tensors = {
+            "nothing": torch.zeros(0, 3),
+            "large": torch.randn(3000),
+            "also nothing": torch.zeros(0),
+            **{f"odd{n}": torch.randn(n).to(torch.float16) for n in (1, 3, 65)},
+        }
+        ledger.pushes.append(push(0, tensors, ranks=1))
+        for one in (puller("a", ledger), puller("b", ledger)):
+            await one.newer(-1)
+            assert same(one.replica.tensors, tensors)
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
 def test_an_engine_uses_shared_tensors_where_they_are() -> None:
