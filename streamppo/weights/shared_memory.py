@@ -82,7 +82,7 @@ def attach(descriptors: Sequence[int], sizes: Sequence[int], block_bytes: int) -
         if found != totals:
             raise WeightsError(f"the shared memory has blocks of {found[:3]} bytes, and the version {totals[:3]}")
         storages = [
-            torch.UntypedStorage._new_shared_fd_cpu(descriptor, total)
+            torch.UntypedStorage._new_shared_fd_cpu(descriptor, total)  # pyright: ignore[reportAttributeAccessIssue]
             for descriptor, total in zip(descriptors, totals, strict=True)
         ]
     finally:
