@@ -125,6 +125,7 @@ class MachinePuller(Puller):
     def _resign(self) -> None:
         """Give up the name: whoever leads next pulls into new memory."""
         if self._leading is not None:
+            self._leading.leader.close()
             self._leading.task.cancel()
             self._leading = None
 
