@@ -115,6 +115,7 @@ class MachinePuller(Puller):
     def _lead(self) -> bool:
         """Return True if this actor leads, also if it has just begun to."""
         if self._leading is None and (listening := _bind(self._address)) is not None:
+            log.info("pulls the weights for all rollout actors of this machine")
             leader, pull = Leader(listening), partial(shared_memory.new, block_bytes=self._block_bytes)
             puller = Puller(f"{self.name}/machine", self.queue, self._receiver, memory=pull)
             self._leading = Leading(leader, asyncio.create_task(_pull_for_all(puller, leader)))
