@@ -101,12 +101,17 @@ def improve(
     """
     config = configfile.change(config, first)
     found = [Proposal(first, config, predict(config, basis))]
-    steps: list[tuple[Callable[[Config], Sequence[tuple[str, ...]]], float]] = [
-        (lambda _: splits, EQUAL),
-        (lambda _: [(f"queue.max_lag={lag}",) for lag in LAGS], EQUAL),
+    rows: list[tuple[Callable[[Config], Sequence[tuple[str, ...]]], float]] = [
         (partial(_slots, basis), EQUAL),
         (_in_flight, EQUAL),
+    ]
+    steps = [
+        (lambda _: splits, EQUAL),
+        (lambda _: [(f"queue.max_lag={lag}",) for lag in LAGS], EQUAL),
+        *rows,
         (lambda best: [(f"queue.batch_size={best.queue.batch_size * more}",) for more in MORE_ROWS], BATCH_GAIN),
+        # A larger batch admits more trajectories.
+        *rows,
     ]
     for choices, gain in steps:
         best = found[-1]
