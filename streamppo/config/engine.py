@@ -35,8 +35,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Copies of the weights besides those that it decodes with."""
         return 1
 
-    @property
-    def shares_weights(self) -> bool:
+    def shares_weights(self, *, adapted: bool) -> bool:
         """False: each engine loads the weights in a form of its own."""
         return False
 
@@ -127,10 +126,9 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         """Copies of the weights besides those that it decodes with: none, it loads in place."""
         return 0
 
-    @property
-    def shares_weights(self) -> bool:
-        """True if engines of a machine load a version from memory that they have in common."""
-        return self.transport == "tensor" and not self.urls
+    def shares_weights(self, *, adapted: bool) -> bool:
+        """True if engines of a machine load a version from memory in common; each actor merges adapters of its own."""
+        return self.transport == "tensor" and not self.urls and not adapted
 
     def contradictions(self) -> Iterator[str]:
         """Fields that need or exclude others, and valid `urls`."""

@@ -60,11 +60,8 @@ def _stop(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokeni
 
 
 def puller(config: Config, name: str, queue: "ActorProxy[QueueActor]", receiver: Receiver) -> Puller:
-    """Build the puller of the actor `name`. Where engines read shared memory, the actors of a machine have one copy.
-
-    Adapters are merged by each actor, into memory of its own.
-    """
-    if config.model.lora is not None or not config.rollout.engine.shares_weights:
+    """Build the puller of the actor `name`. Where engines read shared memory, the actors of a machine have one copy."""
+    if not config.rollout.engine.shares_weights(adapted=config.model.lora is not None):
         return Puller(name, queue, receiver)
     import ray
 

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from streamppo.errors import WeightsError
 from streamppo.rollout.puller import RETRY_S, Puller
+from streamppo.rollout.weight_sync import PULLS
+from streamppo.tasks.rewards.processes.wire import read_exactly
 from streamppo.types import Push, decode, encode
 from streamppo.weights import shared_memory
 from streamppo.weights.content import check
@@ -48,8 +50,6 @@ AGAIN_S = 0.05
 """Seconds until the next try, where there is no leader or no version yet."""
 LONG_S, ROOM_S = 30.0, 300.0
 """Seconds without a version after which an actor says so, and without room for one after which its leader fails."""
-PULLS = 3
-"""A leader fails after this number of successive versions that are not as they were pushed."""
 WANTED, SIZE = struct.Struct("<q"), struct.Struct("<I")
 """A request: the version below the wanted one. The length of a reply's push; 0 if there is no such version yet."""
 MOST_DESCRIPTORS = 200
@@ -151,8 +151,8 @@ class MachinePuller(Puller):
                     raise WeightsError(f"another user's process has the name {self._address[1:]!r}")
                 channel.sendall(WANTED.pack(version))
                 return _receive(channel, self._block_bytes)
-        except OSError as error:
-            self._why = str(error)
+        except (OSError, EOFError) as error:
+            self._why = str(error) or "the leader has gone away"
             return None
 
     def _report_wait(self, version: int) -> None:
@@ -185,8 +185,10 @@ class Leader:
     def wait(self, version: int) -> MachineVersion | None:
         """Return the newest version, once it is `version` or newer; None after `POLL_S`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._newest is not None and self._newest.push.version >= version, POLL_S)
-            return self._newest if self._newest is not None and self._newest.push.version >= version else None
+            is_there = self._changed.wait_for(
+                lambda: self._newest is not None and self._newest.push.version >= version, POLL_S
+            )
+            return self._newest if is_there else None
 
     def close(self) -> None:
         """Give up the name."""
@@ -212,11 +214,11 @@ class Leader:
 
     def _answer(self, channel: socket.socket) -> None:
         # A follower that has gone away needs no answer.
-        with suppress(OSError), channel:
+        with suppress(OSError, EOFError), channel:
             if _peer(channel) != os.getuid():
                 return
             channel.settimeout(2 * POLL_S)
-            (version,) = WANTED.unpack(_exactly(channel, WANTED.size))
+            (version,) = WANTED.unpack(read_exactly(channel, WANTED.size))
             made = self.wait(version)
             if made is None:
                 channel.sendall(SIZE.pack(0))
@@ -282,10 +284,10 @@ def _bind(address: str) -> socket.socket | None:
 
 
 def _receive(channel: socket.socket, block_bytes: int) -> MachineVersion | None:
-    (length,) = SIZE.unpack(_exactly(channel, SIZE.size))
+    (length,) = SIZE.unpack(read_exactly(channel, SIZE.size))
     if not length:
         return None
-    push = decode(_exactly(channel, length), Push)
+    push = decode(read_exactly(channel, length), Push)
     sizes = [tensor.nbytes for tensor in push.tensors]
     count = len(shared_memory.plan(sizes, block_bytes).totals)
     descriptors: list[int] = []
@@ -293,23 +295,13 @@ def _receive(channel: socket.socket, block_bytes: int) -> MachineVersion | None:
         while len(descriptors) < count:
             _, some, _, _ = socket.recv_fds(channel, 1, MOST_DESCRIPTORS)
             if not some:
-                raise ConnectionError("the leader has gone away")
+                raise EOFError("the leader has gone away")
             descriptors += some
-    except OSError:
+    except (OSError, EOFError):
         for descriptor in descriptors:
             os.close(descriptor)
         raise
     return MachineVersion(push, shared_memory.attach(descriptors, sizes, block_bytes))
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes:
-    """Read `count` bytes. Raises `ConnectionError` if there are fewer."""
-    found = bytearray()
-    while len(found) < count:
-        if not (part := channel.recv(count - len(found))):
-            raise ConnectionError("the other end has gone away")
-        found += part
-    return bytes(found)
 
 
 def _peer(channel: socket.socket) -> int:

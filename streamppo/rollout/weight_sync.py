@@ -43,8 +43,7 @@ class WeightSync:
         """Swap to the newest version without end; versions replaced during a swap are not loaded on their own.
 
         After a `WeightsError` the next pull is a full version, in case bytes were damaged on the way; shared memory is
-        hashed again. Raises
-        `WeightsError` after `PULLS` failures in a row, and `RunError` if a swap hangs.
+        hashed again. Raises `WeightsError` after `PULLS` failures in a row, and `RunError` if a swap hangs.
         """
         refusals = 0
         while True:

@@ -116,7 +116,7 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
 
 def in_common(config: Config, model: ModelSizes) -> int:
     """Bytes of the versions that the actors of each machine have in common in /dev/shm; 0 if they have none."""
-    if config.model.lora is not None or not config.rollout.engine.shares_weights:
+    if not config.rollout.engine.shares_weights(adapted=config.model.lora is not None):
         return 0
     return IN_COMMON * model.parameters * model.element
 

@@ -10,7 +10,7 @@ from streamppo.commands.look import tree
 from streamppo.commands.look.rows import DataRow, RunRows
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError
-from streamppo.queue.rules.records import PublishedVersion, SavedSlot
+from streamppo.queue.rules.records import Counters, PublishedVersion, SavedSlot
 from streamppo.queue.rules.slot import SlotState
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
@@ -70,7 +70,7 @@ def inspect_prompt(run: Path, prompt: int) -> int:
     """
     journal = Journal.open_run(run)
     attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
-    versions, skipped = journal.versions().values(), _skipped(journal, prompt)
+    versions, skipped = journal.versions().values(), _skipped(journal, counters, prompt)
     journal.close()
     if skipped:
         echo(skipped)
@@ -103,9 +103,8 @@ def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
     return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
 
 
-def _skipped(journal: Journal, prompt: int) -> str:
+def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
     """A sentence that says why the curriculum skipped the prompt; empty if it did not."""
-    counters = journal.counters()
     skipped = () if counters is None else journal.skipped(counters.shape.slots_of(prompt))
     if not skipped:
         return ""

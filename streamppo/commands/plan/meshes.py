@@ -1,7 +1,7 @@
 """The meshes of ranks that a plan tries. Each divides a rank's memory; what it moves between ranks costs time."""
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -28,7 +28,7 @@ def choose(config: Config, model: "PretrainedConfig", fits: Callable[[Config], b
     """
     plain = [mesh for mesh in _plain(config) if _holds(config, mesh, model, fits)]
     divided = () if plain else (mesh for mesh in _divided(config) if _holds(config, mesh, model, fits))
-    return plain or [mesh for mesh, _ in zip(divided, range(1), strict=False)]
+    return plain or list(islice(divided, 1))
 
 
 def override(mesh: Mesh) -> str:

@@ -253,16 +253,12 @@ def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
         f"who waits: {_who_waits(best.prediction)}",
         f"least sure of {group}: {known.doubt:.0%} more or less of it are {low:+.0%} to {high:+.0%} updates/s",
     )
-    for field, before, after in (
-        ("max_lag an update teaches less (docs/off-policy.md)", tried[0].config.queue.bound, best.config.queue.bound),
-        (
-            "batch_size the same tokens make fewer updates",
-            tried[0].config.queue.batch_size,
-            best.config.queue.batch_size,
-        ),
-    ):
-        if after > before:
-            echo(f"tokens are counted, not what they teach: with a larger {field}")
+    before, after = tried[0].config.queue, best.config.queue
+    counted = "tokens are counted, not what they teach: with a larger"
+    if after.bound > before.bound:
+        echo(f"{counted} max_lag an update teaches less (docs/off-policy.md)")
+    if after.batch_size > before.batch_size:
+        echo(f"{counted} batch_size the same tokens make fewer updates")
     if to:
         costs = known.price(best.config)._asdict()
         _write(to, {"proposals": [_stored(one) for one in tried], "costs": costs})

@@ -44,8 +44,8 @@ WAIT_S = 30.0
 class Ledger:
     """The queue's announcement of versions; `asked` are the names of those that call."""
 
-    def __init__(self) -> None:
-        self.pushes: list[tuple[Push, list[np.ndarray]]] = []
+    def __init__(self, *pushes: tuple[Push, list[np.ndarray]]) -> None:
+        self.pushes = [*pushes]
         self.asked: list[str] = []
         self.weights_after = Remote(self._after)
 
@@ -134,8 +134,7 @@ def test_one_actor_pulls_and_all_have_the_same_memory(puller: Callable[..., Mach
 
 def test_more_blocks_than_a_message_has_descriptors_arrive_in_order(puller: Callable[..., MachinePuller]) -> None:
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0, 450), ranks=1))
+        ledger = Ledger(push(0, values(0, 450), ranks=1))
         actors = [puller(name, ledger, block_bytes=64) for name in "ab"]
         for one in actors:
             await one.newer(-1)
@@ -168,8 +167,7 @@ def test_deltas_make_new_memory_from_that_of_their_base(puller: Callable[..., Ma
 
 def test_a_leader_whose_engine_is_slow_serves_the_others(puller: Callable[..., MachinePuller]) -> None:
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         slow, quick = puller("slow", ledger), puller("quick", ledger)
         await slow.newer(-1)
         for version in range(1, 5):
@@ -205,8 +203,7 @@ def test_nothing_is_taken_from_another_user(
     puller: Callable[..., MachinePuller], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         leader, follower = puller("a", ledger), puller("b", ledger)
         await leader.newer(-1)
         monkeypatch.setattr(machine_weights, "_peer", lambda channel: os.getuid() + 1)
@@ -224,8 +221,7 @@ from test_machine_weights import BLOCK, Bytes, Ledger, push, values
 from streamppo.rollout.machine_weights import Leader, MachinePuller
 
 async def main():
-    ledger = Ledger()
-    ledger.pushes.append(push(0, values(0)))
+    ledger = Ledger(push(0, values(0)))
     await MachinePuller("first", ledger, Bytes(), life=sys.argv[3], block_bytes=BLOCK).newer(-1)
     print("leads", flush=True)
     await asyncio.sleep(60)
@@ -248,8 +244,7 @@ def test_after_a_dead_leader_another_actor_leads_and_what_it_gave_stays(
     async def story() -> None:
         assert child.stdout is not None
         assert await asyncio.to_thread(child.stdout.readline) == "leads\n"
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         one = MachinePuller("second", ledger, Bytes(), life=life, block_bytes=BLOCK)  # pyright: ignore[reportArgumentType]
         await one.newer(-1)
         assert one._leading is None and same(one.replica.tensors, values(0))
@@ -288,8 +283,7 @@ def test_a_leader_answers_again_after_it_had_no_descriptor_or_thread_to_spare(
             super().start()
 
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         leader, follower = puller("a", ledger), puller("b", ledger)
         await leader.newer(-1)
         assert leading(leader)._listening.fileno() > 0
@@ -327,8 +321,7 @@ def test_a_leader_waits_for_room(
         return type("Usage", (), {"free": 10 if full[0] >= 0 else full[1]})
 
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         one = puller("a", ledger)
         await one.newer(-1)
         assert same(one.replica.tensors, values(0))
@@ -371,8 +364,7 @@ def test_damaged_memory_is_found_when_an_engine_refuses_it_and_its_leader_resign
     puller: Callable[..., MachinePuller],
 ) -> None:
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         leader, follower = puller("a", ledger), puller("b", ledger)
         for one in (leader, follower):
             await one.newer(-1)
@@ -393,8 +385,7 @@ def test_damaged_memory_is_found_when_an_engine_refuses_it_and_its_leader_resign
 
 def test_a_forked_child_does_not_keep_the_name(puller: Callable[..., MachinePuller]) -> None:
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         leader, follower = puller("a", ledger), puller("b", ledger)
         await leader.newer(-1)
         child = os.fork()
@@ -416,8 +407,7 @@ def test_a_forked_child_does_not_keep_the_name(puller: Callable[..., MachinePull
 
 def test_a_machine_without_such_names_is_told(puller: Callable[..., MachinePuller]) -> None:
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         one = puller("a", ledger)
         one._address += "x" * 200
         with pytest.raises(WeightsError, match="the actors of this machine cannot share weights"):
@@ -539,8 +529,7 @@ def test_memory_of_other_sizes_is_refused_and_its_descriptors_are_closed() -> No
 
 def test_a_follower_that_says_nothing_holds_nobody_up(puller: Callable[..., MachinePuller]) -> None:
     async def story() -> None:
-        ledger = Ledger()
-        ledger.pushes.append(push(0, values(0)))
+        ledger = Ledger(push(0, values(0)))
         leader, follower = puller("a", ledger), puller("b", ledger)
         await leader.newer(-1)
         silent = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(5)]

@@ -79,8 +79,8 @@ def send(channel: socket.socket, value: WireStruct) -> None:
 
 def receive(channel: socket.socket, kind: type[T]) -> T:
     """Read one frame. Raises `EOFError` when the other side is gone."""
-    (length,) = LENGTH.unpack(_read_exactly(channel, LENGTH.size))
-    return msgspec.msgpack.decode(_read_exactly(channel, length), type=kind, ext_hook=columns.unpack)
+    (length,) = LENGTH.unpack(read_exactly(channel, LENGTH.size))
+    return msgspec.msgpack.decode(read_exactly(channel, length), type=kind, ext_hook=columns.unpack)
 
 
 def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
@@ -89,10 +89,11 @@ def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
     if len(header) < LENGTH.size:
         raise EOFError
     (length,) = LENGTH.unpack(header)
-    return msgspec.msgpack.decode(_read_exactly(channel, length), type=Order), fds
+    return msgspec.msgpack.decode(read_exactly(channel, length), type=Order), fds
 
 
-def _read_exactly(channel: socket.socket, count: int) -> bytes:
+def read_exactly(channel: socket.socket, count: int) -> bytes:
+    """Read `count` bytes. Raises `EOFError` when the other side is gone."""
     parts = bytearray()
     while len(parts) < count:
         part = channel.recv(count - len(parts))
