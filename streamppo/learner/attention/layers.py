@@ -21,6 +21,8 @@ SIZES = 64
 """The most variants of a layer that are compiled: numbers of tokens, with and without gradient."""
 PLACES = ("layers", "h", "language_model.layers", "blocks")
 """The attribute of the layers: in most models, in GPT-2 and similar, in the text part of vision models, in MPT."""
+CACHE_NAMES = ("cache", "past_key_values")
+"""The argument of an attention module with its cache, in newer and in older versions of transformers."""
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
@@ -45,7 +47,9 @@ def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) 
     """
     if kind == "off":
         return
-    transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Only newer versions of transformers have the first name, and they warn of the second.
+    enable: Any = getattr(transformer, "activation_checkpointing_enable", transformer.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     for layer in layers_of(transformer):
         layer.training = True
 

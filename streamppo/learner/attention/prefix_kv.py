@@ -34,12 +34,15 @@ NAME = "context"
 
 
 class PrefixCache:
-    """Keeps every layer's keys and values; takes the place of a transformer's cache."""
+    """Keeps every layer's keys and values; takes the place of a transformer's cache.
+
+    Versions of transformers differ in what they give to `update` after the layer.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Keep `keys` and `values`, and return them: the context attends only to itself."""
         self.layers[layer] = keys, values
         return keys, values
@@ -52,7 +55,7 @@ class ContextJoin:
         self._kept = kept
         self._join = join
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the keys and values for a layer's attention. A recomputation may call it again."""
         kept_keys, kept_values = self._kept.layers[layer]
         return self._join(kept_keys, keys), self._join(kept_values, values)
@@ -78,7 +81,8 @@ def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
 
 def _hand_over(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if NAME in named:
-        named["past_key_values"] = named.pop(NAME)
+        # A layer passes its cache, which is None, under the name of its version of transformers.
+        named[next(name for name in layers.CACHE_NAMES if name in named)] = named.pop(NAME)
     return arguments, named
 
 

@@ -35,7 +35,9 @@ class SharedKeys(NamedTuple):
     repeated_P: Tensor
     places_PR: Tensor
 
-    def update(self, keys_1HND: Tensor, values_1HND: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys_1HND: Tensor, values_1HND: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, repeated for each of their rows. It takes the place of a transformer's cache."""
         keys, values = _repeat([keys_1HND, values_1HND], *self)
         return keys, values

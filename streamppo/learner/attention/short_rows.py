@@ -38,13 +38,13 @@ def attend(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    past_key_values: object = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of llama, qwen2 and qwen3; `otherwise`, the original, for long rows, caches and other dtypes."""
     rows, width = hidden_states.shape[:2]
-    if width > LONGEST or past_key_values is not None or hidden_states.dtype is not torch.float32:
-        return otherwise(hidden_states, position_embeddings, attention_mask, past_key_values, **others)
+    has_cache = any(others.get(name) is not None for name in layers.CACHE_NAMES)
+    if width > LONGEST or has_cache or hidden_states.dtype is not torch.float32:
+        return otherwise(hidden_states, position_embeddings, attention_mask, **others)
     query_GWHD, key_GWKD, value_GWKD = (
         project(hidden_states).view(rows, width, -1, module.head_dim)
         for project in (module.q_proj, module.k_proj, module.v_proj)
