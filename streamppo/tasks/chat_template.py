@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -30,6 +31,15 @@ RESERVED = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
 }
 """Arguments of transformers' `apply_chat_template` that a configuration may not set."""
+NOW = "strftime_now"
+"""The function of the present time in chat templates, by a format as `strftime` has it."""
+CLOCK = (
+    "{%- macro " + NOW + "(format) %}{% set written = namespace(text=format.replace('%%', '\\0')) %}"
+    "{% for directive, text in streamppo_clock.items() %}"
+    "{% set written.text = written.text.replace(directive, text) %}"
+    "{% endfor %}{{ written.text.replace('\\0', '%') }}{% endmacro +%}"
+)
+"""Put before a chat template: the same function with a fixed time, given as the text of every directive."""
 Calls: TypeAlias = Sequence[Mapping[str, Any]]
 """Calls of tools, as a message has them."""
 FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -58,10 +68,7 @@ class ChatTemplate:
         self._control = control
         self._whole = set[tuple[object, ...]]()
         """Shapes of prompts, and of messages after a turn, that the template is known to write in full."""
-        # In addition to a template's own names: transformers' function of that name gives the time of the call.
-        self._clock: dict[str, Callable[[str], str]] = (
-            {"strftime_now": datetime.fromisoformat(clock).strftime} if clock else {}
-        )
+        self._clock = _directives(datetime.fromisoformat(clock)) if clock else {}
 
     def render(self, messages: Sequence[Message], template: Template) -> str:
         """Render a prompt with the opening of the answer; a final assistant message is left open instead.
@@ -196,7 +203,7 @@ class ChatTemplate:
         chat: Any = [message.plain() for message in messages]
         # Templates would treat an empty list as tools.
         tools = list(template.tools) or None
-        arguments = {**self._clock, **template.arguments, **how}
+        arguments = {**self._timed(template, tools), **how}
         rendered = self._render_checked(chat, tools, arguments)
         if template.control_tokens == "parse":
             return rendered
@@ -211,6 +218,16 @@ class ChatTemplate:
                 'as text: take it out of the row, or choose control_tokens = "parse"'
             )
         return private
+
+    def _timed(self, template: Template, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """The arguments of `template`, with the run's time in place of that of the call if the chat template writes it.
+
+        Newer versions of transformers give a template no functions as arguments.
+        """
+        text = self._tokenizer.get_chat_template(template.arguments.get("chat_template"), tools) if self._clock else ""
+        if NOW not in text:
+            return template.arguments
+        return {**template.arguments, "chat_template": CLOCK + text, "streamppo_clock": self._clock}
 
     def _refuse_choice(self, template: Template) -> None:
         """Raise `TaskError` if there are several templates, of which transformers takes none by itself."""
@@ -235,6 +252,12 @@ class ChatTemplate:
 
     def _apply_template(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
+
+
+def _directives(moment: datetime) -> dict[str, str]:
+    """The text of every directive of `strftime`. Example: {"%d": "07", "%-d": "7", "%B": "March", ...}."""
+    every = (f"%{flag}{letter}" for letter in string.ascii_letters for flag in ("-", ""))
+    return {directive: text for directive in every if (text := moment.strftime(directive)) != directive}
 
 
 def _shape(message: Message) -> tuple[object, ...]:

@@ -78,8 +78,13 @@ class Tokenizer:
         """True if it has a chat template."""
         return bool(self._tokenizer.chat_template)
 
-    def response_parser(self) -> Callable[[str], object] | None:
-        """Return the parser of a turn's text by the tokenizer's `response_schema`; None if it has no schema."""
+    def response_parser(self, context: Sequence[int] = ()) -> Callable[[str], object] | None:
+        """Return the parser of the text of a turn that follows `context`; None if the tokenizer describes no turns.
+
+        It describes them by a `response_template`, or in older versions of transformers by a `response_schema`.
+        """
+        if (template := getattr(self._tokenizer, "response_template", None)) is not None:
+            return lambda text: self._tokenizer.parse_response(text, template, prefix=self.spell(context))
         schema = getattr(self._tokenizer, "response_schema", None)
         return None if schema is None else lambda text: self._tokenizer.parse_response(text, schema)
 

@@ -1,7 +1,7 @@
 """Reads a turn's reasoning, text and tool calls from the sampled text.
 
-A tokenizer with a `response_schema` parses it (transformers' `parse_response`). For others the marks of most templates
-are read:
+A tokenizer with a `response_template` parses it (transformers' `parse_response`; in older versions by a
+`response_schema`). For others the marks of most templates are read:
 
     <think>reasoning</think>text<tool_call>{"name": "sum", "arguments": {"a": 1}}</tool_call>
 
@@ -25,7 +25,7 @@ THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_cal
 SIGNS = string.ascii_letters + string.digits
 CALLS = re.compile(f"{CALL}(.*?)(?:{CALLED}|$)", re.DOTALL)
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ImportError, TemplateError, RecursionError)
-"""Errors of `parse_response` for a text outside of its schema."""
+"""Errors of `parse_response` for a text that does not fit."""
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,12 @@ def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) 
 
 
 def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Reply:
-    """Read a whole turn. `opened`: the template has begun its reasoning. `parse` parses by a schema."""
+    """Read a whole turn. `opened`: the template has begun its reasoning. `parse` is the tokenizer's own."""
     if parse is not None:
         try:
-            return _of_schema(cast("Mapping[str, object]", parse(text)))
+            return _of_fields(cast("Mapping[str, object]", parse(text)))
         except UNREADABLE as error:
-            log.debug("the tokenizer's response_schema does not fit a turn: %s", error)
+            log.debug("the tokenizer's description does not fit a turn: %s", error)
             return Reply(text)
     reasoning, answer = _thoughts(text, opened=opened)
     calls = list[ToolCall]()
@@ -138,7 +138,7 @@ def _one_call(value: object) -> ToolCall | None:
     return ToolCall(_call_id(), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def _of_schema(fields: Mapping[str, object]) -> Reply:
+def _of_fields(fields: Mapping[str, object]) -> Reply:
     content, calls = fields.get("content"), fields.get("tool_calls") or ()
     reasoning = fields.get("reasoning_content") or fields.get("thinking") or fields.get("reasoning")
     parsed = [_one_call(item) for item in cast("list[object]", calls)]

@@ -297,24 +297,25 @@ class Session:
         opened, ended = self.row.add(place.at, new_tokens, completion, len(self.turns) + 1)
         turn.new = tuple(place.rest)
         assert np.array_equal(self.row.context(opened), context), "the engine has seen what the row stores"
-        self._finish(turn, completion)
+        self._finish(turn, completion, context)
         assert turn.reply is not None
         answer, names = turn.reply.message, (turn.id, *turn.names)
         self._tree.add(request.messages, answer, setting, after=place, opened=opened, ended=ended, names=names)
 
-    def _finish(self, turn: Turn, completion: Completion) -> None:
+    def _finish(self, turn: Turn, completion: Completion, context: Ints) -> None:
         """Parse the turn, and list it."""
         assert completion.finish != "cut"
         tokenizer = self._policy.tokenizer
         turn.finish, turn.tokens, turn.cached = completion.finish, len(completion.tokens), completion.cached
         turn.text = self._policy.stop.text(completion.tokens, completion.finish, tokenizer.completion)
-        turn.reply = reply.read(turn.text, opened=turn.opened, parse=tokenizer.response_parser())
+        parse = tokenizer.response_parser(context)
+        turn.reply = reply.read(turn.text, opened=turn.opened, parse=parse)
         turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))
         self.turns.append(turn)
         turn.number = len(self.turns)
 
     def _progress(self, turn: Turn, part: Completion) -> None:
-        """Record the text so far; with a schema, text is parsed only at its end."""
+        """Record the text so far; text that the tokenizer parses is parsed only at its end."""
         tokenizer, present = self._policy.tokenizer, time.monotonic()
         if present - turn.shown_s < STREAM_S:
             return

@@ -1,13 +1,16 @@
 """A turn's text is read: reasoning, text, tool calls; a stream is a beginning of the whole."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizer_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamppo.rollout.endpoint import reply
+from streamppo.tasks.tokenizer import Tokenizer
 
 CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -53,27 +56,59 @@ def test_what_is_streamed_is_a_beginning_of_the_whole(parts: list[str], opened: 
     assert whole.reasoning.startswith(shown.reasoning)
 
 
-def test_a_schema_of_the_tokenizer_reads_the_turn_in_place_of_the_marks() -> None:
-    from transformers.utils.chat_parsing_utils import recursive_parse
-
-    schema = {
-        "type": "object",
-        "properties": {
-            "role": {"const": "assistant"},
-            "content": {"type": "string", "x-regex": r"^(.*?)(?:\[call\]|$)"},
-            "thinking": {"type": "string", "x-regex": r"\[thought\](.*?)\[/thought\]"},
-            "tool_calls": {
-                "x-regex-iterator": r"\[call\](.*?)\[/call\]",
-                "type": "array",
-                "items": {"x-parser": "json", "type": "object", "properties": {"type": {"const": "function"}}},
-            },
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": {"type": "string", "x-regex": r"^(.*?)(?:\[call\]|$)"},
+        "thinking": {"type": "string", "x-regex": r"\[thought\](.*?)\[/thought\]"},
+        "tool_calls": {
+            "x-regex-iterator": r"\[call\](.*?)\[/call\]",
+            "type": "array",
+            "items": {"x-parser": "json", "type": "object", "properties": {"type": {"const": "function"}}},
         },
-    }
+    },
+}
+"""A turn as versions of transformers before 5.13 describe it."""
+TEMPLATE = {
+    "start_anchor": "assistant:",
+    "fields": {
+        "content": {},
+        "thinking": {"open": "[thought]", "close": "[/thought]"},
+        "tool_calls": {"open": "[call]", "close": "[/call]", "content": "json", "repeats": True},
+    },
+}
+"""The same turn for later versions."""
+
+
+def described(folder: Path) -> Tokenizer:
+    """A tokenizer whose file describes turns in both ways, as transformers loads it."""
+    tokenizer_kinds.make("byte_bpe", "qwen3").save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    both = {"response_schema": SCHEMA, "response_template": TEMPLATE}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **both}))
+    return Tokenizer(folder)
+
+
+def test_a_tokenizer_that_describes_turns_reads_them_in_place_of_the_marks(tmp_path: Path) -> None:
+    tokenizer = described(tmp_path)
+    parse = tokenizer.response_parser(tokenizer.hf.encode("[call] assistant:"))
     text = 'so[call]{"function": {"name": "f", "arguments": {"a": 1}}}[/call][thought]hm[/thought]'
-    found = reply.read(text, parse=lambda one: recursive_parse(one, schema))
+    found = reply.read(text, parse=parse)
     assert (found.content, found.reasoning) == ("so", "hm")
     assert [(one.name, one.arguments) for one in found.calls] == [("f", '{"a": 1}')]
     # A turn that it does not fit is text.
-    assert reply.read("a[call]{[/call]", parse=lambda one: recursive_parse(one, schema)) == reply.Reply(
-        "a[call]{[/call]"
-    )
+    assert reply.read("a[call]{[/call]", parse=parse) == reply.Reply("a[call]{[/call]")
+
+
+def test_a_turn_that_its_prompt_has_begun_is_read_with_that_beginning(tmp_path: Path) -> None:
+    tokenizer = described(tmp_path)
+    if not hasattr(tokenizer.hf, "response_template"):
+        pytest.skip("this version of transformers parses a turn without its prompt")
+    parse = tokenizer.response_parser(tokenizer.hf.encode("assistant:[thought]"))
+    assert reply.read("hm[/thought]so", parse=parse) == reply.Reply("so", "hm")
+
+
+def test_a_tokenizer_without_a_description_has_no_parser(tmp_path: Path) -> None:
+    tokenizer_kinds.make("byte_bpe", "qwen3").save_pretrained(tmp_path)
+    assert Tokenizer(tmp_path).response_parser() is None

@@ -2,6 +2,7 @@
 """Chat templates of published families: prompts, second turns, and control tokens in other people's text."""
 
 import json
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -52,7 +53,9 @@ TURNS = {
 
 
 @cache
-def made(family: str | None, kind: str | None = None, template: str | None = None, clock: str = "") -> Tokenizer:
+def made(
+    family: str | None, kind: str | None = None, template: str | dict[str, str] | None = None, clock: str = ""
+) -> Tokenizer:
     folder = mkdtemp()
     tokenizer = tokenizer_kinds.make(kind or FITS.get(family or "", "byte_bpe"), family)
     if template is not None:
@@ -275,12 +278,22 @@ def test_a_prompt_that_ends_with_an_assistants_message_is_continued(family: str)
         tokenizer.render(chat(user("hi"), Message(role="assistant", content=None)))
 
 
-DATED = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+DATED = "\n {{ strftime_now('%s') }}{%% for m in messages %%}{{ m.content }}{%% endfor %%}"
+FORMATS = ("%d %b %Y %H:%M", "%Y-%m-%d", "%B %-d, %Y", "%A", "100%% %%d of %j %-I%p", "no time", "%x|%X|%c", "%q %")
+"""As Llama 3, gpt-oss and Granite write them, and others."""
 
 
-def test_a_template_that_writes_the_time_writes_that_of_the_run() -> None:
-    tokenizer = made("qwen3", template=DATED, clock="2026-01-31T12:05")
-    assert tokenizer.render(chat(user(" x"))) == "31 Jan 2026 12:05 x"
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("clock", ["2026-01-31T12:05", "2024-02-07T03:04:05"])
+def test_a_template_that_writes_the_time_writes_that_of_the_run(clock: str, format: str) -> None:
+    tokenizer = made("qwen3", template=DATED % format, clock=clock)
+    expected = datetime.fromisoformat(clock).strftime(format)
+    # A template's first line break is kept by transformers, with a clock and without.
+    assert tokenizer.render(chat(user(" x"))) == f"\n {expected} x"
+    named = {"other": DATED % format, "default": "{{ messages[0].content }}"}
+    chosen = made.__wrapped__("qwen3", template=named, clock=clock)
+    assert chosen.render(chat(user("x"))) == "x"
+    assert chosen.render(chat(user("x"), arguments={"chat_template": "other"})) == f"\n {expected}x"
 
 
 def test_the_fields_of_messages_tools_and_arguments_reach_the_template(tmp_path: Path) -> None:
