@@ -166,7 +166,7 @@ def test_an_update_has_fewer_operations_than_with_fsdp(folder: Path) -> None:
         with Operations() as seen:
             updater.update(pad(case.batch(seed=1)))
         counts[fsdp] = seen.count
-    assert counts[False] < 0.8 * counts[True], counts
+    assert counts[False] < 0.85 * counts[True], counts
 
 
 class Operations(TorchDispatchMode):

@@ -12,12 +12,14 @@ from typing import Any
 import hollow_weights
 import pytest
 import torch
+import transformers
 from conftest import COUNTERS, MATH, REPOSITORY
 from safetensors.torch import load_file
 from transformers import (
     CodeGenConfig,
     Gemma2Config,
     Gemma3Config,
+    GPT2Config,
     MixtralConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -134,8 +136,12 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     lines = [line for line in output.splitlines() if line.startswith(("rank ", "engine memory "))]
     found = re.findall(r"[\d.]+ [GM]iB", "".join(lines))
     assert len(found) == 9
+    # What a layer keeps differs a little between versions of transformers; the comments are of constraints.txt.
+    is_pinned = f"transformers=={transformers.__version__}" in (REPOSITORY / "constraints.txt").read_text().split()
     for size in found:
-        assert size in comment, size
+        value, unit = size.split()
+        sizes = [float(number) for number in re.findall(rf"([\d.]+) {unit}", comment)]
+        assert min(abs(number / float(value) - 1) for number in sizes) <= (0 if is_pinned else 0.06), (size, found)
     (parameters,) = re.findall(r"parameters ok ([\d,]+) in", output)
     assert parameters in comment
     host = next(line for line in output.splitlines() if line.startswith("host memory ok"))
@@ -292,7 +298,7 @@ ABSENT = {
     "critic later 'polcy' is not a folder here": ["algorithm.critic.model=polcy"],
     "'runs/nope', whose batches are to train it, is not a folder": ["algorithm.critic.pretrain=runs/nope"],
     "unknown for a Gemma3Config": ["model.path=gemma3", ELSEWHERE],
-    "unknown for a MixtralConfig": ["model.path=mixtral", ELSEWHERE],
+    "unknown for a GPT2Config": ["model.path=gpt2", ELSEWHERE],
 }
 
 
@@ -304,7 +310,7 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
     folder = tmp_path / ABSENT[sentence][0].partition("=")[2]
     settings = {
         "gemma3": Gemma3Config(),
-        "mixtral": MixtralConfig(**SMALL, vocab_size=200, num_key_value_heads=2),
+        "gpt2": GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=200, n_positions=64),
     }
     if folder.name in settings:
         model_folder(folder, **SMALL)

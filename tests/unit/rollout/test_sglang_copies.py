@@ -116,7 +116,10 @@ def test_experts_of_a_mixture_are_read_there_too_under_the_names_of_files() -> N
     carrier, saved = BySharedMemory(cast("Any", None), 1 << 20, server=False), architecture.as_saved(made.tensors)
     asyncio.run(carrier.stage(saved))
     assert sum(".experts." in name for name in saved) == 2 * 4 * 3
-    assert carrier._memory == [] and len(carrier._staged) == len(made.memory)
+    shared = {tensor.untyped_storage().data_ptr() for tensor in made.tensors.values()}
+    # Newer versions of transformers copy what they split.
+    has_copies = any(tensor.untyped_storage().data_ptr() not in shared for tensor in saved.values())
+    assert len(carrier._memory) == has_copies and len(carrier._staged) == len(made.memory) + has_copies
 
 
 def test_a_full_shared_memory_is_told_before_a_write_to_it_would_kill(monkeypatch: pytest.MonkeyPatch) -> None:
