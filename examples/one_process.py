@@ -158,9 +158,9 @@ def sample(engine: Policy, some: Sequence[str], temperature: float, version: int
     # All prompts have the same length: numbers below 10 are padded with a space.
     prompts_BP = next_BL = torch.tensor([encode(prompt) for prompt in some])
     running_B, cache, columns = torch.ones(len(some), dtype=torch.bool), None, []
-    for _ in range(MAX_TOKENS):
-        out = engine.lm(input_ids=next_BL, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logp_BV = out.past_key_values, (out.logits[:, -1] / (temperature or 1.0)).log_softmax(-1)
+    for _ in range(MAX_TOKENS):  # the cache is given by place: versions of transformers name it differently
+        logits_B1V, cache = engine.lm(next_BL, None, None, cache, use_cache=True, logits_to_keep=1)[:2]
+        logp_BV = (logits_B1V[:, -1] / (temperature or 1.0)).log_softmax(-1)
         sampled_B1 = torch.multinomial(logp_BV.exp(), 1) if temperature else logp_BV.argmax(-1, keepdim=True)
         next_BL = sampled_B1.masked_fill(~running_B[:, None], PADDING)
         columns.append((next_BL[:, 0], logp_BV.gather(-1, next_BL)[:, 0], running_B))

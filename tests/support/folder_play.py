@@ -242,9 +242,9 @@ class TransformersEngine:
         tokens, logprobs, kept, finish = list[int](), list[float](), None, "length"
         row = torch.tensor(np.asarray(prompt)[None].astype(np.int64))
         while len(tokens) < sampling.max_tokens:
-            out = self._lm(row, past_key_values=kept, use_cache=True)
-            kept = out.past_key_values
-            logp_V = out.logits[0, -1, : self._words].float().log_softmax(-1)
+            # The cache is given by its place: versions of transformers name it differently.
+            logits_1TV, kept = self._lm(row, None, None, kept, use_cache=True).to_tuple()
+            logp_V = logits_1TV[0, -1, : self._words].float().log_softmax(-1)
             token = int(torch.multinomial(logp_V.exp(), 1, generator=self._generator))
             tokens.append(token)
             logprobs.append(float(logp_V[token]))
