@@ -53,16 +53,16 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
 
     Raises `CheckpointError` for files that lack a tensor or contain a name that is not allowed.
     """
-    root = logging.getLogger()
+    root, reader = logging.getLogger(), Reader(path)
     root.addFilter(_is_no_fallback)
     try:
         with _without_warning() if alone else nullcontext():
             dcp.load(  # pyright: ignore[reportPrivateImportUsage]
-                tensors, storage_reader=Reader(path), planner=Planner(), no_dist=alone
+                tensors, storage_reader=reader, planner=Planner(), no_dist=alone
             )
     except dcp.api.CheckpointException as error:
-        reasons = [str(failure) for failure, _ in error.failures.values()]
-        raise CheckpointError(f"{path}: cannot be loaded: {reasons[0]}") from error
+        reasons = [reader.refusal, *(failure for failure, _ in error.failures.values())]
+        raise CheckpointError(f"{path}: cannot be loaded: {next(filter(None, reasons))}") from error
     finally:
         root.removeFilter(_is_no_fallback)
 
@@ -98,8 +98,18 @@ def _is_no_fallback(record: logging.LogRecord) -> bool:
 class Reader(FileSystemReader):
     """torch's reader, limited to unpickling metadata classes."""
 
+    refusal: CheckpointError | None = None
+    """Why the metadata were refused; the oldest supported torch does not pass it on."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata. Raises `CheckpointError` for any other pickle, and for files outside the folder."""
+        try:
+            return self._read_metadata()
+        except CheckpointError as error:
+            self.refusal = error
+            raise
+
+    def _read_metadata(self) -> Metadata:
         path = Path(self.path) / METADATA
         try:
             content = durable.read(path)
