@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import learner_case as case
 import pytest
 import torch.distributed as dist
 from conftest import MATH
@@ -94,10 +95,10 @@ def parts_of(weight: Any) -> int:
     ("name", "mesh"),
     [
         *((name, mesh) for name in LARGE for mesh in ("replicate = 1", "replicate = 8")),
-        ("Qwen2.5-72B", "tensor = 8"),
-        ("Qwen2.5-72B", "replicate = 2, tensor = 4, context = 2"),
-        ("Qwen3-235B-A22B", "expert = 8"),
-        ("Qwen3-235B-A22B", "replicate = 2, expert = 16, tensor = 4"),
+        pytest.param("Qwen2.5-72B", "tensor = 8", marks=case.CUTS),
+        pytest.param("Qwen2.5-72B", "replicate = 2, tensor = 4, context = 2", marks=case.CUTS),
+        pytest.param("Qwen3-235B-A22B", "expert = 8", marks=case.CUTS),
+        pytest.param("Qwen3-235B-A22B", "replicate = 2, expert = 16, tensor = 4", marks=case.CUTS),
     ],
 )
 def test_bytes_of_a_rank_its_push_and_its_checkpoint_are_those_of_check(tmp_path: Path, name: str, mesh: str) -> None:

@@ -84,6 +84,7 @@ def made(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[A
     return found
 
 
+@case.CUTS
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
@@ -128,6 +129,7 @@ def saved(ranks: int, folder: Path, out: Path, mesh: str) -> dict[str, Any]:
     return {"after": after, "before": before, "follower": case.whole(updater.reference)}
 
 
+@case.CUTS
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"), [("qwen2", "tensor = 2, context = 1"), ("qwen3_moe", "replicate = 2, expert = 2, tensor = 2")]
@@ -159,6 +161,7 @@ def loaded(ranks: int, folder: Path, mesh: str) -> case.Weights:
     return case.whole(load_policy.load(config.model, folder, 1.0, mesh_of("cpu", config.learner.mesh), slices=slices))
 
 
+@case.CUTS
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"), [("llama", "tensor = 4"), ("qwen2", "tensor = 2"), ("six", "replicate = 2, expert = 2")]
@@ -200,6 +203,7 @@ def in_rounds(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> l
     return made(ranks, folder, cases)
 
 
+@case.CUTS
 @pytest.mark.slow
 def test_pairs_that_go_in_rounds_make_the_update_of_one_rank(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "qwen3_moe")
