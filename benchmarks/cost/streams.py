@@ -1,6 +1,6 @@
 """The CPU time of streaming tokens out of SGLang, by the number of tokens per message.
 
-    $(python tests/sglang/environment.py) -W ignore -m benchmarks.cost.streams --json streams.json
+    $(python tests/environments/build.py sglang) -W ignore -m benchmarks.cost.streams --json streams.json
 
 An engine of configs/math-sglang.toml completes `COUNT` prompts concurrently, `TOKENS` tokens each, alternating between
 the intervals; 0 means whole completions in one reply. Reported is the least CPU time per token in microseconds: in this

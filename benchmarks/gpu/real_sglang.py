@@ -1,6 +1,6 @@
 """Compare the real SGLang on a CPU with the embedded engine. Run it in SGLang's environment:
 
-$(python tests/sglang/environment.py) -W ignore -m benchmarks.gpu.real_sglang --output FILE.json
+$(python tests/environments/build.py sglang) -W ignore -m benchmarks.gpu.real_sglang --output FILE.json
 """
 
 import argparse

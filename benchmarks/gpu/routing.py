@@ -1,6 +1,6 @@
 """Compare log-probs of SGLang and of the learner on a mixture of experts, with the learner's and the engine's routes.
 
-    $(python tests/sglang/environment.py) -W ignore -m benchmarks.gpu.routing [--seeds 5] [--prompts 32]
+    $(python tests/environments/build.py sglang) -W ignore -m benchmarks.gpu.routing [--seeds 5] [--prompts 32]
         [--json out.json]
 
 A random Qwen3 MoE model samples with SGLang, in bfloat16 and in float32; the learner has the same weights. Predicted
