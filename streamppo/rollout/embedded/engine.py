@@ -88,6 +88,8 @@ class EmbeddedEngine:
         self._one_swap = asyncio.Lock()
         self._work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        # One thread: a swap that was cancelled still writes its copy, and the next one writes to the same memory.
+        self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
         self._driver = asyncio.create_task(self._run_loop())
@@ -131,8 +133,10 @@ class EmbeddedEngine:
     ) -> None:
         """See `Engine.update_weights`. Swaps are serialized; weights are copied while decoding continues."""
         async with self._one_swap:
-            parameters = await asyncio.to_thread(self._decoder.fuse, tensors, contents)
-            swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._wake()
+            parameters = await loop.run_in_executor(self._copies, self._decoder.fuse, tensors, contents)
+            swapped: asyncio.Future[None] = loop.create_future()
             self._wake()
             self._swap = (version, parameters, swapped)
             self._promised.add(swapped)
@@ -153,6 +157,7 @@ class EmbeddedEngine:
         self._driver.cancel()
         await asyncio.wait([self._driver])
         self._thread.shutdown()
+        self._copies.shutdown(cancel_futures=True)
 
     # --- the driver ------------------------------------------------------------------------------------------
 

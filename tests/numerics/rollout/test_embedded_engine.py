@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -436,6 +436,36 @@ def test_a_cancelled_swap_harms_nobody_else() -> None:
         await asyncio.wait_for(running.update_weights(2, new), 10)
         assert running.version == 2
         assert len((await asyncio.wait_for(request, 10)).tokens) == 60
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_swap_that_still_writes_changes_nothing_of_the_next() -> None:
+    async def scenario() -> None:
+        running, one, two = engine(make()), tensors(make(seed=1)), tensors(make(seed=2))
+        begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+        write = running._decoder._write_tensors
+
+        def slowly(into: Any, weights: Any) -> Iterator[tuple[str, int]]:
+            for written in write(into, weights):
+                yield written
+                if weights is one:
+                    begun.set()
+                    may_go_on.wait(10)
+            if weights is one:
+                ended.set()
+
+        running._decoder._write_tensors = slowly
+        cancelled = asyncio.create_task(running.update_weights(1, one))
+        await asyncio.to_thread(begun.wait, 10)
+        cancelled.cancel()
+        following = asyncio.create_task(running.update_weights(2, two))
+        await asyncio.wait([following], timeout=0.2)
+        may_go_on.set()
+        await asyncio.wait_for(following, 10)
+        assert await asyncio.to_thread(ended.wait, 10) and running.version == 2
+        for name, view in parameters.views(running._decoder.parameters, two.keys(), running._decoder.head_width):
+            assert torch.equal(view, two[name].reshape(view.shape)), name
 
     asyncio.run(scenario())
 
