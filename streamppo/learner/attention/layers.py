@@ -74,8 +74,22 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
     # The oldest torch that is promised has no such option.
     exact = torch.are_deterministic_algorithms_enabled() and hasattr(compiler, "deterministic")
     options: Any = {"deterministic": True} if exact else {}
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    # Newer versions of transformers compute a layer again inside its forward, which FSDP's subclass of it would skip.
+    is_inside = "__init_subclass__" in vars(GradientCheckpointingLayer)
     for layer in layers_of(transformer):
-        layer.forward = partial(_call, torch.compile(layer.forward, dynamic=True, options=options))
+        again = is_inside and isinstance(layer, GradientCheckpointingLayer)
+        own = type(layer).forward.__wrapped__.__get__(layer) if again else layer.forward
+        compiled = partial(_call, torch.compile(own, dynamic=True, options=options))
+        layer.forward = partial(_checkpointed, layer, compiled) if again else compiled
+
+
+def _checkpointed(layer: Any, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a compiled layer; with checkpointing it is computed again in the backward pass, its compiled code too."""
+    if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
+        return compiled(*arguments, **named)
+    return layer._gradient_checkpointing_func(partial(compiled, **named), *arguments)
 
 
 def _call(compiled: Callable[..., Any], hidden_BWD: Tensor, **named: Any) -> Any:

@@ -40,10 +40,14 @@ def is_available() -> bool:
 
 
 def register() -> str:
-    """Make it known to transformers, which makes no mask for it; return its name."""
+    """Make it known to transformers, which makes no mask for it; return its name.
+
+    torch 2.15 would choose cuDNN's kernels for some of the rows, also where it must compute deterministically.
+    """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
 
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Since torch 2.12 it asks whether heads of queries share keys; before, they just may.
     asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
     kernel = partial(varlen_attn, enable_gqa=True) if asks else varlen_attn

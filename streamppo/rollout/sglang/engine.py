@@ -18,6 +18,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
@@ -101,7 +102,7 @@ class SGLangEngine:
         self._biases = wire.biases(setup.unknown)
         self._capacity = asyncio.Semaphore(life.link.capacity)
         self._run = uuid.uuid4().hex[:8]
-        self._swapping = asyncio.Lock()
+        self._swapping, self._copying = asyncio.Lock(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._serving, self._certain = asyncio.Event(), asyncio.Event()
         self._serving.set()
         self._certain.set()
@@ -133,8 +134,10 @@ class SGLangEngine:
     ) -> None:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
-        saved = await asyncio.to_thread(_copy_as_files, self._architecture, self._copies, tensors, contents)
         async with self._swapping:
+            # One thread: a swap that was cancelled still writes its copy, and the next one writes to the same memory.
+            copied = self._copying.submit(_copy_as_files, self._architecture, self._copies, tensors, contents)
+            saved = await asyncio.wrap_future(copied)
             await self._until_serving()
             begin = time.perf_counter()
             try:
@@ -170,6 +173,7 @@ class SGLangEngine:
         for cancel in list(self._cancel_calls):
             cancel()
         await self._life.link.stop()
+        self._copying.shutdown(cancel_futures=True)
 
     # --- life and death --------------------------------------------------------------------------------------
 

@@ -140,7 +140,13 @@ class OwnEngine:
 
         manager = self._engine.tokenizer_manager
         if name == "generate":
-            return await anext(manager.generate_request(io_struct.GenerateReqInput(**fields), None))
+            from fastapi import HTTPException
+
+            try:
+                return await anext(manager.generate_request(io_struct.GenerateReqInput(**fields), None))
+            except HTTPException as refused:
+                # For want of memory, for example; the server would answer with this status.
+                raise ValueError(refused.detail) from refused
         handler = HANDLERS[name]
         method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, handler.method, None)
         if method is None:

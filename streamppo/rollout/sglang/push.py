@@ -206,11 +206,14 @@ class Bucket(Protocol):
 
 
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
-    """Split `tensors` into parts of about `bucket_bytes`; yield (part, is it the last)."""
+    """Split `tensors` into parts of about `bucket_bytes` and one type; yield (part, is it the last).
+
+    SGLang 0.5.23 refuses a tensor that does not begin at a multiple of its type's size.
+    """
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > bucket_bytes:
+        if part and (size + tensor.nbytes > bucket_bytes or tensor.dtype != part[-1][1].dtype):
             yield part, False
             part, size = [], 0
         part.append((name, tensor))

@@ -27,20 +27,17 @@ OLDEST = (0, 5, 17)
 FLUSHES_PAUSED = (0, 5, 21)
 """The first version whose paused engine can flush its prefix cache while requests wait; earlier ones die."""
 
-NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = (0, 5, 21)
+NAMES_GRAPHS = NAMES_CANDIDATES = NAMES_ROUTES = NAMES_DEFAULTS = STREAMS = (0, 5, 21)
 """The first versions known to have an argument for the largest batch of decode CUDA graphs, to return the candidates
-that top-p and top-k leave, to return the experts of every token, and to take default sampling parameters from the model
-unless configured otherwise.
+that top-p and top-k leave, to return the experts of every token, to take default sampling parameters from the model
+unless configured otherwise, and to stream only the new tokens in each message, every `stream_interval`.
 """
+RESTORES_EXPERTS = (0, 5, 23)
+"""The first version that restores the layout of experts before it loads weights, whatever computes them."""
 MOST_BIASES = 16384
 """Most biases of a request: SGLang processes all of them for each completion."""
 UNSAMPLED = -1e9
 """A bias that prevents sampling of a token; unlike -inf it exists in JSON, and in float32 it gives no NaN."""
-
-STREAMS = (0, 5, 21)
-"""The first version with incremental streams: each message has only new tokens, every `stream_interval`."""
-
-
 NEUTRAL = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -116,6 +113,9 @@ def arguments(
     }
     if rollout.gpus:
         chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
+        # On a B200 the default returns no experts, and before 0.5.23 its layout of experts takes no new weights.
+        if engine.routes or version < RESTORES_EXPERTS:
+            chosen["moe_runner_backend"] = "triton"
         # A decode step with more completions than the largest CUDA graph would launch each kernel separately.
         graphs = {"cuda_graph_max_bs_decode": rollout.slots} if version >= NAMES_GRAPHS else {}
         return chosen_arguments | graphs | {name: value for name, value in chosen.items() if value} | dict(engine.args)

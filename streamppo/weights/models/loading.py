@@ -68,7 +68,8 @@ def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False)
     import transformers
 
     config = settings(path, untied=untied)
-    with naming(path):
+    # transformers would warn that flash-attn needs 16 bits, which are those of its passes.
+    with naming(path), fit.quiet():
         options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
         return getattr(transformers, kind).from_config(config, **options).eval()
 

@@ -132,6 +132,34 @@ def test_offloaded_weights_are_trained_as_all_others(folder: Path) -> None:
     case.assert_same_weights(*found, atol=0)
 
 
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_compiled_layers_are_computed_again_outside_of_what_is_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, offload: str
+) -> None:
+    inside, again = list[bool](), list[int]()
+
+    def compiled(function: Any, **_: Any) -> Any:
+        return lambda *arguments, **named: (inside.append(bool(again)), function(*arguments, **named))[1]
+
+    monkeypatch.setattr(layers.torch, "compile", compiled)
+    options = ("model.compile=true", "learner.exact=false", "model.gradient_checkpointing=full")
+    # With offload it is sharded, and its layers are of a subclass that FSDP has made.
+    config = case.config_of(*options, f"learner.offload={offload}", "model.share_prompts=false")
+    policy = case.updater(config, folder).policy
+    every = list(layers.layers_of(policy.lm.base_model))
+    for number, layer in enumerate(every):
+        own: Any = layer._gradient_checkpointing_func
+
+        def checkpoint(function: Any, *arguments: Any, own: Any = own, number: int = number) -> Any:
+            again.append(number)
+            return own(function, *arguments)
+
+        layer._gradient_checkpointing_func = checkpoint
+    policy(pad(case.batch()), "policy").logprobs_BT.sum().backward()
+    assert again == list(range(len(every)))
+    assert len(inside) == 2 * len(every) and all(inside), "in the forward pass and in the backward pass"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_compiled_layers_compute_the_same_and_keep_their_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

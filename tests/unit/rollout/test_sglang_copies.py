@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from streamppo.errors import WeightsError
+from streamppo.rollout.sglang import engine, push
 from streamppo.rollout.sglang.copies import VersionCopies
 from streamppo.rollout.sglang.push import BySharedMemory
 from streamppo.rollout.weight_checks import Architecture
@@ -120,6 +122,42 @@ def test_experts_of_a_mixture_are_read_there_too_under_the_names_of_files() -> N
     # Newer versions of transformers copy what they split.
     has_copies = any(tensor.untyped_storage().data_ptr() not in shared for tensor in saved.values())
     assert len(carrier._memory) == has_copies and len(carrier._staged) == len(made.memory) + has_copies
+
+
+def test_a_part_has_tensors_of_one_type_and_not_more_bytes_than_a_bucket() -> None:
+    types = {"a": torch.bfloat16, "b": torch.bfloat16, "c": torch.float32, "d": torch.bfloat16, "e": torch.bfloat16}
+    every = {name: torch.zeros(3 if name == "a" else 4, dtype=dtype) for name, dtype in types.items()}
+    parts = [([name for name, _ in part], last) for part, last in push._parts(every, 14)]
+    assert parts == [(["a", "b"], False), (["c"], False), (["d"], False), (["e"], True)]
+
+
+def test_a_cancelled_swap_that_still_copies_changes_nothing_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, order = threading.Event(), threading.Event(), list[str]()
+    copy = engine._copy_as_files
+
+    def slowly(architecture: Any, copies: Any, tensors: Any, contents: Any = None) -> Any:
+        order.append("begins")
+        begun.set()
+        may_go_on.wait(10)
+        order.append("ends")
+        return copy(architecture, copies, tensors, contents)
+
+    async def case() -> None:
+        fake = Fake()
+        running = await opened(fake)
+        monkeypatch.setattr(engine, "_copy_as_files", slowly)
+        cancelled = asyncio.create_task(running.update_weights(6, pushed(2.0)))
+        await asyncio.to_thread(begun.wait, 10)
+        cancelled.cancel()
+        following = asyncio.create_task(running.update_weights(7, pushed(3.0)))
+        await asyncio.wait([following], timeout=0.2)
+        may_go_on.set()
+        await asyncio.wait_for(following, 10)
+        assert (running.version, fake.norm) == (7, 3.0)
+        assert order == ["begins", "ends"] * 2
+        await running.stop()
+
+    asyncio.run(case())
 
 
 def test_a_full_shared_memory_is_told_before_a_write_to_it_would_kill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,22 @@ def test_gpus_are_split_by_tensors_and_a_cpu_uses_torch_alone(math_config: Any) 
     assert none["attention_backend"] == "torch_native"
 
 
+@pytest.mark.parametrize(
+    ("fields", "version", "runner"),
+    [
+        ("", (0, 5, 23), None),
+        ("", (0, 5, 22), "triton"),
+        (", routes=true", (0, 5, 23), "triton"),
+        (", routes=true, args={moe_runner_backend='deep_gemm'}", (0, 5, 23), "deep_gemm"),
+    ],
+)
+def test_experts_are_computed_where_they_are_reported_and_take_new_weights(
+    math_config: Any, fields: str, version: tuple[int, ...], runner: str | None
+) -> None:
+    config = math_config(f"rollout.engine={{kind='sglang'{fields}}}", "rollout.gpus=4")
+    assert arguments(config, version).get("moe_runner_backend") == runner
+
+
 def arguments(config: Config, version: tuple[int, ...] = (0, 5, 21)) -> dict[str, Any]:
     return wire.arguments(config, config.rollout.engine, "model", 1000, version)  # pyright: ignore[reportArgumentType]
 
