@@ -17,6 +17,7 @@ from streamppo.algorithms.chunked_head import PIECE
 from streamppo.config.sections import JOINED, Config, Model, longest_completion, longest_row
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
+from streamppo.learner.attention import attention
 from streamppo.learner.model import adapters
 from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
 from streamppo.learner.model.policy import HEAD_CHUNK
@@ -32,9 +33,8 @@ BATCH = 160
 """Bytes of each token of the whole batch on a rank between the passes: numbers, metrics and diagnostics."""
 BYTE = 256
 """The most experts whose numbers take one byte in a token's routes; with more, a number takes two."""
-PROBED = 64
-"""Tokens of the rows with which activations are measured."""
-
+PROBED, LONG_ROW = 64, 256
+"""Rows of one token, and tokens of one row, with which activations are measured."""
 FITS = 0.85
 """The share of a GPU's free memory that a rank may take: the rest is for the allocator's reserve, CUDA and NCCL."""
 
@@ -118,7 +118,8 @@ def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
 def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     dtype = getattr(torch, model.dtype)
     with torch.device("meta"):
-        lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        attends = "sdpa" if attention.has_sdpa(hf_config.get_text_config()) else "eager"
+        lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attends)
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
     layers = lm.base_model.layers
@@ -153,17 +154,22 @@ def _count(module: torch.nn.Module) -> int:
 
 def _activations(lm: Any) -> tuple[int, int]:
     """Bytes of one token kept by one layer for the backward pass: all, two layers minus one, and the largest."""
-    body = lm.base_model
+    # A row of one token shows what attention keeps of each. Layers that carry a state fill every row up to a chunk,
+    # and show it in a long row.
+    return min(_in_rows(lm.base_model, PROBED, 1), _in_rows(lm.base_model, 1, LONG_ROW))
+
+
+def _in_rows(body: Any, rows: int, width: int) -> tuple[int, int]:
     all_layers, measured = body.layers, list[list[int]]()
     for count in (1, 2):
         body.layers, body.config.num_hidden_layers = all_layers[:count], count
-        measured.append(_activation_bytes(body))
+        measured.append(_activation_bytes(body, rows, width))
     body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
-    return (sum(measured[1]) - sum(measured[0])) // PROBED, max(measured[0]) // PROBED
+    return (sum(measured[1]) - sum(measured[0])) // (rows * width), max(measured[0]) // (rows * width)
 
 
-def _activation_bytes(body: torch.nn.Module) -> list[int]:
-    """Bytes of each tensor that a forward pass keeps, without parameters."""
+def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]:
+    """Bytes of each tensor that a forward pass over `rows` of `width` tokens keeps, without parameters."""
     parameters = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # The storages themselves are held, so that no address is used twice.
     storages: dict[int, torch.UntypedStorage] = {}
@@ -175,14 +181,14 @@ def _activation_bytes(body: torch.nn.Module) -> list[int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Fused():
-        _pass(body)
+        _pass(body, rows, width)
     return [storage.nbytes() for storage in storages.values()]
 
 
-def _pass(body: torch.nn.Module) -> None:
-    """Run `body`, on the meta device, on `PROBED` rows of one token."""
-    tokens = torch.zeros(PROBED, 1, dtype=torch.long, device="meta")
-    seen = torch.ones(PROBED, 1, 1, 1, dtype=torch.bool, device="meta")
+def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
+    """Run `body`, on the meta device."""
+    tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
+    seen = torch.ones(rows, 1, width, width, dtype=torch.bool, device="meta")
     body(input_ids=tokens, attention_mask=seen, use_cache=False)
 
 

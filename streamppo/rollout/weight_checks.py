@@ -12,18 +12,22 @@ from torch import Tensor
 from streamppo.errors import ModelError, WeightsError
 from streamppo.types import Ints
 from streamppo.weights.models.headers import file_header
+from streamppo.weights.models.settings import naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
 class Architecture:
-    """Names and shapes of a model's parameters, as in its modules and as in its files; no weights are loaded."""
+    """Names and shapes of a model's parameters, as in its modules and as in its files; no weights are loaded.
+
+    Raises `ModelError` for a configuration of which transformers makes no causal language model.
+    """
 
     def __init__(self, config: "PreTrainedConfig") -> None:
         from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
+        with naming(config.name_or_path or config.model_type), torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(config)
 
     @property

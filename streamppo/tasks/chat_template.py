@@ -29,6 +29,8 @@ PLAIN = Template()
 RESERVED = {
     *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    # Names of control tokens in rows are escaped by `ControlTokens`.
+    "sanitize_control_tokens",
 }
 """Arguments of transformers' `apply_chat_template` that a configuration may not set."""
 NOW = "strftime_now"

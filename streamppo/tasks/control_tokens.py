@@ -45,7 +45,8 @@ class ControlTokens:
         self.added = frozenset(added)
         self.special = frozenset({number for number, token in added.items() if token.special})
         """Ids of the special tokens."""
-        source = "\n".join(templates)
+        # A template may put a name together of parts, which newer tokenizers then list.
+        source = "\n".join([*templates, *(getattr(tokenizer, "chat_control_tokens", None) or ())])
         markers = [token.content for number, token in added.items() if number not in self.special]
         self._names = [token.content for number, token in added.items() if number in self.special]
         self._special_names = _any_of(self._names)

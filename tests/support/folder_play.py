@@ -4,6 +4,7 @@ All results are compared with transformers' (folder_oracle.py).
 """
 
 import asyncio
+import inspect
 import json
 import re
 import time
@@ -28,6 +29,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, StreamppoError
 from streamppo.learner import learner as learners
+from streamppo.learner.attention import layers
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import policy
 from streamppo.rollout import build
@@ -230,6 +232,8 @@ class TransformersEngine:
     def __init__(self, lm: Any, eos_ids: set[int], words: int, seed: int) -> None:
         self._lm, self._stops, self._words = lm, eos_ids, words
         self._generator = torch.Generator().manual_seed(seed)
+        named = inspect.signature(lm.forward).parameters
+        self._cache = next((name for name in layers.CACHE_NAMES if name in named), layers.CACHE_NAMES[0])
         self.version = 0
 
     async def generate(self, prompt: Any, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
@@ -242,9 +246,9 @@ class TransformersEngine:
         tokens, logprobs, kept, finish = list[int](), list[float](), None, "length"
         row = torch.tensor(np.asarray(prompt)[None].astype(np.int64))
         while len(tokens) < sampling.max_tokens:
-            # The cache is given by its place: versions of transformers name it differently.
-            logits_1TV, kept = self._lm(row, None, None, kept, use_cache=True).to_tuple()
-            logp_V = logits_1TV[0, -1, : self._words].float().log_softmax(-1)
+            out = self._lm(row, **{self._cache: kept}, use_cache=True)
+            kept = out[self._cache]
+            logp_V = out.logits[0, -1, : self._words].float().log_softmax(-1)
             token = int(torch.multinomial(logp_V.exp(), 1, generator=self._generator))
             tokens.append(token)
             logprobs.append(float(logp_V[token]))

@@ -80,9 +80,9 @@ def _content(folder: Path, config: Config) -> Findings:
     if isinstance(config.rollout.engine, EmbeddedEngine) and kind not in FAMILIES:
         text = f"{folder} is a {kind}; the embedded engine runs {', '.join(FAMILIES)}: use another rollout.engine"
         yield Finding("model", "error", text)
-    elif kind in EAGER and config.model.attention != "eager":
+    elif kind in EAGER and config.model.attention not in ("auto", "eager"):
         text = f"{folder} is a {kind}, which transformers computes only with eager attention: "
-        yield Finding("model", "error", f'{text}model.attention = "eager"')
+        yield Finding("model", "error", f'{text}model.attention = "auto" or "eager"')
     elif content.get(CAP) and config.model.attention == "sdpa":
         text = f"{folder} caps the scores of its attention ({CAP}), which SDPA leaves out: "
         yield Finding("model", "error", f'{text}model.attention = "auto" or "eager"')

@@ -188,11 +188,21 @@ def fall_back(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]")
 
 
 def _sdpa_refusal(config: "PretrainedConfig") -> str:
-    if config.get_text_config().model_type in varlen.SINKS:
+    text = config.get_text_config()
+    if text.model_type in varlen.SINKS:
         return "the model's attention has sinks, which SDPA leaves out"
-    if getattr(config.get_text_config(), varlen.CAP, None):
+    if getattr(text, varlen.CAP, None):
         return f"the model caps the scores of its attention ({varlen.CAP}), which SDPA leaves out"
+    if not has_sdpa(text):
+        return f"transformers has only eager attention for {text.model_type} models"
     return ""
+
+
+def has_sdpa(text: "PretrainedConfig") -> bool:
+    """True if transformers computes the attention of a model of the configuration `text` with SDPA."""
+    from transformers import MODEL_MAPPING
+
+    return getattr(MODEL_MAPPING.get(type(text), None), "_supports_sdpa", True)
 
 
 def _leak_words(transformer: "PreTrainedModel") -> str:

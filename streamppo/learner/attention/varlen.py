@@ -26,7 +26,7 @@ WIDEST = 256
 """The widest head that the kernels compute."""
 WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
 """transformers' fields for the width of a head."""
-SINKS = ("gpt_oss", "deepseek_v4")
+SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Values of model_type whose attention adds a learned score that belongs to no token."""
 
 

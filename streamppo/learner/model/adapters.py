@@ -5,7 +5,7 @@ In a version a weight has the same name as without adapters; its adapter is `NAM
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,23 @@ def published_name(name: str) -> str:
 
 
 def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters, by their names in a version."""
-    return {published_name(name): parameter for name, parameter in lm.named_parameters() if parameter.requires_grad}
+    """The parameters of a version, by their names in it: those of adapters, or without adapters all.
+
+    transformers freezes a few of some models, such as the bias of a router, which an engine needs as well.
+    """
+    return {name: parameter for name, parameter, is_pushed in _named(lm) if is_pushed}
 
 
 def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """The frozen parameters, by their names in a version."""
-    return {published_name(name): parameter for name, parameter in lm.named_parameters() if not parameter.requires_grad}
+    """The parameters that adapters leave unchanged, by their names in a version; none without adapters."""
+    return {name: parameter for name, parameter, is_pushed in _named(lm) if not is_pushed}
+
+
+def _named(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    named = dict(lm.named_parameters())
+    has_adapters = any(f".{NAME}." in name for name in named)
+    for name, parameter in named.items():
+        yield published_name(name), parameter, parameter.requires_grad or not has_adapters
 
 
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:

@@ -95,11 +95,12 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     """Write the model and the tokenizer of `start` to `folder`, with `weights` by their Hugging Face names.
 
     Returns a sentence about each setting or file that differs from `start`, besides the weights. Raises `ModelError`
-    if the names in `weights` are not exactly the model's.
+    if the names in `weights` are not exactly the model's; those that transformers does not train may be missing.
     """
     lm = models.load(start, dtype=getattr(torch, dtype)).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
-    if differing := sorted(parameters.keys() ^ weights.keys()):
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    if differing := sorted((trained - weights.keys()) | (weights.keys() - parameters.keys())):
         raise ModelError(f"the weights do not fit the model {start!r}: {differing[0]!r} is in only one of them")
     with torch.no_grad():
         for name, tensor in weights.items():

@@ -58,10 +58,12 @@ def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
 @torch.no_grad()
 def check(lm: Any, path: str | Path) -> None:
     """Compare log-probs of a few tokens with the model's own. Raises `ModelError` if they differ by more than `GAP`."""
+    if lm.base_model is lm:
+        raise ModelError(f"the model {str(path)!r} is a {lm.config.model_type}, whose layers and head are not apart")
     head_VD = lm.get_output_embeddings().weight
     tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
-    theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
-    hidden_LD = lm.base_model(tokens_1L).last_hidden_state[0]
+    theirs_1LV = lm(tokens_1L, use_cache=False).logits.float().log_softmax(-1)
+    hidden_LD = lm.base_model(tokens_1L, use_cache=False).last_hidden_state[0]
     ours_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
     gap = (ours_LV.log_softmax(-1) - theirs_1LV[0]).abs().max().item()
     # `gap > GAP` would be False for a NaN.

@@ -227,6 +227,7 @@ WRONG = {
     "broken-late.jsonl, line 101: not JSON": ["task={kind='data', data='broken-late.jsonl'}", "model.path=model"],
     "codegen is a codegen, which transformers computes only with eager attention": [
         "model.path=codegen",
+        "model.attention=sdpa",
         "rollout.engine.kind=sglang",
     ],
     "gemma2 caps the scores of its attention (attn_logit_softcapping), which SDPA leaves out": [
