@@ -11,6 +11,7 @@ MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_
 FAMILIES: dict[str, dict[str, Any]] = {
     "Cohere": {"logit_scale": 0.25},
     "Cohere2": {"logit_scale": 0.25},
+    "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
     "Exaone4": {},
     "FalconH1": {"lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -26,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": MOE,
     "Nemotron": {},
     "Olmo2": {},
+    "Olmo3": {},
     "Phi": {},
     "Phi3": {},
     "Qwen3": {"head_dim": 8},
@@ -40,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 16,
         **MOE,
     },
+    "SeedOss": {"head_dim": 8},
     "SmolLM3": {},
     "StableLm": {},
     "Starcoder2": {},

@@ -13,6 +13,8 @@ from fake_flash import Call
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
+    BloomConfig,
+    CodeGenConfig,
     DeepseekV3Config,
     DeepseekV3Model,
     Gemma2Config,
@@ -237,6 +239,15 @@ def test_a_model_that_torchs_own_cannot_compute_gets_the_next_one(
     if expected != "varlen":
         with pytest.raises(ModelError, match=r"torch's flash attention .*choose model.attention"):
             attention.fall_back("varlen", named, [model])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("model", [BloomConfig(), CodeGenConfig()], ids=lambda one: one.model_type)
+def test_a_model_without_sdpa_is_computed_eagerly(model: PretrainedConfig) -> None:
+    attention._warn.cache_clear()
+    assert attention.fall_back("sdpa", case.config_of().model, [PLAIN, model]) == "eager"
+    with pytest.raises(ModelError, match=f"only eager attention for {model.model_type} models: choose"):
+        attention.fall_back("sdpa", case.config_of("model.attention=sdpa").model, [model])
 
 
 class Seen(NamedTuple):

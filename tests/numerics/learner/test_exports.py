@@ -8,6 +8,7 @@ from typing import Any
 
 import folder_oracle as oracle
 import learner_case as case
+import model_families
 import model_folders
 import pytest
 import torch
@@ -93,6 +94,22 @@ def test_weights_of_a_large_model_are_parts_with_an_index(
     index = json.loads((tmp_path / "final" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert models.load(tmp_path / "final").model.num_parameters() == index["metadata"]["total_parameters"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_that_transformers_freezes_are_of_every_version_and_of_the_export(tmp_path: Path) -> None:
+    model_families.make("Ernie4_5_Moe", tmp_path / "model")
+    path = str(tmp_path / "model")
+    held = load_policy.load(case.config_of().model, path, 1.0, mesh_of("cpu", case.config_of().learner.mesh))
+    every = dict(held.lm.named_parameters())
+    still = {name for name, one in every.items() if not one.requires_grad}
+    gathered = policy.gather_weights(held, "float32")
+    assert still and gathered.keys() == every.keys() == policy.shards(held, "float32").keys()
+    # A checkpoint has what is trained alone.
+    hf_files.export({name: gathered[name] for name in every.keys() - still}, path, tmp_path / "final", "float32")
+    exported = models.load(tmp_path / "final").model.state_dict()
+    for name, one in models.load(path).model.state_dict().items():
+        torch.testing.assert_close(exported[name], one, rtol=0, atol=0)
 
 
 def test_weights_of_another_model_are_not_exported(start: Path, tmp_path: Path) -> None:
