@@ -374,12 +374,12 @@ def test_tensor_parallel_ranks_read_one_bucket_whose_memory_is_used_for_the_next
     }
     first = asyncio.run(pushed(carrier, tensors))
     expected = {name: tensor.float().tolist() for name, tensor in tensors.items()}
-    assert asyncio.run(pushed(carrier, tensors)) == first and len(first) == 3
+    assert asyncio.run(pushed(carrier, tensors)) == first and len(first) == 4
     context, pipes = multiprocessing.get_context("spawn"), []
     for rank in range(2):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_opened, args=([payloads[rank] for payloads in calls[-3:]], theirs), daemon=True
+            target=_opened, args=([payloads[rank] for payloads in calls[-4:]], theirs), daemon=True
         )
         process.start()
         pipes.append((process, ours))

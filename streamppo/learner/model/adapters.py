@@ -5,6 +5,7 @@ In a version a weight has the same name as without adapters; its adapter is `NAM
 """
 
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,53 @@ from streamppo.errors import ModelError
 
 NAME = "default"
 """peft's name of the only adapter."""
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of an expert's layers in the files of models."""
+ROUTERS = ("gate", "router")
+"""Names of the modules that choose a token's experts."""
+REFUSED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), ("out_proj", "conv1d"))
+"""By model_type the modules that peft gives no adapter, because their kernels read the weights themselves."""
 
 
 def add(lm: Any, lora: Lora, dtype: str) -> None:
-    """Add float32 adapters to `lm`, and freeze its weights in `dtype`. Raises `ModelError` if no target is found.
+    """Add float32 adapters to `lm`, and freeze its weights in `dtype`.
 
-    B starts at 0, so the policy starts equal to the model.
+    B starts at 0, so the policy starts equal to the model. Raises `ModelError` if no target is found, and for one that
+    is not a linear layer.
     """
     from peft import inject_adapter_in_model
 
-    targets = list(lora.targets) or "all-linear"
+    name = f"model.lora.targets ({', '.join(lora.targets)})"
     try:
-        inject_adapter_in_model(_settings(lora, targets), lm)
+        with warnings.catch_warnings():
+            # peft warns of experts without adapters, and of layers that are refused below.
+            warnings.filterwarnings("ignore", message="The following .*_pattern|fan_in_fan_out is set")
+            inject_adapter_in_model(_settings(lora, lora.targets or linear_layers(lm)), lm)
     except ValueError as error:
-        raise ModelError(f"model.lora.targets ({', '.join(lora.targets)}): {error}") from error
+        raise ModelError(f"{name}: {error}") from error
+    for place, module in lm.named_modules():
+        if hasattr(module, "lora_A") and not isinstance(module.base_layer, nn.Linear):
+            kind = type(module.base_layer).__name__
+            raise ModelError(f"{name}: {place} is a {kind}, and only linear layers may have adapters: name others")
     for parameter in lm.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def linear_layers(lm: Any) -> list[str]:
+    """The names of all linear layers but the head, routers of experts, and what peft refuses.
+
+    In a mixture of experts peft takes a layer with the name of an expert's for the experts: none of them is here.
+    """
+    has_experts = any(name.endswith(".experts") for name, _ in lm.named_modules())
+    others = {*ROUTERS, *(EXPERTS if has_experts else ()), *REFUSED.get(lm.config.model_type, ())}
+    return [
+        name
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not lm.get_output_embeddings()
+        and name.rpartition(".")[2] not in others
+    ]
 
 
 def published_name(name: str) -> str:

@@ -99,7 +99,9 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     """
     lm = models.load(start, dtype=getattr(torch, dtype)).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
-    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    with torch.device("meta"):
+        made = read(start, "eager", weights=False).named_parameters()
+        trained = {name for name, parameter in made if parameter.requires_grad}
     if differing := sorted((trained - weights.keys()) | (weights.keys() - parameters.keys())):
         raise ModelError(f"the weights do not fit the model {start!r}: {differing[0]!r} is in only one of them")
     with torch.no_grad():

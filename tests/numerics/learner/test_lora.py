@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import learner_case as case
+import model_families
 import pytest
 import torch
 import torch.distributed as dist
@@ -251,6 +252,27 @@ def test_targets_are_chosen_by_the_ends_of_their_names_and_unknown_ones_refused(
     with pytest.raises(ModelError, match="no_proj"):
         loaded(case.config_of("model.lora={targets=['no_proj']}"), str(folder / "model"))
     assert Lora(rank=4, alpha=6).scale == 1.5
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("family", ["Ernie4_5_Moe", "FalconH1", "Gemma3Text", "Mixtral", "Qwen3Moe", "Qwen3Next"])
+def test_without_targets_the_linear_layers_have_adapters_and_every_model_is_merged(tmp_path: Path, family: str) -> None:
+    model_families.make(family, tmp_path / "model")
+    policy = loaded(case.config_of(LORA), str(tmp_path / "model"))
+    pushed, still = adapters.adapter_parameters(policy.lm), adapters.frozen(policy.lm)
+    places = {name.rpartition(".lora_")[0] for name in pushed}
+    assert places and not any(place.endswith((".gate", "experts", "lm_head")) for place in places)
+    merged = merge_adapters(still, {name: one.detach() for name, one in pushed.items()}, 2.0)
+    assert {name.removesuffix(".weight") for name in merged if not torch.equal(merged[name], still[name])} == places
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_target_that_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
+    model_families.make("GPT2", tmp_path / "model")
+    # Of transformers' own class, whose weights are transposed.
+    with pytest.raises(ModelError, match=r"model.lora.targets \(c_proj\): .*c_proj is a Conv1D, and only linear"):
+        loaded(case.config_of("model.lora={targets=['c_proj']}"), str(tmp_path / "model"))
 
 
 def test_a_push_names_its_frozen_tensors_in_its_digest() -> None:
