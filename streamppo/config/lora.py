@@ -14,7 +14,7 @@ class Lora(Section, frozen=True):
     alpha: Positive = 32
     """The product B A is scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Name suffixes of the linear layers with an adapter; empty is all but the head, and but experts and their routers."""
+    """Name suffixes of the linear layers with an adapter; empty is all but the head, experts and their routers."""
 
     @property
     def scale(self) -> float:
