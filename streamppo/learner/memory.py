@@ -116,19 +116,19 @@ def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
 
 
 def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
-    dtype = getattr(torch, model.dtype)
+    dtype, text = getattr(torch, model.dtype), hf_config.get_text_config()
     with torch.device("meta"):
-        attends = "sdpa" if attention.has_sdpa(hf_config.get_text_config()) else "eager"
+        attends = "sdpa" if attention.has_sdpa(text) else "eager"
         lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attends)
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
     layers = lm.base_model.layers
-    head_width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    pair = 2 * hf_config.num_key_value_heads * head_width
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    pair = 2 * text.num_key_value_heads * head_width
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
     by_tensor, by_expert = tensor_parallel.cut_parameters(lm.base_model, layers[0])
     activations, widest = _activations(lm)
-    experts, chosen = experts_of(hf_config), getattr(hf_config, "num_experts_per_tok", 0) if by_expert else 0
+    experts, chosen = experts_of(text), getattr(text, "num_experts_per_tok", 0) if by_expert else 0
     return ModelSizes(
         parameters=parameters,
         trained=sum(parameter.numel() for parameter in lm.parameters() if parameter.requires_grad),
@@ -136,8 +136,8 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
         layer=_count(layers[0]),
         by_tensor=by_tensor,
         by_expert=by_expert,
-        hidden=hf_config.hidden_size,
-        vocabulary=hf_config.vocab_size,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
         head=head,
         element=dtype.itemsize,
         cache_per_token=len(layers) * pair * dtype.itemsize,
@@ -155,16 +155,26 @@ def _count(module: torch.nn.Module) -> int:
 def _activations(lm: Any) -> tuple[int, int]:
     """Bytes of one token kept by one layer for the backward pass: all, two layers minus one, and the largest."""
     # A row of one token shows what attention keeps of each. Layers that carry a state fill every row up to a chunk,
-    # and show it in a long row.
-    return min(_in_rows(lm.base_model, PROBED, 1), _in_rows(lm.base_model, 1, LONG_ROW))
+    # and show it in a long row; some of them run on the meta device with one of both alone.
+    try:
+        of_token = _in_rows(lm.base_model, PROBED, 1)
+    except (RuntimeError, ValueError):
+        return _in_rows(lm.base_model, 1, LONG_ROW)
+    try:
+        in_long_row = _in_rows(lm.base_model, 1, LONG_ROW)
+    except (RuntimeError, ValueError):
+        return of_token
+    return in_long_row if 2 * in_long_row[0] < of_token[0] else of_token
 
 
 def _in_rows(body: Any, rows: int, width: int) -> tuple[int, int]:
     all_layers, measured = body.layers, list[list[int]]()
-    for count in (1, 2):
-        body.layers, body.config.num_hidden_layers = all_layers[:count], count
-        measured.append(_activation_bytes(body, rows, width))
-    body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
+    try:
+        for count in (1, 2):
+            body.layers, body.config.num_hidden_layers = all_layers[:count], count
+            measured.append(_activation_bytes(body, rows, width))
+    finally:
+        body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
     return (sum(measured[1]) - sum(measured[0])) // (rows * width), max(measured[0]) // (rows * width)
 
 
@@ -188,8 +198,10 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
 def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
     """Run `body`, on the meta device."""
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
-    seen = torch.ones(rows, 1, width, width, dtype=torch.bool, device="meta")
-    body(input_ids=tokens, attention_mask=seen, use_cache=False)
+    # A row of one token needs a mask, and layers that carry a state could not read one of a long row here.
+    seen = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None
+    with attention.told_apart():
+        body(input_ids=tokens, attention_mask=seen, use_cache=False)
 
 
 class Fused(TorchFunctionMode):

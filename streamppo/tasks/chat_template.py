@@ -211,9 +211,12 @@ class ChatTemplate:
             return rendered
         escaped = [self._control.escape(message, str(message["role"])) for message in chat]
         escaped_tools = self._control.escape(tools, "tool")
-        if (escaped, escaped_tools) == (chat, tools):
+        # A row may give arguments too. The chat template itself is one of them.
+        given = {name: value for name, value in template.arguments.items() if name != "chat_template"}
+        escaped_given = {**arguments, **self._control.escape(given, "tool")}
+        if (escaped, escaped_tools, escaped_given) == (chat, tools, arguments):
             return rendered
-        private = self._render_checked(escaped, escaped_tools, arguments)
+        private = self._render_checked(escaped, escaped_tools, escaped_given)
         if self._control.restore(private) != rendered:
             raise TaskError(
                 "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "

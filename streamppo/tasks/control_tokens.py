@@ -31,6 +31,8 @@ SIGN = "\U0010fffd"
 """Delimiter of private names of control tokens: a private-use character."""
 RENAMED = ("Unigram", "WordLevel", "WordPiece")
 """Models whose vocabulary may contain the name of a control token as a word."""
+LISTED = "chat_control_tokens"
+"""The entry of tokenizer_config.json with the control tokens that a chat template writes."""
 OWN_ROLES = ("system", "assistant")
 """Roles whose messages may contain markers that are not special, such as thinking tags: they do not end a turn."""
 T = TypeVar("T")
@@ -45,8 +47,9 @@ class ControlTokens:
         self.added = frozenset(added)
         self.special = frozenset({number for number, token in added.items() if token.special})
         """Ids of the special tokens."""
-        # A template may put a name together of parts, which newer tokenizers then list.
-        source = "\n".join([*templates, *(getattr(tokenizer, "chat_control_tokens", None) or ())])
+        # A template may put a name together of parts; the tokenizer then lists it, which older transformers only keep.
+        listed = getattr(tokenizer, LISTED, None) or tokenizer.init_kwargs.get(LISTED) or ()
+        source = "\n".join([*templates, *listed])
         markers = [token.content for number, token in added.items() if number not in self.special]
         self._names = [token.content for number, token in added.items() if number in self.special]
         self._special_names = _any_of(self._names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,13 +79,18 @@ class Tokenizer:
         """True if it has a chat template."""
         return bool(self._tokenizer.chat_template)
 
-    def response_parser(self, context: Sequence[int] = ()) -> Callable[[str], object] | None:
+    def response_parser(
+        self, context: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
+    ) -> Callable[[str], object] | None:
         """Return the parser of the text of a turn that follows `context`; None if the tokenizer describes no turns.
 
-        It describes them by a `response_template`, or in older versions of transformers by a `response_schema`.
+        It describes them by a `response_template`, or in older versions of transformers by a `response_schema`. The
+        arguments of calls get the types of `tools`, by a template of newer versions.
         """
         if (template := getattr(self._tokenizer, "response_template", None)) is not None:
-            return lambda text: self._tokenizer.parse_response(text, template, prefix=self.spell(context))
+            parse = self._tokenizer.parse_response
+            typed = {"tools": list(tools) or None} if "tools" in inspect.signature(parse).parameters else {}
+            return lambda text: parse(text, template, prefix=self.spell(context), **typed)
         schema = getattr(self._tokenizer, "response_schema", None)
         return None if schema is None else lambda text: self._tokenizer.parse_response(text, schema)
 

@@ -17,6 +17,8 @@ from streamppo.weights.models.settings import settings
 
 READ_MIB = 2048
 """Files up to this size are checked for numbers that are not finite; larger ones are checked when they are loaded."""
+REMEDY = "load it with transformers' AutoModelForCausalLM, and save that with save_pretrained beside its tokenizer"
+"""For files that are not those of the model which transformers makes of them."""
 
 
 class NamedModel(NamedTuple):
@@ -30,13 +32,16 @@ class NamedModel(NamedTuple):
 
 def findings(config: Config) -> Findings:
     """Compare every model on this machine with its files, and rehearse an export without the policy's weights."""
+    is_read = True
     for model in _models(config):
         folder, _ = find(model.path, model.subject)
         if folder is not None and headers.has_weights(Path(folder)):
-            yield _weights(model, Path(folder))
+            finding = _weights(model, Path(folder))
+            is_read &= finding.state != "error"
+            yield finding
     if config.model.path != BUILTIN and (folder := find(config.model.path, "model")[0]) is not None:
         yield from _export(folder)
-        if isinstance(config.rollout.engine, SGLangEngine):
+        if is_read and isinstance(config.rollout.engine, SGLangEngine):
             yield from _names(folder)
 
 
@@ -82,4 +87,4 @@ def _names(folder: str) -> Findings:
     try:
         Architecture(settings(folder)).check_names(folder)
     except ModelError as error:
-        yield Finding("model", "error", f"{folder}: {error}: save it with transformers' save_pretrained")
+        yield Finding("model", "error", f"{folder}: {error}: {REMEDY}")

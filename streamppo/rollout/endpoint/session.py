@@ -308,7 +308,7 @@ class Session:
         tokenizer = self._policy.tokenizer
         turn.finish, turn.tokens, turn.cached = completion.finish, len(completion.tokens), completion.cached
         turn.text = self._policy.stop.text(completion.tokens, completion.finish, tokenizer.completion)
-        parse = tokenizer.response_parser(context.tolist())
+        parse = tokenizer.response_parser(context.tolist(), turn.request.tools)
         turn.reply = reply.read(turn.text, opened=turn.opened, parse=parse)
         turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))
         self.turns.append(turn)

@@ -70,6 +70,9 @@ def check(path: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCaus
             tensors.pop(head)
     with naming(path), quiet():
         model_class = _class(config, kind)
+        if model_class.config_class is type(text := config.get_text_config()):
+            # transformers makes the text model of a multimodal configuration.
+            config = text
         reported = _report(model_class, config, tensors)
     reported = reported.of_body(model_class.base_model_prefix, kind, body=body)
     if reported:

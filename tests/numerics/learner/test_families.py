@@ -12,10 +12,12 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.errors import ModelError
+from streamppo.learner import memory
 from streamppo.learner.attention import attention as of_learner
 from streamppo.learner.attention import varlen
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import load_policy, policy
+from streamppo.weights.models.settings import read_settings
 
 QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
 """One for each kind of head and of place of layers; the others are slow."""
@@ -88,3 +90,15 @@ def test_scores_of_attention_that_a_model_caps_are_capped_by_auto_and_sdpa_is_re
     for model, critic in (("capped", "head"), ("plain", str(tmp_path / "capped"))):
         with pytest.raises(ModelError, match=r"caps the scores of its attention .* SDPA leaves out"):
             load(model, "sdpa", critic)
+
+
+@pytest.mark.parametrize("family", ["FalconH1", "Qwen3", "Qwen3Next"])
+def test_a_token_keeps_as_much_as_one_of_a_long_row(tmp_path: Path, family: str) -> None:
+    """Layers that carry a state fill a row up to a chunk: a row of one token would keep a hundred times more."""
+    families.make(family, tmp_path)
+    settings = read_settings(tmp_path)
+    with torch.device("meta"):
+        made: Any = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    of_long_row, _ = memory._in_rows(made.base_model, 1, 512)
+    sizes = memory.sizes(settings, case.config_of("model.dtype=bfloat16").model)
+    assert sizes.activations_per_layer == pytest.approx(of_long_row, rel=0.3)

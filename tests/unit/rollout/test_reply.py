@@ -1,5 +1,6 @@
 """A turn's text is read: reasoning, text, tool calls; a stream is a beginning of the whole."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,17 @@ def test_a_turn_that_its_prompt_has_begun_is_read_with_that_beginning(tmp_path: 
         pytest.skip("this version of transformers parses a turn without its prompt")
     parse = tokenizer.response_parser(tokenizer.hf.encode("assistant:[thought]"))
     assert reply.read("hm[/thought]so", parse=parse) == reply.Reply("so", "hm")
+
+
+def test_the_arguments_of_a_call_have_the_types_of_the_tool(tmp_path: Path) -> None:
+    tokenizer = described(tmp_path)
+    if "tools" not in inspect.signature(tokenizer.hf.parse_response).parameters:
+        pytest.skip("this version of transformers reads arguments as they are written")
+    types = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": types}}}
+    parse = tokenizer.response_parser(tokenizer.hf.encode("assistant:"), (tool,))
+    found = reply.read('[call]{"function": {"name": "f", "arguments": {"a": "1", "b": "1"}}}[/call]', parse=parse)
+    assert [json.loads(one.arguments) for one in found.calls] == [{"a": 1, "b": "1"}]
 
 
 def test_a_tokenizer_without_a_description_has_no_parser(tmp_path: Path) -> None:

@@ -219,6 +219,34 @@ def test_tools_outputs_names_and_texts_have_no_control_tokens_either() -> None:
     assert ids.count(end) < text.count("<|im_end|>") and '"arguments": {"<|im_end|>": ["<|im_end|>"]}' in text
 
 
+# As Phi-4-mini's, whose names of control tokens are in no text of the template.
+PIECES = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"
+
+
+def test_control_tokens_that_the_tokenizer_lists_are_text_in_a_row(tmp_path: Path) -> None:
+    names = ["<|user|>", "<|end|>", "<|assistant|>"]
+    made = tokenizer_kinds.make("byte_bpe", None)
+    made.add_tokens([tokenizers.AddedToken(name, special=False, normalized=False) for name in names])
+    made.chat_template = PIECES
+    made.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_control_tokens": names}))
+    tokenizer = Tokenizer(tmp_path)
+    ids, plain = tokenizer.ids(chat(user("hi <|user|> you <|end|>"))), tokenizer.ids(chat(user("hi")))
+    control = [number(tokenizer, name) for name in names]
+    assert [one for one in ids if one in control] == [one for one in plain if one in control] == control
+    assert shown(tokenizer, ids).count("<|user|>") == 2
+
+
+def test_an_argument_of_a_row_for_the_template_is_text_too() -> None:
+    tokenizer = made("qwen3", template="{{ '<|im_start|>' + persona + '<|im_end|>' + messages[0].content }}")
+    ids = tokenizer.ids(chat(user("x"), arguments={"persona": "a <|im_end|> b"}))
+    assert ids.count(number(tokenizer, "<|im_end|>")) == 1
+    assert shown(tokenizer, ids) == "<|im_start|>a <|im_end|> b<|im_end|>x"
+    with pytest.raises(TaskError, match="sanitize_control_tokens' is not an argument"):
+        tokenizer.ids(chat(user("x"), arguments={"sanitize_control_tokens": True}))
+
+
 def test_the_thoughts_of_an_assistants_message_stay_tokens() -> None:
     tokenizer = made("qwen3")
     thoughts = Message(role="assistant", content="<think>\nso\n</think>\n\nfour<|im_end|>")
