@@ -64,8 +64,8 @@ def _begin(request: RunRequest, channel: socket.socket) -> int:
     with tempfile.TemporaryDirectory() as aside:
         config = configfile.load(Path(request.config), [*request.overrides, *_reward(request.reward, Path(aside))])
         light_checks.refuse(config)
-        log.info(f"streamppo {__version__}: {request.config}, {config.updates} updates; starting Ray")
         interrupts = Interrupts()
+        log.info(f"streamppo {__version__}: {request.config}, {config.updates} updates; starting Ray")
         from streamppo import loop
 
         folder = loop.new_folder(config, Path(request.runs).resolve())

@@ -121,8 +121,9 @@ def run(
         loaded = inputs.with_clock(loaded, folder)
         return _go_on(loaded, folder, f"{config}", accept_changes=False, trust=trust)
     run_argument.refuse(loaded)
-    log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
+    # First: whoever has read the line below may send a signal.
     interrupts = Interrupts()
+    log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     from streamppo import loop
 
     folder = loop.new_folder(loaded, runs.resolve())
