@@ -35,7 +35,8 @@ def build(name: str) -> Path:
     if not (folder / "complete").exists():
         venv.create(folder, with_pip=True, clear=True)
         # Bytecode now: compiled at the first import, SGLang's processes would take a minute to start.
-        _pip(python, "--no-deps", "--compile", "-r", str(packages))
+        # The list is its own constraint, in place of one that this machine may have for all others.
+        _pip(python, "--no-deps", "--compile", "-r", str(packages), constraint=packages)
         (folder / "complete").touch()
     project = hashlib.sha256(str(REPOSITORY).encode() + (REPOSITORY / "pyproject.toml").read_bytes()).hexdigest()
     mark = folder / "project"
@@ -45,9 +46,10 @@ def build(name: str) -> Path:
     return python
 
 
-def _pip(python: Path, *arguments: str) -> None:
+def _pip(python: Path, *arguments: str, constraint: Path | None = None) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    environment = os.environ if constraint is None else {**os.environ, "PIP_CONSTRAINT": str(constraint)}
+    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
 
 
 if __name__ == "__main__":
