@@ -66,8 +66,13 @@ def write(
     It shows the `differences`, and what was `predicted` of each run. Raises `RunError`.
     """
     views = [replay(path) if path.is_file() else _run(path) for path in found]
-    text = page.render(views, [_difference_table(one) for one in told], predicted)
-    durable.write_output(to, text.encode(errors="replace"), RunError)
+    text = page.render(views, [_difference_table(one) for one in told], predicted).encode(errors="replace")
+    if to in [folder / REPORT for folder in found]:
+        # A link there may be another's, in a run that came from elsewhere: it is replaced.
+        with durable.naming(to, RunError):
+            durable.write(to, text)
+    else:
+        durable.write_output(to, text, RunError)
     return to
 
 
