@@ -14,7 +14,7 @@ from streamppo.weights.models import headers
 
 OWN_CRITICS = ("head", "policy", "scratch")
 """Values of critic.model that are not folders."""
-EAGER = ("bloom", "codegen", "gpt_neo", "gptj", "mpt", "openai-gpt")
+EAGER = ("bloom", "gpt_neo", "mpt", "openai-gpt")
 """Values of model_type for which transformers has only eager attention."""
 CAP = "attn_logit_softcapping"
 """The entry of config.json that bounds scores of attention."""

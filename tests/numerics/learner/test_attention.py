@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     BloomConfig,
-    CodeGenConfig,
     DeepseekV3Config,
     DeepseekV3Model,
     Gemma2Config,
@@ -23,6 +22,7 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     MistralModel,
+    MptConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -242,7 +242,7 @@ def test_a_model_that_torchs_own_cannot_compute_gets_the_next_one(
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("model", [BloomConfig(), CodeGenConfig()], ids=lambda one: one.model_type)
+@pytest.mark.parametrize("model", [BloomConfig(), MptConfig()], ids=lambda one: one.model_type)
 def test_a_model_without_sdpa_is_computed_eagerly(model: PretrainedConfig) -> None:
     attention._warn.cache_clear()
     assert attention.fall_back("sdpa", case.config_of().model, [PLAIN, model]) == "eager"

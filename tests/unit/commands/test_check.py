@@ -16,7 +16,7 @@ import transformers
 from conftest import COUNTERS, MATH, REPOSITORY
 from safetensors.torch import load_file
 from transformers import (
-    CodeGenConfig,
+    BloomConfig,
     Gemma2Config,
     Gemma3Config,
     GPT2Config,
@@ -225,8 +225,8 @@ WRONG = {
     "it writes 120 tokens, and the model knows 50": ["model.path=small"],
     "cluster.cpus (1) is less than the 2": ["cluster.cpus=1"],
     "broken-late.jsonl, line 101: not JSON": ["task={kind='data', data='broken-late.jsonl'}", "model.path=model"],
-    "codegen is a codegen, which transformers computes only with eager attention": [
-        "model.path=codegen",
+    "bloom is a bloom, which transformers computes only with eager attention": [
+        "model.path=bloom",
         "model.attention=sdpa",
         "rollout.engine.kind=sglang",
     ],
@@ -271,8 +271,8 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     Journal(tmp_path / "young" / "journal.sqlite").close()
     row = '{"prompt": "hello", "answer": "a"}\n'
     (tmp_path / "broken-late.jsonl").write_text(row * 100 + "{\n" + row)
-    codegen = CodeGenConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
-    for other in (codegen, MixtralConfig(**SMALL, vocab_size=200), Gemma2Config(**SMALL, vocab_size=200)):
+    bloom = BloomConfig(hidden_size=32, n_layer=2, n_head=4)
+    for other in (bloom, MixtralConfig(**SMALL, vocab_size=200), Gemma2Config(**SMALL, vocab_size=200)):
         model_folder(tmp_path / other.model_type, **SMALL)
         hollow_weights.write(tmp_path / other.model_type, other)
     (model_folder(tmp_path / "light", **SMALL) / "model.safetensors").unlink()
