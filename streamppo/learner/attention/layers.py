@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,8 @@ def compile_layers(transformer: "PreTrainedModel") -> None:
     # Newer versions of transformers compute a layer again inside its forward, which FSDP's subclass of it would skip.
     is_inside = "__init_subclass__" in vars(GradientCheckpointingLayer)
     for layer in layers_of(transformer):
-        again = is_inside and isinstance(layer, GradientCheckpointingLayer)
-        own = type(layer).forward.__wrapped__.__get__(layer) if again else layer.forward
+        again, function = is_inside and isinstance(layer, GradientCheckpointingLayer), cast("Any", type(layer).forward)
+        own = function.__wrapped__.__get__(layer) if again else layer.forward
         compiled = partial(_call, torch.compile(own, dynamic=True, options=options))
         layer.forward = partial(_checkpointed, layer, compiled) if again else compiled
 
