@@ -33,7 +33,7 @@ def build(name: str) -> Path:
     folder = cache / f"{name}-{hashlib.sha256(version.encode() + packages.read_bytes()).hexdigest()[:12]}"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
-        venv.create(folder, with_pip=True, clear=True)
+        venv.create(folder, with_pip=True, clear=True, symlinks=True)
         # Bytecode now: compiled at the first import, SGLang's processes would take a minute to start.
         # The list is its own constraint, in place of one that this machine may have for all others.
         _pip(python, "--no-deps", "--compile", "-r", str(packages), constraint=packages)
