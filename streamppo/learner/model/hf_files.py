@@ -99,10 +99,12 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     """
     lm = models.load(start, dtype=getattr(torch, dtype)).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
-    with torch.device("meta"):
-        made = read(start, "eager", weights=False).named_parameters()
-        trained = {name for name, parameter in made if parameter.requires_grad}
-    if differing := sorted((trained - weights.keys()) | (weights.keys() - parameters.keys())):
+    missing = parameters.keys() - weights.keys()
+    if missing:
+        with torch.device("meta"):
+            made = dict(read(start, "eager", weights=False).named_parameters())
+        missing = {name for name in missing if made[name].requires_grad}
+    if differing := sorted(missing | (weights.keys() - parameters.keys())):
         raise ModelError(f"the weights do not fit the model {start!r}: {differing[0]!r} is in only one of them")
     with torch.no_grad():
         for name, tensor in weights.items():
