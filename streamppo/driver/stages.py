@@ -217,9 +217,8 @@ class Stages:
 
     def _engine(self, name: str, place: int, options: Options) -> "ActorProxy[RolloutActor]":
         """Create the actor of engine number `place`: those of rollout actors come first."""
-        engine = self.config.rollout.engine.at(place)
-        config = structs.replace(self._told, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
-        actor = make_rollout(config, name, self.queue, self._reward_models, options)
+        config = structs.replace(self._told, rollout=self.config.rollout)
+        actor = make_rollout(config, name, place, self.queue, self._reward_models, options)
         if self._needs is not None:
             proof = inside(actor, nodes.check_visible, nodes.needs_of_rollout(self._told, self._needs))
             self.calls.watch(proof, RunStage.ROLLOUT, lambda _: None, name=name)

@@ -32,6 +32,7 @@ class RolloutActor:
         self,
         config: bytes,
         name: str,
+        place: int,
         queue: "ActorProxy[QueueActor]",
         reward_models: "Mapping[str, ActorProxy[RewardModel]]",
     ) -> None:
@@ -44,7 +45,7 @@ class RolloutActor:
             worker.load_libraries()
         self._begin = worker.start
         self._config = msgspec.msgpack.decode(config, type=Config)
-        self._name, self._queue, self._reward_models = name, queue, reward_models
+        self._name, self._place, self._queue, self._reward_models = name, place, queue, reward_models
         self._worker: Future[Worker] = Future()
         torch.set_num_threads(self._config.rollout.threads)
 
@@ -52,7 +53,7 @@ class RolloutActor:
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
         await asyncio.to_thread(store.bring_model, self._config, model_path)
-        made = await self._begin(self._config, self._name, self._queue, self._reward_models, model_path)
+        made = await self._begin(self._config, self._name, self._queue, self._reward_models, model_path, self._place)
         process.freeze_gc()
         self._worker.set_result(made)
         return made.version

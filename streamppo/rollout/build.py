@@ -76,8 +76,10 @@ async def engine(
     version: int,
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None = None,
+    *,
+    place: int = 0,
 ) -> Engine:
-    """Build the engine of `actor`, which begins with `tensors` as `version`. `urls` in `config` has one entry at most.
+    """Build the engine of `actor`, number `place` of the run, which begins with `tensors` as `version`.
 
     `tokenizer` defaults to the model's, if it has one. Raises `ModelError` for a model that the engine cannot run,
     and `WeightsError` for tensors that do not fit the model.
@@ -88,7 +90,7 @@ async def engine(
     hf_config = as_pushed(deepcopy(file_config), tensors)
     model = _model(config, model_path, hf_config, tokenizer or _tokenizer(model_path))
     seed = crc32(f"{config.seed}/{actor}".encode())
-    match config.rollout.engine:
+    match config.rollout.engine.at(place):
         case EmbeddedEngine(kv=kv):
             built = embedded.EmbeddedEngine(
                 model.hf_config,

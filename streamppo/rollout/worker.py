@@ -88,8 +88,9 @@ async def start(
     queue: "ActorProxy[QueueActor]",
     reward_models: "Mapping[str, ActorProxy[RewardModel]]",
     model_path: str,
+    place: int = 0,
 ) -> "Worker":
-    """Load tokenizer, task and reward, and start the engine on the newest version."""
+    """Load tokenizer, task and reward, and start engine number `place` on the newest version."""
     tokenizer = Tokenizer(model_path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
     for kind, count in task.lengths().items():
@@ -99,14 +100,16 @@ async def start(
     if config.algorithm.curriculum is not None:
         await queue.map_rows.remote(encode(task.row_numbers()))
     rewards = Rewards(config.reward, reward_models)
-    await rewards.start(task.sources())
+    sources = task.sources()
+    rewards.refuse_unused(sources)
+    await rewards.start(sources)
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
     puller = build.puller(config, name, queue, factory.receiver(config))
     push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
     source = await asyncio.to_thread(adapters.source, config, model_path)
     tensors, _ = await source.materialize(replica)
-    engine = await build.engine(config, name, model_path, push.version, tensors, tokenizer)
+    engine = await build.engine(config, name, model_path, push.version, tensors, tokenizer, place=place)
     stop, scored = build.stop(config, model_path, tokenizer), bool(config.reward.scorers)
     player = Player(engine, tokenizer, config.environment, stop, scored=scored)
     if player.agents is not None:

@@ -121,7 +121,7 @@ class Case:
         interrupts: Any = SimpleNamespace(check=lambda: None)
         place = SimpleNamespace(model=None, actor=lambda number: {}, evaluator=lambda number: {}, waiting=str)
         patch.setattr(stages, "make_queue", lambda *_: Actor("queue"))
-        patch.setattr(stages, "make_rollout", lambda config, name, *_: Actor(name))
+        patch.setattr(stages, "make_rollout", lambda config, name, place, *_: Actor(name))
         patch.setattr(stages, "make_ranks", lambda config, queue, place, group: [Actor(f"learner-0.{group}")])
         patch.setattr(stages, "Placement", lambda config: place)
         patch.setattr(stages.reward_model, "create", lambda *_: {})

@@ -50,13 +50,14 @@ def _lasting() -> dict[str, Any]:
 def make_rollout(
     config: Config,
     name: str,
+    place: int,
     queue: "ActorProxy[QueueActor]",
     reward_models: Mapping[str, Any],
     options: Mapping[str, object],
 ) -> "ActorProxy[RolloutActor]":
-    """Create a rollout actor named `name`; `options` are Ray's, for its placement."""
+    """Create a rollout actor named `name` with engine number `place`; `options` are Ray's, for its placement."""
     actor = ray.remote(RolloutActor).options(name=name, max_concurrency=MAILBOX_CALLS, **options)
-    return actor.remote(encode(config), name, queue, reward_models)
+    return actor.remote(encode(config), name, place, queue, reward_models)
 
 
 def make_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MODEL_BATCHES = 2
 """Concurrent batches of a reward model: while one is scored, the next is already sent."""
+
+NAMED = "; a row with the column data_source has that source"
 
 ScorerGuard: TypeAlias = Guard[[ScoredText, Row], Outcome]
 """The bounds around one scorer."""
@@ -107,8 +110,17 @@ class Rewards:
                 name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources
             ]
         if self._scorers and not self._selected[source]:
-            raise TaskError(f"no scorer of [reward.scorers] is for the data source {source!r}")
+            raise TaskError(f"no scorer of [reward.scorers] is for the data source {source!r}{NAMED}")
         return self._selected[source]
+
+    def refuse_unused(self, sources: Collection[str]) -> None:
+        """Raise `TaskError` if a scorer is for none of `sources`, which are those of all prompts of a run."""
+        for name, scorer in self._scorers.items():
+            if scorer.sources and not set(scorer.sources) & set(sources):
+                raise TaskError(
+                    f"the scorer {name!r} would never be called: its sources are {', '.join(map(repr, scorer.sources))}"
+                    f", and those of the prompts are {', '.join(map(repr, sorted(sources)))}{NAMED}"
+                )
 
     # --- combining -------------------------------------------------------------------------------------------
 

@@ -156,13 +156,16 @@ def test_an_actor_that_dies_again_and_again_is_a_restart_each_time(driver_case: 
 
 def test_each_actor_gets_the_server_of_its_place(driver_case: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = driver_case(2)
-    engine = "rollout.engine={kind='sglang', urls=['http://localhost:1', 'http://localhost:2']}"
-    run.stages.config = configfile.change(run.stages.config, [engine])
-    made: list[tuple[str, ...]] = []
-    monkeypatch.setattr(stages, "make_rollout", lambda config, *rest: made.append(config.rollout.engine.urls))
-    for place in (0, 1):
+    urls = [f"http://localhost:{port}" for port in range(3)]
+    engine = f"rollout.engine={{kind='sglang', urls={urls}}}"
+    run.stages.config = run.stages._told = configfile.change(run.stages.config, [engine, "evaluation.actors=1"])
+    made: list[tuple[Any, int]] = []
+    monkeypatch.setattr(stages, "make_rollout", lambda config, name, place, *_: made.append((config, place)))
+    for place in range(3):
         run.stages._engine("rollout-7", place, {})
-    assert made == [("http://localhost:1",), ("http://localhost:2",)]
+    assert [config.rollout.engine.at(place).urls for config, place in made] == [(url,) for url in urls]
+    # Segments are shared among the configured actors, also before the others have started.
+    assert {config.rollout.actors for config, _ in made} == {2}
 
 
 def test_the_time_for_a_last_checkpoint_grows_with_its_size(tmp_path: Path) -> None:
