@@ -27,8 +27,9 @@ def engine(config: Config) -> Finding:
     match config.rollout.engine:
         case EmbeddedEngine():
             return Finding("engine", "ok", f"embedded, {config.rollout.slots} completions at once in each actor")
-        case SGLangEngine(url=url) if url:
-            return Finding("engine", "later", f"{url} is contacted when the run starts")
+        case SGLangEngine(urls=urls) if urls:
+            verb = "is" if len(urls) == 1 else "are"
+            return Finding("engine", "later", f"{', '.join(urls)} {verb} contacted when the run starts")
         case SGLangEngine():
             return _sglang(config)
 

@@ -108,9 +108,12 @@ def rewards(config: Config, task: Task | None) -> Findings:
                 yield from weights(scorer.path, subject)
         except TaskError as error:
             yield Finding(subject, "error", str(error))
+    scored, sources = Rewards(config.reward), task.sources() if task is not None else set[str]()
     try:
-        for source in sorted(task.sources()) if task is not None else ():
-            Rewards(config.reward).scorers_of(source)
+        for source in sorted(sources):
+            scored.scorers_of(source)
+        if task is not None:
+            scored.refuse_unused(sources)
     except TaskError as error:
         yield Finding("reward", "error", str(error))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ray._private import ray_constants
 
 from streamppo import process
+from streamppo.config.engine import SGLangEngine
 from streamppo.config.reward import Remote
 from streamppo.config.sections import Config
 from streamppo.driver.ray.orphans import MARK
@@ -74,9 +75,18 @@ def _is_everybodys(name: str) -> bool:
 
 
 def key_variables(config: Config) -> frozenset[str]:
-    """Names of the configuration's key variables: API keys of its reward services and its teacher."""
+    """Names of the configuration's key variables: API keys of its reward services, its teacher and its engines.
+
+    That of engines is named by default, and counts only if it is set.
+    """
     remotes = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, Remote)]
-    return frozenset(service.key_env for service in (*remotes, config.algorithm.teacher) if service.key_env)
+    names = {service.key_env for service in (*remotes, config.algorithm.teacher) if service.key_env}
+    match config.rollout.engine:
+        case SGLangEngine(urls=urls, api_key_env=name) if urls and name in os.environ:
+            names.add(name)
+        case _:
+            pass
+    return frozenset(names)
 
 
 def quiet_pipes() -> None:

@@ -319,6 +319,7 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
     code, output = checked(MATH, *ABSENT[sentence])
     assert code == 0 and sentence in output, output
     assert f"0 errors, {len(ABSENT[sentence])} subjects that cannot be checked here" in output
+    assert ("engine later http://h:1 is contacted when the run starts" in output) == (ELSEWHERE in ABSENT[sentence])
 
 
 def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(

@@ -55,6 +55,27 @@ def test_a_ray_of_our_own_is_on_loopback_at_nice_0_without_events_and_a_cluster_
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in joined["environment"]
 
 
+def test_a_cluster_gets_the_key_of_every_service_that_a_run_calls(
+    started: list[dict[str, Any]], math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = (
+        "reward={scorers={a={kind='service', url='http://a', key_env='MINE_A'}, "
+        "b={kind='judge', url='http://b', model='m', question='?', key_env='MINE_B'}}}",
+        "algorithm.teacher={url='http://t', key_env='MINE_T'}",
+        "rollout.engine={kind='sglang', urls=['http://e'], transport='group', api_key_env='MINE_E'}",
+    )
+    for name in "ABTE":
+        monkeypatch.setenv(f"MINE_{name}", name)
+    config = math_config("cluster.address=10.0.0.1:6379", *services)
+    with cluster.started_ray(config, ""):
+        pass
+    variables = started[0]["runtime_env"]["env_vars"]
+    assert {name: variables[f"MINE_{name}"] for name in "ABTE"} == dict(zip("ABTE", "ABTE", strict=True))
+    # A server may need none: the name of its variable is there by default.
+    monkeypatch.delenv("MINE_E")
+    assert environment.key_variables(config) == {"MINE_A", "MINE_B", "MINE_T"}
+
+
 def test_nobody_else_can_read_the_token_of_a_ray_of_our_own(
     started: list[dict[str, Any]], math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
