@@ -14,14 +14,21 @@ ARGUMENTS = "chat_template_kwargs"
 """TRL's column of chat template arguments."""
 
 
+PARTS = ("text", "input_text", "output_text")
+"""OpenAI's types of a message's parts that are text."""
+
+
 def message(item: object, where: str) -> Message:
-    """Read one message with all its fields that are not null. Raises `TaskError` if `item` is not a message."""
-    match item:
+    """Read one message with all its fields that are not null. Raises `TaskError` if `item` is not a message.
+
+    A message may be JSON, and its content a list of parts; texts of parts are joined.
+    """
+    match item := _parse_column(item):
         case {"role": str(role), **rest}:
             fields = cast("dict[str, object]", _without_nulls(rest))
         case _:
             raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
-    content = fields.pop("content", None)
+    content = _text(fields.pop("content", None), where)
     if not isinstance(content, str) and (content is not None or not fields.get("tool_calls")):
         raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
     if isinstance(calls := fields.get("tool_calls"), list):
@@ -42,6 +49,8 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
     if not listed and not arguments:
         return base
     try:
+        if isinstance(listed, list):
+            listed = [_parse_column(item) for item in cast("list[object]", listed)]
         row_tools = msgspec.convert(_without_nulls(listed or []), tuple[dict[str, object], ...])
         more = msgspec.convert(_without_nulls(arguments or {}), dict[str, object])
         msgspec.msgpack.encode((row_tools, more))
@@ -55,9 +64,30 @@ def template(row: Row, tools: str, base: Template, where: str) -> Template:
     )
 
 
+def _text(content: object, where: str) -> object:
+    """Join the parts of a content that is a list of them. Raises `TaskError` for a part that is not text."""
+    if not isinstance(content, list):
+        return content
+    texts: list[str] = []
+    for part in cast("list[object]", content):
+        match part:
+            case str(text):
+                texts.append(text)
+            case {"type": str(kind), "text": str(text)} if kind in PARTS:
+                texts.append(text)
+            case {"type": str(kind)} if kind not in PARTS:
+                raise TaskError(f"{where}: a message has a part of the type {kind!r}, and the policy reads only text")
+            case _:
+                raise TaskError(f"{where}: a part of a message has the texts `type` and `text`, this is {part!r}")
+    return "".join(texts)
+
+
 def _read_arguments(call: object) -> object:
-    """Return a call with its arguments as values: OpenAI has them as JSON, and templates write values as JSON again."""
-    match call:
+    """Return a call with its arguments as values: OpenAI has them as JSON, and templates write values as JSON again.
+
+    The whole call may be JSON.
+    """
+    match call := _parse_column(call):
         case {"function": {"arguments": str(text)}}:
             known = cast("dict[str, dict[str, object]]", call)
             arguments = _parse_column(text) if text.strip() else {}

@@ -14,6 +14,12 @@ from streamppo.tasks import chat, columns, dataset_files, files, split
 from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Prompt, Template
 
+ANSWER = "answer"
+"""The name of the answer for rewards, and of its column by default."""
+SEEN = ("image", "images", "video", "videos", "audio", "audios")
+"""Names of columns with pictures and sounds, in data sets for models that see and hear."""
+PLACES = tuple(f"<{name}>" for name in ("image", "video", "audio"))
+"""The places of pictures and sounds in the prompts of verl's and others' rows."""
 SPECIALS = 8
 """Tokens that a tokenizer may add to a text; every other token covers at least one byte of it."""
 
@@ -55,6 +61,7 @@ class Data:
         self._name, self._source, self._tokenizer = name, source, tokenizer
         self._limit, self._look = limit, look
         self._left_out: dict[str, str] = {}
+        self._unseen: set[str] = set()
         self.lengths = {"skipped": 0, "truncated": 0}
         self.notes: list[str] = []
         self.training: Sequence[Prompt] = self._read(source.data, source.split)
@@ -77,6 +84,10 @@ class Data:
             self.held_out_keys = self._keys(self.held_out)
         self.notes += [
             f"{name}: the column {column!r} {why}: rewards do not get it" for column, why in self._left_out.items()
+        ]
+        self.notes += [
+            f"{name}: rows have pictures or sounds in the column {column!r}: the policy reads only the prompt's text"
+            for column in sorted(self._unseen)
         ]
 
     def leave(self, taken: set[bytes]) -> None:
@@ -107,6 +118,13 @@ class Data:
         plain = columns.plain_columns(row)
         self._left_out |= plain.left_out
         converted = prompt(plain.columns, where, self._name, self._source)
+        unseen = {column for column in SEEN if _is_given(row.get(column))}
+        if unseen and any(place in converted.text for place in PLACES):
+            raise TaskError(
+                f"{where}: the prompt has places for what is in the column {min(unseen)!r}, and the policy reads only "
+                "text: leave such rows out"
+            )
+        self._unseen |= unseen
         if self._tokenizer is not None and not self._fits(converted, where, self._source, self._tokenizer):
             return None
         if self._look is not None:
@@ -180,6 +198,11 @@ def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     )
 
 
+def _is_given(value: object) -> bool:
+    """True unless a value is null or empty."""
+    return value is not None and not (isinstance(value, str | bytes | list | tuple | dict) and not value)
+
+
 def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
     """Return the columns that a row's rewards get. Raises `TaskError` with the name of a missing column."""
     columns: dict[str, object] = {**row}
@@ -187,8 +210,8 @@ def reward_columns(row: Row, where: str, source: Source) -> dict[str, object]:
     if source.prompt == "prompt":
         columns.pop("prompt", None)
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
-    if source.answer:
-        columns["answer"] = _column(row, _answer_column(row, source.answer), where)
+    if source.answer and ANSWER not in source.columns:
+        columns[ANSWER] = _column(row, _answer_column(row, source.answer), where)
     return columns
 
 
@@ -207,9 +230,12 @@ def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """The name of the answer's column, which in verl's rows is nested."""
+    """The name of the answer's column, which in verl's rows is nested, also where another is called `answer`.
+
+    Example: verl's own conversion of gsm8k leaves the solution as the column `answer`, and rewards get `ground_truth`.
+    """
     nested = row.get("reward_model")
-    if name not in row and isinstance(nested, Mapping) and "ground_truth" in nested:
+    if (name == ANSWER or name not in row) and isinstance(nested, Mapping) and "ground_truth" in nested:
         return "reward_model.ground_truth"
     return name
 

@@ -186,12 +186,49 @@ def _rows(batch: "pyarrow.RecordBatch", where: Path) -> Iterator[Row]:
     columns: list[list[Any]] = []
     for column in batch.columns:
         try:
-            columns.append(column.cast(_in_microseconds(column.type), safe=False).to_pylist())
+            kind = _in_microseconds(column.type)
+            listed = column.cast(kind, safe=False).to_pylist()
+            columns.append([_parsed(value, kind) for value in listed] if _has_json(kind) else listed)
         # Dates beyond the year 9999, texts that are not UTF-8, duplicate field names, types unknown to Python.
-        except (pyarrow.ArrowException, ValueError, OverflowError, TypeError, NotImplementedError) as error:
+        except (
+            pyarrow.ArrowException,
+            ValueError,
+            RecursionError,
+            OverflowError,
+            TypeError,
+            NotImplementedError,
+        ) as error:
             columns.append([Unread(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
     for values in zip(*columns, strict=True):
         yield dict(zip(names, values, strict=True))
+
+
+def _has_json(kind: "pyarrow.DataType") -> bool:
+    """Return True for Arrow's JSON type, which `datasets` writes for columns of mixed values, at any depth."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return any(_has_json(field.type) for field in kind)
+    return _has_json(kind.value_type) if _is_list(kind) else isinstance(kind, pa.JsonType)
+
+
+def _is_list(kind: "pyarrow.DataType") -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _parsed(value: Any, kind: "pyarrow.DataType") -> Any:
+    """Return a value of the type `kind` with its JSON texts parsed."""
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        return {field.name: _parsed(value[field.name], field.type) for field in kind}
+    if _is_list(kind):
+        return [_parsed(item, kind.value_type) for item in value]
+    return json.loads(value) if isinstance(kind, pa.JsonType) else value
 
 
 def _in_microseconds(kind: "pyarrow.DataType") -> "pyarrow.DataType":

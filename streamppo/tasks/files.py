@@ -34,6 +34,9 @@ def find(folder: Path, split: str) -> SplitFiles:
 
     Raises `TaskError` if there are none, two differ in their endings alone, or one has an unsupported format.
     """
+    if is_saved_dataset(folder / split):
+        # A folder of several splits: each is such a folder, beside whose files `map` may have left a cache.
+        folder /= split
     if is_saved_dataset(folder):
         try:
             entries = json.loads(durable.read(folder / "state.json"))["_data_files"]

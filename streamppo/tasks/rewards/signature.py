@@ -1,10 +1,11 @@
 """The three signatures of a reward, distinguished by their parameters.
 
     trajectory   score(trajectory: ScoredText, **columns) -> float | Reward
-    batched      score(prompts, completions, completion_ids, **columns) -> list[float | None]    TRL's
+    batched      score(prompts, completions, completion_ids, **columns) -> list[float | None]    TRL's; it has at least
+                 one of `completions` and `completion_ids`
     verl         compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict
 
-Each may be `def` or `async def`, or the `__call__` of a class.
+Each may be `def` or `async def`, the `__call__` of a class, or an object with one, such as TRL's factories return.
 """
 
 import inspect
@@ -22,6 +23,15 @@ Texts: TypeAlias = tuple[ScoredText, ...]
 Columns: TypeAlias = tuple[Row, ...]
 Style: TypeAlias = Literal["trajectory", "batched", "verl"]
 BATCHED = frozenset({"prompts", "completions", "completion_ids"})
+GIVES_A_BATCH = frozenset({"completions", "completion_ids"})
+"""Parameters of `BATCHED` that no row's column has the name of: one of them is enough to tell the style."""
+TRL_ALONE = {
+    "trainer_state": "here is no Trainer: give it a default",
+    "log_extra": "return a Reward with its numbers as components, and give it a default",
+    "log_metric": "return a Reward with its numbers as components, and give it a default",
+    "environments": "an environment is the table [environment], and gives rewards itself",
+}
+"""Further arguments of TRL's trainer, and what takes their place."""
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
@@ -49,6 +59,8 @@ class Signature(NamedTuple):
                 more += "; the prompt is `trajectory.prompt`, or TRL's `prompts`"
             if "answer" in missing and self.style == "verl":
                 more += "; its `ground_truth` is the row's answer: name that column as task.answer"
+            if advice := TRL_ALONE.get(min(missing)):
+                more += f"; TRL's trainer gives {min(missing)}, and {advice}"
             columns = ", ".join(sorted(given)) or "none"
             raise TaskError(f"the reward asks for the column {min(missing)!r}; columns are {columns}{more}")
         if self.takes_all:
@@ -90,28 +102,27 @@ def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], aske
 
 
 def _called(found: object, name: str) -> Callable[..., object]:
-    if inspect.isclass(found):
-        return found.__call__
     if inspect.isroutine(found) or isinstance(found, partial):
         return found
-    kind = type(found).__name__
-    advice = ": give the class, and what it is made with as reward.arguments" if callable(found) else ""
-    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {kind}{advice}")
+    if callable(found):
+        return found.__call__
+    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {type(found).__name__}")
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
     """Return the style, and its parameters, which are not columns."""
     if {"solution_str", "ground_truth"} <= named.keys():
         return "verl", VERL & named.keys()
-    if "completions" in named:
+    if GIVES_A_BATCH & named.keys():
         return "batched", BATCHED & named.keys()
     first = next(iter(named.values()), None)
     if first is not None and (first.name == "trajectory" or first.annotation in (ScoredText, "ScoredText")):
         return "trajectory", {first.name}
+    beside = (f"; TRL's trainer gives {given}, and {advice}" for given, advice in TRL_ALONE.items() if given in named)
     raise TaskError(
         f"reward.function {name!r} takes ({', '.join(named)}); it must be one of "
         "score(trajectory, **columns), score(prompts, completions, **columns) and "
-        "compute_score(data_source, solution_str, ground_truth, extra_info)"
+        f"compute_score(data_source, solution_str, ground_truth, extra_info){''.join(beside)}"
     )
 
 
@@ -202,11 +213,16 @@ def _chat(messages: Iterable[Message]) -> list[dict[str, object]]:
 
 
 def _verl(text: ScoredText, row: Row) -> dict[str, object]:
+    """Return verl's keyword arguments; its reward managers add two entries to the row's `extra_info`.
+
+    `num_turns` counts the prompt, the policy's turns and the observations between them.
+    """
+    turns = 1 + max(1, len(text.turns)) + len(text.observations)
     return {
         "data_source": text.source,
         "solution_str": text.completion,
         "ground_truth": row.get("answer"),
-        "extra_info": row.get("extra_info") or {},
+        "extra_info": {**(row.get("extra_info") or {}), "num_turns": turns, "rollout_reward_scores": {}},
     }
 
 

@@ -461,10 +461,11 @@ class AlwaysOne:
         return 1.0
 
 
-def test_an_object_is_no_reward_and_its_class_is() -> None:
-    with pytest.raises(TaskError, match="nor a class but a AlwaysOne: give the class, and what it is made with as"):
-        detect_signature(AlwaysOne(), "mine", {})
-    assert detect_signature(AlwaysOne, "mine", {}).style == "trajectory"
+def test_an_object_that_can_be_called_is_a_reward_and_so_is_its_class() -> None:
+    for found in (AlwaysOne(), AlwaysOne):
+        assert detect_signature(found, "mine", {}).style == "trajectory"
+    with pytest.raises(TaskError, match="is neither a function nor a class but a object"):
+        detect_signature(object(), "mine", {})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PROMPTS = (
 )
 """Names of a prompt's column, the most certain first."""
 ANSWERS = (
-    *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
+    *("reward_model.ground_truth", "answer", "ground_truth", "final_answer", "solution", "target", "expected_answer"),
     *("reference", "gold", "label", "response", "completion", "output", "chosen"),
 )
 """Names of an answer's column, the most certain first."""
