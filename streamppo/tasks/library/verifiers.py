@@ -10,7 +10,7 @@ own commands take it.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -31,8 +31,12 @@ class Rows:
 
     def __init__(self, config: VerifiersTask, seed: int) -> None:
         name = config.environment
-        prompts = [_prompt(task.data, name) for task in _environment(name).taskset.take(config.rows)]
+        data = [task.data for task in _environment(name).taskset.take(config.rows)]
+        prompts = [_prompt(one, name) for one in data]
         keys = [split.key(prompt.text) for prompt in prompts]
+        if len(set(keys)) == 1:
+            # The instructions of some games are the same in all tasks, as Wordle's: the rest of the data differs.
+            keys = [split.key(one.model_dump_json(exclude={"idx", "name"})) for one in data]
         self.notes = [*split.describe_repeats(keys, name)]
         divided = split.divide(prompts, keys, config.held_out, seed)
         self.training: Sequence[Prompt] = divided.training
@@ -40,13 +44,15 @@ class Rows:
 
 
 async def run(base_url: str, environment: str, row: str) -> Done:
-    """Play one task; its reward is the sum over all trained seats. Raises `TaskError` if it fails."""
+    """Play one task; its reward is the sum over all episodes of the trained seat. Raises `TaskError` if it fails."""
     made, library = _environment(environment), _library()
     kind = type(made.taskset).task_type()
     task = kind(kind.data_type().model_validate_json(row), made.taskset.config.task)
     client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
     async with made.serving():
         episode = await made.run_episode(task, library.ModelContext(model="policy", client=client))
+    played = [trace.agent for trace in episode.traces if trace.agent.config.client.base_url == base_url]
+    _refuse_seats(environment, {agent.name: agent.trainable for agent in played})
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     errors = [error.message for one in (*episode.traces, episode) for error in one.errors]
     if not episode.ok and not any(SPENT in message for message in errors):
@@ -54,6 +60,20 @@ async def run(base_url: str, environment: str, row: str) -> Done:
     components = {name: value for trace in traces for name, value in trace.metrics.items() if value is not None}
     scores = {name: given.value for trace in traces for name, given in trace.rewards.items() if given is not None}
     return Done(sum(trace.reward for trace in traces), components | scores)
+
+
+def _refuse_seats(environment: str, seats: Mapping[str, bool]) -> None:
+    """Raise `TaskError` unless the policy plays one seat, which is trained: all its turns are trained on one reward."""
+    if still := [name for name, is_trained in seats.items() if not is_trained]:
+        raise TaskError(
+            f"{environment}: the seat {still[0]!r} is not to be trained, and the policy plays it: give it a `client` "
+            f"of its own in a TOML file of the environment, as [env.{still[0]}.client]"
+        )
+    if len(seats) > 1:
+        raise TaskError(
+            f"{environment}: the policy plays the seats {', '.join(seats)}, and one reward is for all its turns: give "
+            "all but one a `client` of their own in a TOML file of the environment"
+        )
 
 
 @cache
@@ -69,7 +89,9 @@ def _environment(name: str) -> Any:
         seats = {seat: one.model_copy(update={"runtime": local}) for seat, one in found if _is_seat(one)}
         return loaders.load_environment(found.model_copy(update=seats))
     except Exception as error:
-        raise TaskError(f"verifiers cannot load the environment {name!r}: {error}") from error
+        raise TaskError(
+            f"verifiers cannot load the environment {name!r}, which must be a taskset of verifiers.v1: {error}"
+        ) from error
 
 
 def _is_seat(value: object) -> bool:

@@ -257,6 +257,47 @@ def test_an_environment_of_verifiers_may_be_named_by_a_file_of_its_own_commands(
         task.build(missing.task, 1)
 
 
+TWO_SEATS = """
+import verifiers.v1 as vf
+from verifiers_guess import Asks, Numbers
+
+__all__ = ["Asks", "Numbers", "Talk"]
+
+class TalkConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+    user: vf.AgentConfig = vf.AgentConfig()
+
+class Talk(vf.Env[TalkConfig]):
+    async def setup(self, agents):
+        agents.user.trainable = TRAINED
+
+    async def run(self, task, agents):
+        for seat in (agents.solver, agents.user):
+            async with seat.interaction(task) as talk:
+                await talk.turn()
+"""
+
+
+@needs("verifiers_guess")
+@pytest.mark.parametrize(
+    ("trained", "why"),
+    [
+        (False, r"the seat 'user' is not to be trained, and the policy plays it: .* as \[env.user.client\]"),
+        (True, "the policy plays the seats solver, user, and one reward is for all its turns"),
+    ],
+)
+def test_a_seat_that_the_policy_must_not_play_is_refused(
+    guesses: Config, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, trained: bool, why: str
+) -> None:
+    name = f"two_seats_{trained}".lower()
+    (tmp_path / f"{name}.py").write_text(TWO_SEATS.replace("TRAINED", str(trained)))
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY / 'examples'}:{tmp_path}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = configfile.change(guesses, [f"task.environment={name}"])
+    with pytest.raises(EnvironmentFailed, match=why):
+        play(config, task.build(config.task, 1).training[0], tokenizer, lambda _: "7")
+
+
 # --- a program in a sandbox ----------------------------------------------------------------------------------
 
 

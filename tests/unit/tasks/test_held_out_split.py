@@ -1,7 +1,7 @@
 """No prompt is both trained on and held out: rows are divided by the content of their prompts."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -157,9 +157,10 @@ class Row(NamedTuple):
 
     prompt_text: str
     answer: str = "1"
+    idx: int = 0
 
-    def model_dump_json(self) -> str:
-        return json.dumps(self._asdict())
+    def model_dump_json(self, exclude: Set[str] = frozenset()) -> str:
+        return json.dumps({name: value for name, value in self._asdict().items() if name not in exclude})
 
 
 class Taskset:
@@ -173,3 +174,17 @@ def test_tasks_of_verifiers_that_repeat_are_on_one_side(monkeypatch: pytest.Monk
     monkeypatch.setattr(verifiers, "_environment", lambda _: SimpleNamespace(taskset=Taskset()))
     assert shared(VerifiersTask(environment="endless", held_out=0.25, rows=40)) == (0, 30, 5)
     assert shared(VerifiersTask(environment="endless", held_out=0.25, rows=20)) == (0, 15, 5)
+
+
+class Game:
+    """A taskset of games with the same instructions: a task is its seed."""
+
+    def take(self, count: int) -> Iterator[SimpleNamespace]:
+        return (SimpleNamespace(data=Row("Guess the word.", str(number // 2), number)) for number in range(count))
+
+
+def test_games_with_one_prompt_are_told_apart_by_the_rest_of_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_environment", lambda _: SimpleNamespace(taskset=Game()))
+    built = task.build(VerifiersTask(environment="wordle", held_out=0.25, rows=40), 1)
+    trained, held_out = ({one.columns["answer"] for one in rows} for rows in (built.training, built.held_out(None)))
+    assert (len(trained), len(held_out), trained & held_out) == (15, 5, set())
