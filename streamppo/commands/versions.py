@@ -12,7 +12,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, Diverged, JournalError
 from streamppo.learner.checkpoint import history as histories
-from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint import manifest, remote
 from streamppo.learner.checkpoint.history import ANY, History
 from streamppo.queue.store.archive import checksums
 from streamppo.queue.store.journal import Journal
@@ -43,11 +43,15 @@ def look(run: Path, at: int) -> Past:
 
 
 def newest_whole(past: Past) -> Path | None:
-    """The newest checkpoint up to the version whose files all match the manifest; None if there is none."""
+    """The newest checkpoint up to the version whose files all match the manifest; None if there is none.
+
+    Files that this disk lacks or has damaged are fetched from the run's address, if it has one.
+    """
+    fetch = remote.fetcher(past.run)
     for path in reversed(manifest.complete(past.run / "checkpoints")):
         if int(path.name) <= past.version:
             try:
-                manifest.verify_whole(path, past.history)
+                manifest.verify_whole(path, past.history, fetch)
             except CheckpointError as error:
                 log.info("%s: passed over", error)
             else:

@@ -12,6 +12,7 @@ from streamppo.config.sections import Config, Model, model_path
 from streamppo.errors import CheckpointError, JournalError
 from streamppo.learner.checkpoint import distcp, history, manifest, remote
 from streamppo.learner.checkpoint.history import History
+from streamppo.learner.checkpoint.manifest import Fetch
 from streamppo.learner.model import adapters, hf_files
 from streamppo.weights import buckets
 from streamppo.weights.adapters import merge_adapters
@@ -30,16 +31,23 @@ class Weights(NamedTuple):
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    Raises `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its digest is not
-    the journal's; `ModelError` if the run's first model, which gives the shapes, is missing.
+    Files that this disk lacks or has damaged are fetched from the run's address, if it has one. Raises
+    `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its digest is not the
+    journal's; `ModelError` if the run's first model, which gives the shapes, is missing.
     """
     past = _run_history(config, run)
-    return weights_in(_checkpoint(run, version, past), config, model_path(config, run), past)
+    path = _checkpoint(run, version, past)
+    return weights_in(path, config, model_path(config, run), past, remote.fetcher(run))
 
 
-def weights_in(path: Path, config: Config, start: str, past: History | None = None) -> Weights:
-    """Read the policy of the checkpoint at `path`; the run began with the model `start`. Raises as above."""
-    state, model = manifest.verify_whole(path, past), config.model
+def weights_in(
+    path: Path, config: Config, start: str, past: History | None = None, fetch: Fetch | None = None
+) -> Weights:
+    """Read the policy of the checkpoint at `path`; the run began with the model `start`. Raises as above.
+
+    `fetch` is as in `manifest.verify`.
+    """
+    state, model = manifest.verify_whole(path, past, fetch), config.model
     tensors = _read(path, start, model)
     still = {} if model.lora is None else model_weights(start, model.dtype)
     push, _ = buckets.pack_whole(state.version, tensors, config.learner.bucket_bytes)
@@ -78,7 +86,8 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
         copies = remote.CheckpointStore(address).versions(past)
         wanted = max(copies, default=None) if wanted is None else wanted
         checkpoints |= {number: folder / f"{number:08d}" for number in copies if number not in checkpoints}
-        if wanted in checkpoints:
+        # Of a part of it the missing files are fetched when they are verified.
+        if wanted in checkpoints and not checkpoints[wanted].exists():
             remote.CheckpointStore(address).fetch_checkpoint(checkpoints[wanted])
     if wanted not in checkpoints:
         there = ", ".join(map(str, checkpoints)) or "none"

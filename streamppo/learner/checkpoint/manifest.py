@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from streamppo.learner.checkpoint.history import History
 
 MANIFEST = "manifest.json"
+Fetch: TypeAlias = Callable[[str, str, Path], None]
+"""(version, name of a file, folder) -> None: fetches the file from the run's address into the folder."""
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
 """The name of a file in the checkpoint's folder, without a path."""
 
@@ -105,13 +107,13 @@ def verify(
     path: Path,
     rank: int,
     shards_of: int | None = None,
-    fetch: Callable[[str, str, Path], None] | None = None,
+    fetch: Fetch | None = None,
     past: "History | None" = None,
 ) -> CheckpointState:
     """Verify the files that `rank` reads in the checkpoint at `path`, and return its state.
 
     They are its own files and those of the rank `shards_of`, which wrote its shards if the model has several replicas.
-    `fetch` (version, name, folder), if given, fetches missing and damaged files. Raises `DamagedFile`, also if the
+    `fetch`, if given, fetches missing and damaged files. Raises `DamagedFile`, also if the
     weights are not of the run's `past`, or `CheckpointError` for a missing file; both name the file.
     """
     if fetch is not None and not (path / MANIFEST).is_file():
@@ -150,14 +152,16 @@ def is_of(path: Path, past: "History | None") -> bool:
     return True
 
 
-def verify_whole(path: Path, past: "History | None" = None) -> CheckpointState:
-    """Verify the files of every rank in the checkpoint at `path`, and return its state.
+def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None = None) -> CheckpointState:
+    """Verify the files of every rank in the checkpoint at `path`, and return its state; `fetch` as in `verify`.
 
     Raises `DamagedFile`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
     """
+    if fetch is not None and not (path / MANIFEST).is_file():
+        fetch(path.name, MANIFEST, path)
     state = read(path, past).state
     for rank in range(state.ranks):
-        verify(path, rank)
+        verify(path, rank, fetch=fetch)
     return state
 
 

@@ -23,7 +23,7 @@ from streamppo.config.storage import Checkpoint
 from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import History
-from streamppo.learner.checkpoint.manifest import MANIFEST, Manifest
+from streamppo.learner.checkpoint.manifest import MANIFEST, Fetch, Manifest
 from streamppo.weights import factory, owner
 from streamppo.weights.store import Store, known_address
 
@@ -113,6 +113,12 @@ def newest(folder: Path, address: str, at_most: float, past: History | None = No
     if not versions or (local is not None and int(local.name) >= versions[-1]):
         return local
     return folder / f"{versions[-1]:08d}"
+
+
+def fetcher(run: Path) -> Fetch | None:
+    """The function that fetches a file of a checkpoint from the address of `run`; None if the run has none."""
+    address = known_address(run)
+    return CheckpointStore(address).fetch if address else None
 
 
 class CheckpointStore(Store):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from streamppo import cli
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
 from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.model import optimizer, policy
@@ -166,6 +167,41 @@ def test_a_copy_of_a_run_never_gets_the_weights_of_the_first_one(
     assert "00000005: of another run: its weights are " in capsys.readouterr().err
     assert cli.main(["export", str(copy), "--to", str(tmp_path / "out")]) == 0, "the newest of its own"
     assert "version 3, weights " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["a file", "a part of a file", "the manifest", "all but the manifest", "all"])
+def test_what_a_disk_lacks_of_a_checkpoint_comes_from_the_runs_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    """With disks of their own, a node has the manifest and the files of its own ranks."""
+    model_at(tmp_path / "model", tied=True)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpointed(run, case.config_of(f"model.path={tmp_path / 'model'}"), (3,))
+    path = run / "checkpoints" / "00000003"
+    shutil.copytree(run / "checkpoints", tmp_path / "address")
+    files = [file for file in path.iterdir() if file.name != manifest.MANIFEST]
+    assert len(files) > 1
+    match lost:
+        case "a file":
+            files[0].unlink()
+        case "a part of a file":
+            files[0].write_bytes(files[0].read_bytes()[:-1])
+        case "the manifest":
+            (path / manifest.MANIFEST).unlink()
+        case "all but the manifest":
+            for file in files:
+                file.unlink()
+        case _:
+            shutil.rmtree(path)
+    export = ["export", str(run), "--version", "3", "--to"]
+    assert cli.main([*export, str(tmp_path / "none")]) == 1, "nothing on this disk can replace it"
+    (run / "remote.address").write_text(f"file://{tmp_path}/address")
+    assert cli.main([*export, str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    assert list((tmp_path / "out").glob("*.safetensors"))
+    assert sorted(file.name for file in path.iterdir()) == sorted(
+        file.name for file in (tmp_path / "address" / "00000003").iterdir()
+    )
 
 
 def test_weights_get_out_though_the_journal_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
