@@ -12,7 +12,9 @@
 set -euo pipefail
 
 run="runs/$SLURM_JOB_NAME"
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# No `| head -n 1`: it would close the pipe, and pipefail would end the job.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${hosts%%$'\n'*}
 address="$head:${RAY_PORT:-6379}"
 # A run cannot set these from outside of Ray: no record of each call, and no nice value.
 export RAY_task_events_report_interval_ms=0 RAY_worker_niceness=0
