@@ -18,7 +18,19 @@ import replay_case
 import slow_loss
 from conftest import MATH, REPOSITORY, SUPPORT, save_reward_model
 from ray.cluster_utils import Cluster
-from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_line, wait_for_updates
+from test_run import (
+    SHORT,
+    family,
+    finished,
+    gone,
+    named,
+    started,
+    summary,
+    titled,
+    updates,
+    wait_for_line,
+    wait_for_updates,
+)
 
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
@@ -276,8 +288,7 @@ def scaled(run: Path, rollouts: int) -> str:
 
 def actors(part: str, folder: Path) -> list[psutil.Process]:
     """The processes of that title, the oldest first."""
-    found = [process for process in family(folder) if part in " ".join(process.cmdline())]
-    return sorted(found, key=lambda process: process.create_time())
+    return sorted(titled(folder, part), key=lambda process: process.create_time())
 
 
 def wait_for_batches_by(run: Path, names: set[str]) -> None:

@@ -62,7 +62,17 @@ def family(folder: Path) -> list[psutil.Process]:
 
 def named(folder: Path, part: str) -> psutil.Process:
     """The actor process whose title has `part` in it."""
-    return next(process for process in family(folder) if part in " ".join(process.cmdline()))
+    return titled(folder, part)[0]
+
+
+def titled(folder: Path, part: str) -> list[psutil.Process]:
+    """The processes of a run whose titles have `part` in them."""
+    found: list[psutil.Process] = []
+    for process in family(folder):
+        # It may end in between.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process] if part in " ".join(process.cmdline()) else []
+    return found
 
 
 def finished(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> str:

@@ -1,5 +1,6 @@
 """Helpers for tests of rewards: started rewards, and the faulty ones."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -44,8 +45,10 @@ async def total(rewards: Rewards, completion: str, **columns: Any) -> float:
 
 def processes() -> list[psutil.Process]:
     """The reward processes of these tests, templates first, without the templates' reapers."""
-    here = psutil.Process()
-    found = [
-        one for one in here.children(recursive=True) if "streamppo.tasks.rewards.processes.worker" in one.cmdline()
-    ]
-    return [one for one in found if one.ppid() != here.pid]
+    here, found = psutil.Process(), list[psutil.Process]()
+    for one in here.children(recursive=True):
+        # It may end in between.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "streamppo.tasks.rewards.processes.worker" in one.cmdline() and one.ppid() != here.pid:
+                found.append(one)
+    return found

@@ -1,6 +1,7 @@
 """Scores by models: a classifier in batches, a service and a judge behind HTTP."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -155,7 +156,12 @@ def test_a_reward_model_that_is_killed_comes_back_and_the_calls_that_it_had_are_
 
 def reward_models() -> set[psutil.Process]:
     """List the processes of all reward models."""
-    return {child for child in psutil.Process().children(recursive=True) if "ray::RewardModel" in child.cmdline()[:1]}
+    found: set[psutil.Process] = set()
+    for child in psutil.Process().children(recursive=True):
+        # It may end in between.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {child} if "ray::RewardModel" in child.cmdline()[:1] else set()
+    return found
 
 
 @pytest.mark.slow
