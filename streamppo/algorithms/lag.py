@@ -16,8 +16,8 @@ learning rate is lowered if a smaller lag does not help, or does not help yet.
                                               min(1, (admitted + 1) / (lag + 1))
 
 The lag falls below the whole failing bucket (buckets double in width). It rises only if data at its bound are good, to
-at most twice its value, so that it never goes far beyond what was measured. With all ESS above (1 + ess) / 2 it rises
-to its upper bound, if the data reach it, and stays there.
+at most twice its value and one more, so that it never goes far beyond what was measured. With all ESS above
+(1 + ess) / 2 it rises to its upper bound, if the data reach it, and stays there.
 """
 
 from collections.abc import Callable, Mapping

@@ -99,7 +99,7 @@ class Reward(Section, frozen=True):
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
     """Scorers by name; the scores of several are logged as reward_NAME."""
     combine: Literal["sum", "model_first"] = "sum"
-    """The weighted sum of all scores, or only of models' and judges' if there are any."""
+    """The weighted sum of all scores, or only of models', judges' and services' if there are any."""
     correct_at: float = 1.0
     """Reward from which a completion is correct."""
 
