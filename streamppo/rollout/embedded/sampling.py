@@ -10,6 +10,10 @@ from torch import Tensor
 
 from streamppo.errors import ModelError
 
+LARGE, BLOCK = 8192, 512
+"""A vocabulary with more tokens is searched block by block."""
+BELOW_ONE = 1 - 2.0**-50
+
 
 class Draws(NamedTuple):
     """Sampling parameters, one for each row [B]. Temperature 0 is greedy, top-p 1 and top-k 0 are off."""
@@ -42,9 +46,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
     if inside_BV is not None:
         logits_BV = logits_BV.masked_fill(~inside_BV, -torch.inf)
     logp_BV = logits_BV.log_softmax(-1)
-    # In float32 the sum over a large vocabulary would lose rare tokens. It never reaches 1 exactly.
-    below_BV = logp_BV.double().exp().cumsum(-1)
-    tokens_B = torch.searchsorted(below_BV, (uniform_B * below_BV[:, -1])[:, None], right=True).squeeze(-1)
+    tokens_B = _draw(logp_BV, uniform_B)
     # Logits that are not finite have no cumulative probabilities.
     tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
     if greedy_B is not None:
@@ -53,6 +55,33 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
     if not bool(logprobs_B.isfinite().all()):
         raise ModelError("the logits are not finite: the weights have diverged")
     return SampledTokens(tokens_B, logprobs_B, inside_BV)
+
+
+def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """[B] the first token of each row whose cumulative probability is above u; behind the last if there is none.
+
+    Of a large vocabulary it first finds the block: sums in float64 over all of it take most of a step's time.
+    """
+    B, V = logp_BV.shape
+    if V <= LARGE:
+        # In float32 the sum over a vocabulary would lose rare tokens. It never reaches 1 exactly.
+        return _first_above(logp_BV.double().exp().cumsum(-1), uniform_B)
+    p_BV = logp_BV.new_zeros(B, -(-V // BLOCK) * BLOCK)
+    torch.exp(logp_BV, out=p_BV[:, :V])
+    p_BNW = p_BV.view(B, -1, BLOCK)
+    mass_BN = p_BNW.sum(-1).double()
+    before_BN = mass_BN.cumsum(-1)
+    block_B = _first_above(before_BN, uniform_B).clamp(max=mass_BN.shape[1] - 1)
+    row_B = torch.arange(B, device=logp_BV.device)
+    mass_B = mass_BN[row_B, block_B]
+    # How far u lies within its block; in the block itself no rare token is lost.
+    within_B = ((uniform_B * before_BN[:, -1] - before_BN[row_B, block_B] + mass_B) / mass_B).clamp(0.0, BELOW_ONE)
+    return block_B * BLOCK + _first_above(p_BNW[row_B, block_B].double().cumsum(-1), within_B)
+
+
+def _first_above(below_BV: Tensor, share_B: Tensor) -> Tensor:
+    """[B] the first index of each row whose sum so far is above this share of the whole; their number if none is."""
+    return torch.searchsorted(below_BV, (share_B * below_BV[:, -1])[:, None], right=True).squeeze(-1)
 
 
 def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:

@@ -19,7 +19,7 @@ from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.embedded.rows import REORDER
-from streamppo.rollout.embedded.sampling import Draws, SampledTokens, sample
+from streamppo.rollout.embedded.sampling import LARGE, Draws, SampledTokens, sample
 from streamppo.rollout.embedded.spans import SHORT, Span, cost, leaders
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.weights import content as content_module
@@ -638,3 +638,42 @@ def test_tokens_are_drawn_from_the_distribution_that_their_log_probs_are_of(
     frequency_V = tokens_B.bincount(minlength=5) / len(tokens_B)
     torch.testing.assert_close(frequency_V, expected_V, atol=0.01, rtol=0)
     torch.testing.assert_close(logprobs_B.exp(), expected_V[tokens_B], atol=1e-5, rtol=0)
+
+
+# --- a large vocabulary --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [LARGE + 1, 151_936])
+def test_of_a_large_vocabulary_the_token_is_the_one_of_a_sum_over_all_of_it(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits_BV = torch.randn(64, vocabulary, generator=generator) * 3
+    # The end of a vocabulary is often no token.
+    logits_BV[:, -300:] = -torch.inf
+    uniform_B = torch.rand(64, dtype=torch.float64, generator=generator)
+    uniform_B[:4] = torch.tensor([1e-300, 1 - 2.0**-53, 0.5, 1e-9], dtype=torch.float64)
+    drawn = sample(logits_BV, None, uniform_B)
+    below_BV = logits_BV.log_softmax(-1).double().exp().cumsum(-1)
+    row_B = torch.arange(64)
+    below_B, total_B = below_BV[row_B, drawn.tokens_B], below_BV[:, -1]
+    p_B = drawn.logprobs_B.double().exp()
+    assert (p_B > 0).all(), "no token is drawn that is none"
+    # Sums in float32 of 512 probabilities move each bound by 1e-6 of what lies before it.
+    assert (below_B > uniform_B * total_B - 1e-6).all() and (below_B - p_B < uniform_B * total_B + 1e-6).all()
+    assert torch.equal(drawn.logprobs_B, logits_BV.log_softmax(-1)[row_B, drawn.tokens_B])
+
+
+def test_in_a_large_vocabulary_a_rare_token_is_drawn_as_often_as_its_probability_says() -> None:
+    """Beside a token of probability 1 in the same block, in float32, and in a block of its own."""
+    for rare in (7, LARGE):
+        logits_BV = torch.full((2, LARGE + 1), -100.0)
+        logits_BV[:, 5], logits_BV[:, rare] = 0.0, math.log(1e-12)
+        uniform_B = torch.tensor([1 - 2e-12, 1 - 5e-13], dtype=torch.float64)
+        assert sample(logits_BV, None, uniform_B).tokens_B.tolist() == [5, rare]
+
+
+def test_logits_of_a_large_vocabulary_that_are_not_finite_are_refused() -> None:
+    for wrong in (torch.nan, torch.inf):
+        logits_BV = torch.zeros(2, LARGE + 1)
+        logits_BV[1, 3] = wrong
+        with pytest.raises(ModelError, match="not finite"):
+            sample(logits_BV, None, torch.full((2,), 0.5, dtype=torch.float64))
