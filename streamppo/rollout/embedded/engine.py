@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADMIT_SHARE = 8
-"""Stepping stops for a prefill when 1 / `ADMIT_SHARE` of the rows are free."""
+"""Stepping stops for a prefill when 1 / `ADMIT_SHARE` of the rows are free: one of a few prompts costs half a step."""
+MOST_HELD = 8
+"""Boundaries that a request may wait for further free rows."""
 BURST_S = 0.01
 """Stepping stops with the first step that ends after this time, so that ended completions are returned soon."""
 R = TypeVar("R")
@@ -75,6 +77,7 @@ class EmbeddedEngine:
         )
         self._most = max_total_tokens
         self._rows = DecodingRows(self._decoder, ends, max_total_tokens)
+        self._held = 0
         self._seed, self._unseeded = seed, itertools.count(1)
         # Attributes of transformers' configurations are slow.
         self._vocabulary = hf_config.vocab_size
@@ -202,9 +205,14 @@ class EmbeddedEngine:
         return ended
 
     def _next_requests(self) -> list[RunningRequest]:
-        """Requests to admit at this boundary: at most one for each free row."""
+        """Requests to admit at this boundary: at most one for each free row, and none while few rows are free."""
         admitted: list[RunningRequest] = []
-        while self._waiting and len(admitted) < self._slots - self._rows.count:
+        free = self._slots - self._rows.count
+        if self._waiting and free * ADMIT_SHARE < self._slots and self._held < MOST_HELD:
+            self._held += 1
+            return admitted
+        self._held = 0
+        while self._waiting and len(admitted) < free:
             request = self._waiting.popleft()
             if not request.done.done():
                 admitted.append(request)
