@@ -24,7 +24,8 @@ from streamppo.process import phase
 class Scorer(NamedTuple):
     """Scores this rank's micro-batches `pieces` of the rows `scored_B`, and gathers the scores of all ranks of `group`.
 
-    `is_last`: the steps pass over the same rows. Calls are collectives.
+    `keeps_graphs`: the steps pass over the same micro-batches, whose graphs fit into memory together. Calls are
+    collectives.
     """
 
     policy: Policy
@@ -34,30 +35,30 @@ class Scorer(NamedTuple):
     group: dist.ProcessGroup
     pieces: list[Tensor]
     scored_B: Tensor
-    is_last: bool
+    keeps_graphs: bool
 
-    def prepare(self, objective: Objective, batch: PaddedBatch, *, beta: float) -> tuple[Targets, PolicyOutput | None]:
-        """The targets of `batch`, and their pass with its graph if the step can reuse it, else None.
+    def prepare(self, objective: Objective, batch: PaddedBatch, *, beta: float) -> tuple[Targets, list[PolicyOutput]]:
+        """The targets of `batch`, and the passes with their graphs if the step can reuse them, else an empty list.
 
         `beta` is the weight of the KL in the reward. Raises `UpdateError` for data that must not be trained on.
         """
-        scored, graph = self._score_batch(objective, batch)
+        scored, graphs = self._score_batch(objective, batch)
         try:
             frozen = Frozen(self._frozen(self.reference, batch), self._taught(batch))
             with phase("targets"):
-                return compute_targets(objective, self.config, batch, scored, frozen, self.scored_B, beta=beta), graph
+                return compute_targets(objective, self.config, batch, scored, frozen, self.scored_B, beta=beta), graphs
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
-    def _score_batch(self, objective: Objective, batch: PaddedBatch) -> tuple[PolicyOutput, PolicyOutput | None]:
-        """The scores of the whole batch; and the pass with its graph, if it is the same as the only step's."""
+    def _score_batch(self, objective: Objective, batch: PaddedBatch) -> tuple[PolicyOutput, list[PolicyOutput]]:
+        """The scores of the whole batch; and the passes with their graphs, if they are those of the only step."""
         part = objective.scored
         if part is None:
-            return empty_output(batch), None
-        single = self.is_last and part != "critic" and objective.one_step and len(self.pieces) == 1
-        with torch.set_grad_enabled(single):
+            return empty_output(batch), []
+        is_only_pass = self.keeps_graphs and part != "critic" and objective.one_step
+        with torch.set_grad_enabled(is_only_pass):
             scores = [score(self.policy, batch, rows, part) for rows in self.pieces]
-        return self._gather(batch, scores), scores[0] if single else None
+        return self._gather(batch, scores), scores if is_only_pass else []
 
     def _frozen(self, model: Policy | NoReferenceWeights | None, batch: PaddedBatch) -> Tensor | None:
         """[B, T] log-probs of `model`, the reference or the teacher, by its own routes; None without a model."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from streamppo.algorithms.aggregate import Denominators, denominators
 from streamppo.algorithms.diagnostics import OffPolicy, update_statistics_of
@@ -22,6 +23,7 @@ from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
+from streamppo.learner import batching
 from streamppo.learner.attention import attention
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.batching import Division
@@ -104,7 +106,8 @@ class Updater:
         self.device = device_of(policy)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         width, is_padded = policy.lm.config.get_text_config().hidden_size, policy.layout is attention.padded
-        self.division = Division(config, self.rank, self.ranks, width, is_padded)
+        costs = batching.ON_CPU if self.device.type == "cpu" else batching.ON_GPU
+        self.division = Division(config, self.rank, self.ranks, width, is_padded, costs)
         for model in filter(None, (policy, reference, teacher)):
             if isinstance(model, Policy) and config.model.compile:
                 model.step = -(-config.learner.micro_batch_tokens // STEPS)
@@ -149,7 +152,7 @@ class Updater:
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
             objective = objective.warm_up()
         chosen = idle_rows.find(self.config, batch)
-        targets, graph = self._scorer(batch, chosen).prepare(objective, batch, beta=self.beta)
+        targets, graphs = self._scorer(batch, chosen).prepare(objective, batch, beta=self.beta)
         age = adaptive_lag.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
@@ -162,8 +165,9 @@ class Updater:
                 shares: list[MicroBatchLoss] = []
                 counts = self._counts(batch, rows)
                 self.optimizer.zero_grad(set_to_none=True)
-                for piece in self._pieces(batch, rows, chosen):
-                    current = self._current(batch, piece, epoch.part, graph)
+                for number, piece in enumerate(self._pieces(batch, rows, chosen)):
+                    has_graph = graphs and epoch.part != "critic"
+                    current = graphs[number] if has_graph else score(self.policy, batch, piece, epoch.part)
                     share = loss.share(to_device(piece, self.device), epoch.part, current, counts)
                     self.backward(share.loss)
                     shares.append(share._replace(loss=share.loss.detach()))
@@ -220,9 +224,14 @@ class Updater:
 
     def _scorer(self, batch: PaddedBatch, chosen: idle_rows.IdleRows) -> Scorer:
         """The passes over `batch` before its first step."""
-        pieces = self._micro_batches(batch, chosen.scored_B.nonzero()[:, 0])
-        models, is_last = (self.policy, self.reference, self.teacher), torch.equal(chosen.scored_B, chosen.taught_B)
-        return Scorer(*models, self.config, self.group, pieces, chosen.scored_B, is_last)
+        sizes = self.policy.sizes(batch.on_host)
+        pieces = self.division.micro_batches(sizes, chosen.scored_B.nonzero()[:, 0])
+        keeps_graphs = torch.equal(chosen.scored_B, chosen.taught_B) and self.division.are_one_pass(sizes, pieces)
+        if len(pieces) > 1:
+            # A router has the routes of its last pass alone, and FSDP's passes are followed by their backward pass.
+            keeps_graphs &= not (self.policy.routers or isinstance(self.policy, FSDPModule))
+        models = self.policy, self.reference, self.teacher
+        return Scorer(*models, self.config, self.group, pieces, chosen.scored_B, keeps_graphs)
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
         """The denominators of the loss of a minibatch, over all ranks."""
@@ -234,15 +243,8 @@ class Updater:
 
     def _pieces(self, batch: PaddedBatch, rows: Tensor, chosen: idle_rows.IdleRows) -> list[Tensor]:
         """This rank's micro-batches of a minibatch; one empty micro-batch if no row is left but a step is due."""
-        pieces = self._micro_batches(batch, chosen.select(rows))
+        pieces = self.division.micro_batches(self.policy.sizes(batch.on_host), chosen.select(rows))
         return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
-
-    def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
-        return self.division.micro_batches(self.policy.sizes(batch.on_host), rows)
-
-    def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: PolicyOutput | None) -> PolicyOutput:
-        """The scores of `rows` by the current weights: `graph` if it can be reused, else a new pass."""
-        return score(self.policy, batch, rows, part) if graph is None or part == "critic" else graph
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:

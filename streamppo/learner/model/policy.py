@@ -203,7 +203,7 @@ class Policy(nn.Module):
     def sizes(self, host: Host) -> tree.RowSizes:
         """The tokens of each row in a pass, for micro-batches."""
         sizes = tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
-        if not self.shares_keys or host.branches is not None:
+        if host.branches is not None or not (self.shares_keys or self.shares_rows):
             return sizes
         return sizes._replace(prompts=host.groups())
 
@@ -213,6 +213,11 @@ class Policy(nn.Module):
         # With slices, keys would be repeated before their exchange.
         is_whole = self.slices.ranks == 1 and not self.detach_context
         return self.share_prompts and self.layout is attention.joined and is_whole
+
+    @property
+    def shares_rows(self) -> bool:
+        """True if the samples of a prompt may be one padded row (prefix_sharing.py)."""
+        return self.share_prompts and self.layout is not attention.joined and not self.detach_context
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """The critic's own parameters: its transformer, if it has one, and the value head."""

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import learner_case as case
+import numpy as np
 import pytest
 import torch
 
-from streamppo.learner.batch.padded import pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.types import Batch
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -44,6 +46,33 @@ def test_an_update_of_one_step_makes_each_policy_pass_once_whatever_the_micro_ba
     )
     assert passes(folder, split) == ["both"] * 2 * pieces
     assert passes(folder, WHOLE) == ["both"]
+
+
+def ragged() -> PaddedBatch:
+    """A batch whose rows have 6 to 204 tokens."""
+    generator, lengths = np.random.default_rng(0), (200, 3, 2, 190, 4, 2, 3, 2)
+    made = [case.drawn_row(generator, row, 3, 4, np.ones(length, bool)) for row, length in enumerate(lengths)]
+    return pad(Batch(version=3, min_version=0, trajectories=tuple(made)))
+
+
+@pytest.mark.parametrize("more", [(), ("model.dtype=bfloat16",), ("algorithm.advantage.kind=vtrace",)])
+def test_micro_batches_that_fit_into_one_pass_keep_their_graphs_for_the_one_step(
+    folder: Path, more: tuple[str, ...]
+) -> None:
+    """The two long rows are apart, and with the six short ones, padded to 8, they have 456 tokens."""
+    updaters = {
+        budget: case.updater(case.config_of(*more, f"learner.micro_batch_tokens={budget}"), folder)
+        for budget in (430, 460, 100_000)
+    }
+    parts: dict[int, list[str]] = {budget: [] for budget in updaters}
+    for budget, updater in updaters.items():
+        updater.policy.register_forward_pre_hook(lambda _, given, made=parts[budget]: made.append(given[1]))
+        updater.update(ragged())
+    assert {budget: len(made) for budget, made in parts.items()} == {430: 4, 460: 2, 100_000: 2}
+    atol = 2e-6 if not more or "dtype" not in more[0] else 2e-3
+    for name, tensor in case.whole(updaters[430].policy).items():
+        for other in (460, 100_000):
+            torch.testing.assert_close(case.whole(updaters[other].policy)[name], tensor, rtol=0, atol=atol)
 
 
 def test_the_one_pass_of_policy_and_critic_serves_the_policys_step_alone(folder: Path) -> None:
