@@ -21,6 +21,8 @@ from streamppo.driver.ray.orphans import MARK
 OWN_RAY = {
     # Events of calls would make the GCS grow by 35 KiB with every update, for a dashboard that is not started.
     "RAY_task_events_report_interval_ms": "0",
+    # Threads of a rank that wait for each other would spin on the core that an engine needs.
+    "OMP_WAIT_POLICY": "PASSIVE",
     # Ray's default of 15 would slow a run down under any other load.
     "RAY_worker_niceness": "0",
     # Meant for other systems; here it makes a node at 127.0.0.1, whose servers listen only there.

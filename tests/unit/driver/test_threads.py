@@ -84,7 +84,7 @@ def test_a_large_model_has_the_cores_that_engines_leave(
 
 
 def test_a_small_model_has_one_thread_on_every_machine(machine: Machine, tmp_path: Path) -> None:
-    small = folder(tmp_path / "small", (1000, 24_999))
+    small = folder(tmp_path / "small", (1000, 9_999))
     for cores in (1, 2, 64):
         machine(cores)
         for config in (configfile.load(MATH), configured(f"model.path={small}")):
