@@ -100,9 +100,7 @@ async def start(
     if config.algorithm.curriculum is not None:
         await queue.map_rows.remote(encode(task.row_numbers()))
     rewards = Rewards(config.reward, reward_models)
-    sources = task.sources()
-    rewards.refuse_unused(sources)
-    await rewards.start(sources)
+    await rewards.start(task.sources(), every=True)
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
     puller = build.puller(config, name, queue, factory.receiver(config))
     push, replica = await puller.newer(-1), puller.replica

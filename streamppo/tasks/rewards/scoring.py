@@ -51,11 +51,13 @@ class Rewards:
         self._pools: dict[str, Pool] = {}
         self._services: dict[str, Service] = {}
 
-    async def start(self, sources: set[str]) -> None:
-        """Load every scorer, and log how each is called.
+    async def start(self, sources: set[str], *, every: bool = False) -> None:
+        """Load every scorer, and log how each is called. `every`: no prompt of the run has another source.
 
-        Raises `TaskError` if one cannot be loaded, or if a data source has none.
+        Raises `TaskError` if one cannot be loaded, if a data source has none, or if one is for none of all sources.
         """
+        if every:
+            self.refuse_unused(sources)
         for source in sources:
             self.scorers_of(source)
         for name, scorer in self._scorers.items():
