@@ -44,14 +44,17 @@ NAMES = {"ray::RolloutActor": "rollout", "ray::Rank": "learner", "ray::QueueActo
 """Prefixes of process titles, and their names in the table; all other processes are Ray's."""
 
 
-def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
-    """CPU milliseconds per update by kind of process and phase; `wall`, `first update`. Exits if the run fails."""
+def measure(updates: int, overrides: Sequence[str], *, warm: int = WARM) -> dict[str, float]:
+    """CPU milliseconds per update by kind of process and phase; `wall`, `first update`. Exits if the run fails.
+
+    The first `warm` updates do not count.
+    """
     with tempfile.TemporaryDirectory() as runs:
-        log, last = Path(runs) / "log", WARM + updates
+        log, last = Path(runs) / "log", warm + updates
         settings = [*QUIET, f"updates={last + 10}", *overrides]
         command = [sys.executable, "-m", "streamppo", "run", str(CONFIG), "--runs", runs, *settings]
         with log.open("w") as output, ended(subprocess.Popen(command, stdout=output, stderr=output)) as run:
-            first, seen = look(run, Path(runs) / "math", WARM, name=_name, read=_cpu_s)
+            first, seen = look(run, Path(runs) / "math", warm, name=_name, read=_cpu_s)
             begin = time.perf_counter()
             then, reached = look(run, Path(runs) / "math", last, name=_name, read=_cpu_s)
             end = time.perf_counter()

@@ -240,11 +240,16 @@ def theirs(
         target=options.target,
         limit_s=limit_s,
     )
-    path = model.parent / "job.json"
+    return trained(job, options.python)
+
+
+def trained(job: Job, python: str) -> dict[str, Any]:
+    """Run one training of TRL in the interpreter `python`, and return its measurements. Exits if it fails."""
+    path = Path(job.model).parent / "job.json"
     path.write_bytes(msgspec.json.encode(job))
-    command = [options.python, str(Path(__file__).parents[1] / "lib" / "trl_run.py"), str(path)]
+    command = [python, str(Path(__file__).parents[1] / "lib" / "trl_run.py"), str(path)]
     # Libraries that are loaded before torch's number of threads is set would use more.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(way.threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -252,7 +257,7 @@ def theirs(
     cpu = {event["update"]: event["cpu_s"] for event in events if "update" in event}
     warm = min(WARM, max(cpu) - 1)
     cpu_ms = 1e3 * (cpu[max(cpu)] - cpu[warm]) / (max(cpu) - warm) if len(cpu) > 1 else None
-    return {**measured(events, options.target), "cpu_ms": cpu_ms}
+    return {**measured(events, job.target), "cpu_ms": cpu_ms}
 
 
 def ours(model: Path, case: Case, rule: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ up to the first end-of-sequence token.
 import argparse
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,10 +24,10 @@ from benchmarks.lib import plots
 from streamppo.tasks.tokenizer import END, SPECIALS
 from streamppo.types import Identity, Prompt, ScoredText
 
-MEDIAN = 8
+MEDIAN = int(os.environ.get("BENCHMARK_MEDIAN", "8"))
 """The median length in tokens."""
-LONGEST = 64 * MEDIAN
-"""The largest length; longer draws are clamped."""
+LONGEST = int(os.environ.get("BENCHMARK_LONGEST", 64 * MEDIAN))
+"""The largest length in tokens; longer draws are clamped."""
 SHORTEST = 4
 """The smallest length, that of a three-digit answer and its end; also the limit of evaluations."""
 CONTEXT = 640
