@@ -15,7 +15,7 @@ import pickletools
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from streamppo.errors import CheckpointError
 METADATA = ".metadata"
 """The file that says which file holds which tensor."""
 PACKAGE = "torch.distributed.checkpoint"
+PATHS = ("pathlib.PosixPath", "pathlib._local.PosixPath")
+"""A path's class, and its name in a checkpoint that Python 3.13 wrote, which other versions lack."""
 NAMED = {
     *(f"{PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *(f"{PACKAGE}.metadata.{name}" for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
@@ -39,7 +41,7 @@ NAMED = {
     f"{PACKAGE}.filesystem._StorageInfo",
     "torch.Size",
     "torch.serialization._get_layout",
-    "pathlib.PosixPath",
+    *PATHS,
 }
 """All names that `.metadata` may contain, besides tensor dtypes."""
 MOST_PARTS = 10**8
@@ -175,6 +177,8 @@ def _reduce(stack: list[list[int]], opcode: pickletools.OpcodeInfo, *, grows: bo
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> object:
         """A metadata class or a tensor dtype."""
+        if f"{module}.{name}" in PATHS:
+            return PosixPath
         if f"{module}.{name}" in NAMED:
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

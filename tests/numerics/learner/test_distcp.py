@@ -2,9 +2,11 @@
 
 import io
 import os
+import pathlib
 import pickle
 import random
-from pathlib import Path
+import sys
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -44,6 +46,19 @@ def test_tensors_and_plain_values_come_back(path: Path) -> None:
     distcp.load(found, path, alone=True)
     assert found["own"] == {"lr": 0.1, "of": ["w", "b"]}
     assert found["policy"]["w"].eq(1).all() and found["policy"]["b"].eq(1).all()
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_checkpoint_of_another_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Python 3.13 has the class of a path in a module of its own."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, pathlib)
+        patch.setattr(PosixPath, "__module__", module)
+        dcp.save({"own": {"lr": 0.1}}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    assert module.encode() in (tmp_path / "checkpoint" / ".metadata").read_bytes()
+    found = {"own": {"lr": 0.0}}
+    distcp.load(found, tmp_path / "checkpoint", alone=True)
+    assert found == {"own": {"lr": 0.1}}
 
 
 def test_metadata_that_name_code_are_refused_and_nothing_runs(path: Path, tmp_path: Path) -> None:
