@@ -133,7 +133,9 @@ def _train(folder: Path, dies_at: int | None) -> None:
     # Engines get no weights while versions are replayed.
     for version in range(start + 1, made + 1):
         update(version)
-    actors = [Actor(RolloutActor, encoded, f"rollout-{number}", queue, {}) for number in range(config.rollout.actors)]
+    actors = [
+        Actor(RolloutActor, encoded, f"rollout-{number}", number, queue, {}) for number in range(config.rollout.actors)
+    ]
     for actor in actors:
         actor.start.remote(model).result()
         actor.run.remote()
