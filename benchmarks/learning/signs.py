@@ -119,7 +119,7 @@ def by_sign(made: world.World, config: Config, batch: PaddedBatch) -> Signs:
     """Split the gradient of `batch`, with the correction of `config`, without entropy bonus and before any step."""
     functions, rows = objective.build(config), torch.arange(len(batch.reward_B))
     policy, all_B = made.updater.policy, torch.ones(len(rows), dtype=torch.bool)
-    scorer = Scorer(policy, None, None, config, made.updater.group, [rows], all_B, is_last=False)
+    scorer = Scorer(policy, None, None, config, made.updater.group, [rows], all_B, keeps_graphs=False)
     targets, _ = scorer.prepare(functions, batch, beta=0.0)
     counts = denominators(batch.mask_BT, constant=config.rollout.max_tokens)
     found: list[Gradient] = []
