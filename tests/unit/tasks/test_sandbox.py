@@ -258,6 +258,7 @@ def test_a_program_runs_where_the_kernel_gives_no_descriptor_of_it(
     assert ran_in(Bubblewrap(), "while True: pass", RunLimits(0.5)).exit_code is None
 
 
+@walled
 def test_a_program_runs_beside_more_open_files_than_select_can_number() -> None:
     """A reward worker with many connections has such descriptors, and all that come after them."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
