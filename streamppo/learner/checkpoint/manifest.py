@@ -116,8 +116,7 @@ def verify(
     `fetch`, if given, fetches missing and damaged files. Raises `DamagedFile`, also if the
     weights are not of the run's `past`, or `CheckpointError` for a missing file; both name the file.
     """
-    if fetch is not None and not (path / MANIFEST).is_file():
-        fetch(path.name, MANIFEST, path)
+    _fetch_manifest(path, fetch)
     if not path.is_dir():
         raise CheckpointError(f"{path}: missing on the disk of rank {rank}, which reads a part of it")
     manifest = read(path, past)
@@ -132,6 +131,11 @@ def verify(
         if defect is not None:
             raise defect
     return manifest.state
+
+
+def _fetch_manifest(path: Path, fetch: Fetch | None) -> None:
+    if fetch is not None and not (path / MANIFEST).is_file():
+        fetch(path.name, MANIFEST, path)
 
 
 def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
@@ -157,8 +161,7 @@ def verify_whole(path: Path, past: "History | None" = None, fetch: Fetch | None 
 
     Raises `DamagedFile`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
     """
-    if fetch is not None and not (path / MANIFEST).is_file():
-        fetch(path.name, MANIFEST, path)
+    _fetch_manifest(path, fetch)
     state = read(path, past).state
     for rank in range(state.ranks):
         verify(path, rank, fetch=fetch)

@@ -9,6 +9,7 @@ from streamppo.rollout.endpoint import json_values, refusal
 from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.tasks.chat import PARTS
 
 MODEL = "policy"
 """The model's name, where a request has none."""
@@ -118,7 +119,7 @@ def text(content: object, where: str) -> str:
 
 def _part(part: Body, where: str) -> str:
     kind, content = part.get("type"), part.get("text")
-    if kind in ("text", "input_text", "output_text") and isinstance(content, str):
+    if kind in PARTS and isinstance(content, str):
         return content
     raise refusal.bad(f"the content of {where} is only text, and this has a part of the type {kind!r}")
 
