@@ -108,12 +108,9 @@ def rewards(config: Config, task: Task | None) -> Findings:
                 yield from weights(scorer.path, subject)
         except TaskError as error:
             yield Finding(subject, "error", str(error))
-    scored, sources = Rewards(config.reward), task.sources() if task is not None else set[str]()
     try:
-        for source in sorted(sources):
-            scored.scorers_of(source)
         if task is not None:
-            scored.refuse_unused(sources)
+            Rewards(config.reward).match(task.sources(), every=True)
     except TaskError as error:
         yield Finding("reward", "error", str(error))
 

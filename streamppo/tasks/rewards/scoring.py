@@ -56,10 +56,7 @@ class Rewards:
 
         Raises `TaskError` if one cannot be loaded, if a data source has none, or if one is for none of all sources.
         """
-        if every:
-            self.refuse_unused(sources)
-        for source in sources:
-            self.scorers_of(source)
+        self.match(sources, every=every)
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
@@ -115,9 +112,11 @@ class Rewards:
             raise TaskError(f"no scorer of [reward.scorers] is for the data source {source!r}{NAMED}")
         return self._selected[source]
 
-    def refuse_unused(self, sources: Collection[str]) -> None:
-        """Raise `TaskError` if a scorer is for none of `sources`, which are those of all prompts of a run."""
-        for name, scorer in self._scorers.items():
+    def match(self, sources: Collection[str], *, every: bool) -> None:
+        """Raise `TaskError` if a source has no scorer, or, if these are `every` source, a scorer has none of them."""
+        for source in sorted(sources):
+            self.scorers_of(source)
+        for name, scorer in self._scorers.items() if every else ():
             if scorer.sources and not set(scorer.sources) & set(sources):
                 raise TaskError(
                     f"the scorer {name!r} would never be called: its sources are {', '.join(map(repr, scorer.sources))}"

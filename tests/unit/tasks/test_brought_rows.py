@@ -207,9 +207,9 @@ def test_a_scorer_that_is_for_no_prompt_is_refused_with_the_sources_that_there_a
         "format": FunctionScorer(function="m:g", sources=("gsm8k", "math")),
     }
     rewards = Rewards(Reward(scorers=scorers))
-    rewards.refuse_unused({"math", "other"})
+    rewards.match({"math", "other"}, every=True)
     with pytest.raises(TaskError, match="'format' would never be called: its sources are 'gsm8k', 'math'") as refused:
-        rewards.refuse_unused({"openai/gsm8k"})
+        rewards.match({"openai/gsm8k"}, every=True)
     assert "those of the prompts are 'openai/gsm8k'; a row with the column data_source" in str(refused.value)
 
 
