@@ -88,6 +88,7 @@ def overrides(case: Case, models: Path) -> list[str]:
         f"learner.ranks={case['ranks']}",
         f"queue.batch_size={case['batch']}",
         f"queue.max_lag={case['max_lag']}",
+        "queue.ahead=max_lag",
         f"evaluation.every={case['evaluation']}",
         "reward.function=benchmarks.lib.latency:score_any_length",
         "reward.where=actor",

@@ -153,7 +153,7 @@ def _measured(jobs: Sequence[Job], options: argparse.Namespace, folder: Path) ->
     def measure(job: Job) -> dict[str, Any]:
         model = str(models[job.seed])
         common = [*PLAIN, f"seed={job.seed}", f"updates={options.updates}", f"queue.max_lag={job.max_lag}"]
-        common += ["evaluation.every=0", "checkpoint.every=0", f"model.path={model}"]
+        common += ["queue.ahead=max_lag", "evaluation.every=0", "checkpoint.every=0", f"model.path={model}"]
         chosen = [one.replace(FIRST, model) for one in CHOICES[job.choice]]
         return {**job._asdict(), **_described(run(CONFIG, [*common, *chosen]), options.reach)}
 

@@ -135,6 +135,7 @@ def overrides(case: Case, data: Path, model: Path, more: Sequence[str]) -> list[
         f"task.data={data / 'train.jsonl'}",
         f"task.evaluation={data / 'held_out.jsonl'}",
         f"queue.max_lag={steered if case.rule in STEERED else case.max_lag}",
+        "queue.ahead=max_lag",
         f"queue.too_old={too_old}",
         *([cuts] if SEGMENTS in (rule, most) else []),
         *more,

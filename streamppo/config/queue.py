@@ -58,6 +58,8 @@ class Queue(Section, frozen=True):
     """Trajectories (or segments) of an update."""
     max_lag: Count | AdaptiveLag = 2
     """Hard bound on a trained token's age in versions; 0 is synchronous PPO."""
+    ahead: Literal["as_needed", "max_lag"] = "as_needed"
+    """Engines sample ahead as far as the learner needs so as not to wait, or always to max_lag."""
     too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
     """Tokens beyond max_lag: mask, sample again, prevent by (nearly) keeping issue order, or keep."""
     samples_per_prompt: Positive = 1
@@ -106,7 +108,7 @@ class Queue(Section, frozen=True):
         """The target lag of admission and cuts, an upper bound if adaptive; `bound` minus it is slack.
 
         Just-in-time segments get one version of slack if possible. A window gets three tenths of the held units
-        (queue/rules/window.py).
+        (queue/rules/take.py).
         """
         if self.too_old == "windowed":
             return max(min(1, self.bound), (10 * self.bound - 3) // 13)

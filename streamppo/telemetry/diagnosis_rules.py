@@ -380,7 +380,7 @@ RULES = (
         "blocked engines",
         f"idle more than {IDLE:.0%} of their time ({IDLE_CPU:.0%} without a GPU, where the learner has their cores), "
         f"with a queue.max_lag of at least {LEAST_AHEAD}, or {LEAST_AHEAD + 1} with segments",
-        "raise queue.max_lag or rollout.in_flight, fewer rollout actors, or a faster learner",
+        "fewer rollout actors or a faster learner; if it waits too, a larger queue.max_lag or rollout.in_flight",
         _blocked,
     ),
     SignRule(

@@ -72,11 +72,20 @@ class QueueMachine(RuleBasedStateMachine):
         max_attempts=st.integers(1, 3),
         records=st.booleans(),
         skips=st.booleans(),
+        as_needed=st.booleans(),
     )
     def begin(
-        self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int, records: bool, skips: bool
+        self,
+        *,
+        max_lag: int,
+        whole_groups: bool,
+        too_old: Any,
+        max_attempts: int,
+        records: bool,
+        skips: bool,
+        as_needed: bool,
     ) -> None:
-        self.records, self.skips = records, skips and whole_groups
+        self.records, self.skips, self.as_needed = records, skips and whole_groups, as_needed
         self.max_lag, self.whole_groups, self.too_old = max_lag, whole_groups, too_old
         self.max_attempts = max_attempts
         self.config = Queue(
@@ -142,6 +151,7 @@ class QueueMachine(RuleBasedStateMachine):
             max_failure_rate=1.0,
             hard=self.too_old != "keep",
             curriculum=Curriculum(skip="equal") if self.skips else None,
+            as_needed=self.as_needed and self.max_lag > 0,
         )
 
     def _report(self) -> QueueReport:
@@ -154,10 +164,11 @@ class QueueMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         """The queue dies; another one is rebuilt from what was acknowledged."""
         self.write()
-        before = self._report(), self._waiting_for()
+        before, needed = (self._report(), self._waiting_for()), self.queue.state.needed.lag
         state = snapshot.rebuild(self._settings(), self.disk.read(), Path("journal"))
         self.queue = QueueRules(self._settings(), state)
         assert (self._report(), self._waiting_for()) == before
+        assert self.queue.state.needed.lag == needed
 
     @rule()
     def write(self) -> None:

@@ -3,6 +3,7 @@
 from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias
 
+from streamppo.queue.rules.ahead import FIRST
 from streamppo.queue.rules.slot import ISSUED, OPEN, READY, Slot, SlotState, TrajectoryRecord
 from streamppo.tasks.order import RowNumbers
 from streamppo.types import Identity, Trajectory, WireStruct
@@ -79,6 +80,7 @@ class Counters(WireStruct, frozen=True):
     failed: dict[str, int]
     fenced: tuple[str, ...]
     admitted_lag: int | None = None
+    needed_lag: int = FIRST
 
 
 class Lease(WireStruct, frozen=True):

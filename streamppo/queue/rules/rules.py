@@ -4,10 +4,11 @@ Update u trains from version u to version u + 1 and leases batch u; the lag of a
 
     admission   an engine of version v may hold slots for the updates up to v + max_lag: a slot opens while
                 held < (v + max_lag + 1 - u) * batch_size.  max_lag = 0 is synchronous PPO.
+                `ahead = "as_needed"` puts the lag that the learner needs in place of max_lag (ahead.py).
                 `admission = "mean"` replaces v by the learner's version u, and the take does not enforce max_lag:
                 it bounds the mean lag, as in AReaL (https://arxiv.org/abs/2505.24298), not the lag of each token.
     the take    first in, first out by age, complete units only; it enforces max_lag for every token.
-                `too_old = "wait"` keeps the order of issue, "windowed" keeps it within a window (window.py).
+                `too_old = "wait"` keeps the order of issue, "windowed" keeps it within a window (take.py).
     leases      until version u + 1 is published, every take of batch u returns the same batch.
 
 Admission by example, with batch_size = 4, max_lag = 1 and one engine:
@@ -25,11 +26,10 @@ The rules for segments are in segments.py, the diagram of a slot's states in slo
 
 import heapq
 from collections.abc import Sequence
-from itertools import islice
 
 from streamppo.errors import QueueError
 from streamppo.process import phase
-from streamppo.queue.rules import segments
+from streamppo.queue.rules import segments, take
 from streamppo.queue.rules.curriculum import RowCurriculum, why_no_signal
 from streamppo.queue.rules.failures import FailureWindow
 from streamppo.queue.rules.records import DeadLetter, Ending, ended_attempt
@@ -42,13 +42,10 @@ from streamppo.queue.rules.slot import (
     Slot,
     TrajectoryRecord,
     Unit,
-    all_younger,
-    count_older,
     newest_version,
 )
 from streamppo.queue.rules.state import NEVER, QueueSettings, QueueState, TicketRequest
 from streamppo.queue.rules.validation import TokenLimits, defect, defects
-from streamppo.queue.rules.window import units_in_window
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
 
@@ -104,7 +101,7 @@ class QueueRules:
             engine_version = min(engine_version, cut)
         if not settings.hard:
             engine_version = state.version
-        lag = settings.admitted_lag(state.admitted_lag)
+        lag = settings.admitted_lag(state.admitted_lag, state.needed.lag)
         bound = (engine_version + lag + 1 - state.version) * settings.batch_size
         held = state.held + segments.expected_cuts(settings, state)
         if held < bound or not state.open:
@@ -209,10 +206,11 @@ class QueueRules:
         if leased_only:
             return None
         min_version = self.settings.min_version(version)
-        chosen = self._choose_segments(min_version) if self.settings.segments else self._choose(min_version)
-        if chosen is None:
+        units, masked_tokens, too_old = take.choose(self.settings, state, min_version)
+        for unit in too_old:
+            self._end_too_old(unit, min_version)
+        if not units:
             return None
-        units, masked_tokens = chosen
         leased = state.lease(version, min_version, units)
         state.ready_units -= len(units)
         state.pending_changes.leases.append(version)
@@ -235,15 +233,24 @@ class QueueRules:
             return
         if version != state.version + 1:
             raise QueueError(f"version {version} was published after version {state.version}")
-        batch = self.leased_batch(state.version)
+        batch, is_full = self.leased_batch(state.version), not self.has_ticket(state.version)
         if self.curriculum:
             self.curriculum.judge(batch.trajectories)
         state.counts["consumed"] += len(batch.trajectories)
         state.tokens["consumed"] += _num_sampled(batch.trajectories)
         state.consume(state.version)
         state.version, state.admitted_lag = version, admitted_lag
+        if self.settings.as_needed:
+            self._follow_need(is_full=is_full)
 
     # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _follow_need(self, *, is_full: bool) -> None:
+        """Adapt the needed lag to the version that was just published."""
+        state, size = self.state, self.settings.batch_size
+        has_batch, has_surplus = state.version in state.leases, state.held > (state.needed.lag + 1) * size
+        left_over = state.ready_units // self.settings.batch_units if has_batch else None
+        state.needed.follow(left_over, is_full=is_full, has_surplus=has_surplus, at_most=self.settings.flow_lag)
 
     def _next_open(self) -> Slot:
         """The slot of the next available ticket."""
@@ -326,58 +333,17 @@ class QueueRules:
             self.state.pending_changes.gone.append(slot.place)
         unit.end()
 
-    def _choose(self, min_version: int) -> tuple[list[Unit], int] | None:
-        """(units of a batch, oldest first, number of their tokens to mask); None while there are too few units.
-
-        Reopens every unit that is too old.
-        """
-        count = self.settings.batch_units
-        if self.state.ready_units < count:
-            return None
-        first = list(islice(units_in_window(self.settings, self.state), count))
-        if len(first) == count and all_younger(first, min_version):
-            return first, 0
-        chosen: list[Unit] = []
-        masked_tokens = 0
-        for unit in units_in_window(self.settings, self.state):
-            masked = self._stale_tokens(unit, min_version)
-            if masked is not None:
-                chosen.append(unit)
-                masked_tokens += masked
-            if len(chosen) == count:
-                return chosen, masked_tokens
-        return None
-
-    def _choose_segments(self, min_version: int) -> tuple[list[Unit], int] | None:
-        """(segments of a batch, number of their tokens to mask); None while there are too few segments.
-
-        Abandons every segment whose tokens are all too old: it cannot be resampled, as its continuation exists.
-        """
-        just_in_time = self.settings.segments and self.settings.segments.just_in_time
-        if just_in_time and segments.is_behind(self.settings, self.state, min_version):
-            return None
-        units, masked_tokens, given_up = segments.choose(self.state, min_version, self.settings.batch_size)
-        for unit in given_up:
-            self.state.ready_units -= 1
-            self._abandon(unit, "too_old", f"all of it was sampled before version {min_version}")
-        return (units, masked_tokens) if len(units) == self.settings.batch_size else None
-
-    def _stale_tokens(self, unit: Unit, min_version: int) -> int | None:
-        """The number of tokens to mask in a ready unit; if the unit is too old, reopen its slots and return None."""
-        ages = [count_older(trajectory, min_version) for trajectory in unit.trajectories]
-        if self.settings.too_old == "mask":
-            too_old = any(old == sampled for old, sampled in ages)
-        else:
-            too_old = any(old for old, _ in ages)
-        if not too_old:
-            return sum(old for old, _ in ages)
+    def _end_too_old(self, unit: Unit, min_version: int) -> None:
+        """Sample a ready unit again; abandon a segment, which has been continued."""
         self.state.ready_units -= 1
+        if self.settings.segments:
+            self._abandon(unit, "too_old", f"all of it was sampled before version {min_version}")
+            return
         self.state.dropped["too_old"] += len(unit.slots)
         self.state.tokens["too_old"] += _num_sampled(unit.trajectories)
         oldest = min(trajectory.oldest_version for trajectory in unit.trajectories)
         for slot in unit.slots:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
-        return None
 
     def _count_delivered(self, tokens: int, end: str | None = None) -> None:
         """Count `tokens` as delivered, and under `end` if they were refused on arrival."""

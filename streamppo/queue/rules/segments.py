@@ -1,4 +1,4 @@
-"""The rules for segments: which of them make a batch, and how far engines may run ahead. Pure, as in rules.py.
+"""The rules for segments: how far engines may run ahead, and when a batch has to wait. Pure, as in rules.py.
 
 Update u trains from version u. `S` is the lag that admission aims at, `L` is max_lag; S = max(1, L - 1) if segments are
 cut just in time, else L.
@@ -7,25 +7,14 @@ cut just in time, else L.
                 some segments earlier, so that not too many are due at once (rollout/segment_cuts.py)
     a place     each waiting segment takes one, and so does the rest of its completion, which the cut has opened
     admission   as for whole completions, with S in place of L, and with the slowest actor's last cut as version
-    the take    segments with the oldest tokens first; it waits for actors whose cuts could still be due
+    the take    segments with the oldest tokens first (take.py); it waits for actors whose cuts could still be due
 
 So every due segment finds room in a batch. Cuts by length open places too, and admission counts them in advance: for
 each completion in flight, the average number of cuts of an ended completion. This is an average, not a bound: if a
 completion has more cuts, tokens may become too old and are masked.
 """
 
-from typing import NamedTuple
-
-from streamppo.queue.rules.slot import Unit, count_older
 from streamppo.queue.rules.state import QueueSettings, QueueState
-
-
-class ChosenUnits(NamedTuple):
-    """Units for a batch, the number of their tokens that are too old, and the units whose tokens are all too old."""
-
-    units: list[Unit]
-    masked_tokens: int
-    given_up: list[Unit]
 
 
 def last_cut(state: QueueState) -> int | None:
@@ -46,18 +35,3 @@ def is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> b
     newest = last_cut(state)
     # After a cut for version v only tokens of v - S + 1 or later are uncut.
     return newest is not None and max(0, newest - settings.flow_lag + 1) <= min_version
-
-
-def choose(state: QueueState, min_version: int, count: int) -> ChosenUnits:
-    """Choose up to `count` segments for a batch that trains on tokens of `min_version` or later."""
-    young: list[tuple[int, tuple[int, int], int, Unit]] = []
-    given_up: list[Unit] = []
-    for unit in (unit for unit in state.units.values() if unit.missing == 0):
-        (trajectory,) = unit.trajectories
-        old, sampled = count_older(trajectory, min_version)
-        if old == sampled:
-            given_up.append(unit)
-        else:
-            young.append((trajectory.oldest_version, unit.slots[0].place, old, unit))
-    first = sorted(young, key=lambda segment: segment[:2])[:count]
-    return ChosenUnits([unit for *_, unit in first], sum(old for _, _, old, _ in first), given_up)

@@ -4,13 +4,14 @@ To restore a queue after a crash, its `QueueState` is rebuilt from the journal (
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from streamppo.config.correction import Curriculum, Resample
 from streamppo.config.queue import Segments
 from streamppo.config.sections import Config
+from streamppo.queue.rules.ahead import NeededLag
 from streamppo.queue.rules.records import NO_ROWS, DeadLetter, EndedAttempt, GroupShape, KnownRows
 from streamppo.queue.rules.slot import CONSUMED, ISSUED, LEASED, NO_CALL, Slot, Unit
 from streamppo.tasks.order import RowNumbers
@@ -20,11 +21,12 @@ from streamppo.types import Batch, Trajectory
 class QueueSettings(NamedTuple):
     """The queue that a configuration describes.
 
-    `flow_lag` <= `max_lag` is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
-    trajectories of a prompt together. `resample` decides which groups have no learning signal: other prompts replace
-    them; None keeps all groups. `curriculum` skips prompts of rows whose groups had none; a reward of `correct_at` is
-    right. With `segments`, each unit is one part of a slot. Without `hard`, `max_lag` bounds only admission, relative
-    to the learner's version. `first_lag` is set if the admitted lag is adaptive: its first value.
+    `flow_lag` <= `max_lag` is the lag that admission aims at; `as_needed` lowers it as far as the learner does not
+    wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together. `resample` decides
+    which groups have no learning signal: other prompts replace them; None keeps all groups. `curriculum` skips prompts
+    of rows whose groups had none; a reward of `correct_at` is right. With `segments`, each unit is one part of a slot.
+    Without `hard`, `max_lag` bounds only admission, relative to the learner's version. `first_lag` is set if the
+    admitted lag is adaptive: its first value.
     """
 
     task: str
@@ -42,6 +44,7 @@ class QueueSettings(NamedTuple):
     segments: Segments | None = None
     hard: bool = True
     first_lag: int | None = None
+    as_needed: bool = False
 
     @property
     def judged(self) -> Resample:
@@ -60,7 +63,7 @@ class QueueSettings(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """The number of units among which a batch may choose (window.py); None means all held units."""
+        """The number of units among which a batch may choose (take.py); None means all held units."""
         match self.too_old:
             case "wait":
                 return 1
@@ -69,11 +72,15 @@ class QueueSettings(NamedTuple):
             case "mask" | "drop" | "keep":
                 return None
 
-    def admitted_lag(self, adapted: int | None) -> int:
-        """The lag that admission aims at; `adapted` is the learner's value, None if it has sent none."""
+    def admitted_lag(self, adapted: int | None, needed: int) -> int:
+        """The lag that admission aims at: at most `needed` if engines sample `as_needed`.
+
+        `adapted` is the learner's value, None if it has sent none.
+        """
+        lag = min(self.flow_lag, needed) if self.as_needed else self.flow_lag
         if self.first_lag is None:
-            return self.flow_lag
-        return min(self.first_lag if adapted is None else adapted, self.flow_lag)
+            return lag
+        return min(lag, self.first_lag if adapted is None else adapted)
 
     def min_version(self, version: int) -> int:
         """The oldest version whose tokens the batch of `version` may train on."""
@@ -104,6 +111,7 @@ def settings_of(config: Config) -> QueueSettings:
         segments=queue.segments,
         hard=queue.admission != "mean",
         first_lag=queue.first_lag,
+        as_needed=queue.ahead == "as_needed" and queue.segments is None and queue.bound > 0,
     )
 
 
@@ -111,7 +119,7 @@ class LeasedBatch(NamedTuple):
     """The batch of one update, and its units."""
 
     batch: Batch
-    units: list[Unit]
+    units: Sequence[Unit]
 
 
 class TicketRequest(NamedTuple):
@@ -153,6 +161,7 @@ class QueueState:
     """The whole state of a queue.
 
     admitted_lag         the lag that the learner admits with this version; None if it has sent none
+    needed               the lag that the learner needs, for `as_needed` (ahead.py)
     opened, abandoned    slots since the run began; the others are held or consumed
     units, slots         open, issued and ready ones, oldest first: units by the place of their first slot, slots by
                          (prompt, sample); for a slot with segments, its newest part
@@ -174,6 +183,7 @@ class QueueState:
 
     version: int = 0
     admitted_lag: int | None = None
+    needed: NeededLag = field(default_factory=NeededLag)
     opened: int = 0
     abandoned: int = 0
     ready_units: int = 0
@@ -254,7 +264,7 @@ class QueueState:
                 del self.slots[key]
         del self.units[unit.slots[0].place]
 
-    def lease(self, version: int, min_version: int, units: list[Unit]) -> Batch:
+    def lease(self, version: int, min_version: int, units: Sequence[Unit]) -> Batch:
         """Make the batch of `version` from these complete units, and lease them."""
         chosen: list[Trajectory] = []
         for unit in units:

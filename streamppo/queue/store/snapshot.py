@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from streamppo.errors import JournalError
+from streamppo.queue.rules.ahead import NeededLag
 from streamppo.queue.rules.curriculum import resampled
 from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
 from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
@@ -35,6 +36,7 @@ def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
             failed=dict(state.failed),
             fenced=tuple(state.fenced),
             admitted_lag=state.admitted_lag,
+            needed_lag=state.needed.lag,
         ),
         slots=tuple(_read_snapshot(slot) for slot in unwritten.slots.values()),
         leases=tuple(_lease(version, batch) for version, batch in leased),
@@ -66,6 +68,7 @@ def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueS
     state = QueueState(
         version=counters.version,
         admitted_lag=counters.admitted_lag,
+        needed=NeededLag(counters.needed_lag),
         opened=counters.opened,
         abandoned=counters.abandoned,
         counts=Counter(counters.counts),

@@ -64,11 +64,15 @@ def test_three_threads_on_two_cores_take_half_as_long_again() -> None:
         cores.advance()
 
 
-def test_a_slow_learner_never_waits_and_trains_on_data_of_the_whole_lag(small: Callable[..., Config]) -> None:
-    found = simulate(work(small("queue.max_lag=3"), [5]), FREE._replace(update_s=1.0, step_s=0.01))
+@pytest.mark.parametrize(("ahead", "lag"), [("as_needed", 1), ("max_lag", 3)])
+def test_a_slow_learner_never_waits_for_data_of_the_lag_that_is_asked_for(
+    small: Callable[..., Config], ahead: str, lag: int
+) -> None:
+    config = small("queue.max_lag=3", f"queue.ahead={ahead}")
+    found = simulate(work(config, [5]), FREE._replace(update_s=1.0, step_s=0.01))
     assert found.updates_per_s == pytest.approx(1.0, rel=0.01)
     assert found.tokens_per_s == pytest.approx(40.0, rel=0.01)
-    assert (found.learner_waits, found.lag_mean, max(found.lags)) == (pytest.approx(0.0, abs=0.01), 3.0, 3)
+    assert (found.learner_waits, found.lag_mean, max(found.lags)) == (pytest.approx(0.0, abs=0.01), lag, lag)
 
 
 def test_without_lag_an_update_and_its_samples_follow_each_other(small: Callable[..., Config]) -> None:

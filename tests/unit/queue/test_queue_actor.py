@@ -160,7 +160,7 @@ def test_a_delivery_is_answered_by_the_tickets_that_there_are_and_again_by_the_s
 
 def test_the_lag_that_came_with_a_version_is_admitted_also_after_a_kill(actor_of: Callable[..., QueueActor]) -> None:
     async def main() -> None:
-        options = ("queue.max_lag={kind='adaptive', at_most=8}",)
+        options = ("queue.max_lag={kind='adaptive', at_most=8}", "queue.ahead=max_lag")
         first = actor_of(*options)
         await made_version_0(first)
         await deliver(first, await sample(first, 0, 4))
@@ -480,7 +480,7 @@ def test_people_can_ask_what_became_of_a_prompt(
     actor_of: Callable[..., QueueActor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def main() -> None:
-        actor = actor_of("queue.samples_per_prompt=4", "queue.max_lag=2")
+        actor = actor_of("queue.samples_per_prompt=4", "queue.max_lag=2", "queue.ahead=max_lag")
         await made_version_0(actor)
         given = await tickets(actor, 0, 9)
         failed = encode((Failure(identity=given[5].identity, actor="a", stage="reward", reason="no answer"),))

@@ -1,0 +1,59 @@
+"""How many versions engines sample ahead: as many as the learner needs, at most `max_lag` (`queue.ahead`).
+
+A complete unit that waits for its turn makes no update faster, and its tokens get older. With "as_needed" admission
+aims at a lag of its own, which begins at 1 and may change when a version is published:
+
+    the learner has no batch yet, and all slots are taken      the lag doubles, and 1 more; once it has fallen, 1 more
+    after each of the last patience * (lag + 1) versions       the lag falls by k, to 1 at least
+    at least k >= 1 batches were complete and not taken
+
+The least that is left over within a while is a standing queue, which makes its content older and nothing faster: CoDel
+measures the delay of a router in the same way (https://doi.org/10.1145/2209249.2209264). With k batches less the others
+still come in time. As lag + 1 batches are held, a unit is taken within as many versions; while more are held, after a
+fall, nothing is measured. Doubling until the first fall is TCP's slow start. After a rise the new slots get half of the
+lag in versions to arrive before the next one. The patience begins at 1 and doubles, up to 8, with each fall that has to
+be taken back: where the need is between two lags, the learner seldom waits.
+
+Example: the lag is 3, with 64 units in a batch. The learner has its next batch, and 150, 131, 140 and 170 more units
+are complete after versions 8, 9, 10 and 11. Two batches are always left over: the lag is 1 from version 11 on.
+"""
+
+from dataclasses import dataclass, field
+
+FIRST = 1
+"""The lag before the first measurement."""
+MOST_PATIENCE = 8
+
+
+@dataclass(slots=True)
+class NeededLag:
+    """The lag that the learner needs, and what was measured since it changed."""
+
+    lag: int = FIRST
+    has_fallen: bool = False
+    since_rise: int = FIRST
+    patience: int = 1
+    left_over: list[int] = field(default_factory=list[int])
+
+    def follow(self, left_over: int | None, *, is_full: bool, has_surplus: bool, at_most: int) -> None:
+        """Adapt the lag to a new version.
+
+        `left_over` are the complete batches that are not taken, None if the learner waits for one. `is_full` if all
+        slots were taken; `has_surplus` if more than lag + 1 batches are held.
+        """
+        self.since_rise += 1
+        if left_over is None or has_surplus:
+            self.left_over.clear()
+            if left_over is None and is_full and self.since_rise > self.lag // 2:
+                self._rise(at_most)
+            return
+        self.left_over.append(left_over)
+        if len(self.left_over) >= self.patience * (self.lag + 1):
+            if standing := min(self.left_over):
+                self.lag, self.has_fallen = max(FIRST, self.lag - standing), True
+            self.left_over.clear()
+
+    def _rise(self, at_most: int) -> None:
+        if self.has_fallen:
+            self.patience = min(MOST_PATIENCE, 2 * self.patience)
+        self.lag, self.since_rise = min(at_most, self.lag + 1 if self.has_fallen else 2 * self.lag + 1), 0

@@ -1,0 +1,121 @@
+"""The take: which complete units make the next batch, and which are too old. Pure, as in rules.py; it changes nothing.
+
+Whole completions are taken in the order of issue: any ready unit, or only those in a window that starts at the oldest.
+P units make a batch, S is the lag that admission aims at, W the window, L is max_lag.
+
+    mask, drop   all ready units, the oldest first: any number of units may overtake a slow one
+    wait         W = 1: strict first in, first out
+    windowed     W = (L - S) * P + 1: the window starts at the oldest held unit that is not ready and has W places in
+                 the order of issue; units after the window wait until that unit is ready
+
+Windowed is torchtitan's rule for RL (its docs/windowed_fifo.md), after MiniMax (https://arxiv.org/abs/2605.26494). Unit
+n opens for an engine of version n // P - S or later. Before unit n is taken, all n older units and at most W - 1
+younger ones are taken, so that it is in batch (n + W - 1) // P at the latest. The age of its tokens is at most
+
+    S + ceil((W - 1) / P) = L
+
+so that no token is too old and no unit is resampled for its age. The price: the learner waits for a slow unit, with
+`wait` as soon as it is the oldest, with a window once W - 1 younger units have overtaken it.
+
+S and W are derived from L. S is the greatest lag for which W - 1 is at least 3/10 of the (S + 1) * P held units, which
+is MiniMax's share. L = 1 has room for either a flow lag or a window, and gets the flow lag: S = 1, W = 1. Example:
+
+    L       2        4         8         16
+    S       1        2         5         12
+    W - 1   P        2 P       3 P       4 P
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from streamppo.queue.rules import segments
+from streamppo.queue.rules.slot import Unit, all_younger, count_older
+from streamppo.queue.rules.state import QueueSettings, QueueState
+
+
+class ChosenUnits(NamedTuple):
+    """The units of a batch, oldest first, empty if there are too few; and the number of their tokens to mask.
+
+    `too_old` are the units on the way to them that must not be trained on.
+    """
+
+    units: Sequence[Unit]
+    masked_tokens: int
+    too_old: Sequence[Unit]
+
+
+NONE = ChosenUnits((), 0, ())
+
+
+def choose(settings: QueueSettings, state: QueueState, min_version: int) -> ChosenUnits:
+    """Choose a batch that trains on tokens of `min_version` or later."""
+    if settings.segments is None:
+        return _choose_completions(settings, state, min_version)
+    if settings.segments.just_in_time and segments.is_behind(settings, state, min_version):
+        return NONE
+    return _choose_segments(settings, state, min_version)
+
+
+def _choose_completions(settings: QueueSettings, state: QueueState, min_version: int) -> ChosenUnits:
+    count = settings.batch_units
+    if state.ready_units < count:
+        return NONE
+    first = list(islice(_units_in_window(settings, state, ()), count))
+    if len(first) == count and all_younger(first, min_version):
+        return ChosenUnits(first, 0, ())
+    units: list[Unit] = []
+    too_old: list[Unit] = []
+    masked_tokens = 0
+    for unit in _units_in_window(settings, state, too_old):
+        old_tokens = _num_old_tokens(settings, unit, min_version)
+        if old_tokens is None:
+            too_old.append(unit)
+            continue
+        units.append(unit)
+        masked_tokens += old_tokens
+        if len(units) == count:
+            return ChosenUnits(units, masked_tokens, too_old)
+    return ChosenUnits((), 0, too_old)
+
+
+def _units_in_window(settings: QueueSettings, state: QueueState, too_old: Sequence[Unit]) -> Iterator[Unit]:
+    """The complete units that a batch may take, oldest first.
+
+    The window also starts at a unit that is `too_old`, to which the caller adds: it is sampled again.
+    """
+    window, oldest = settings.window, None
+    for (number, _), unit in state.units.items():
+        if window is not None and oldest is not None and number - oldest >= window * settings.unit_size:
+            return
+        if unit.missing == 0:
+            yield unit
+        if oldest is None and (unit.missing or (too_old and too_old[-1] is unit)):
+            oldest = number
+
+
+def _num_old_tokens(settings: QueueSettings, unit: Unit, min_version: int) -> int | None:
+    """The number of tokens to mask in a complete unit; None if the unit is too old."""
+    ages = [count_older(trajectory, min_version) for trajectory in unit.trajectories]
+    if settings.too_old == "mask":
+        too_old = any(old == sampled for old, sampled in ages)
+    else:
+        too_old = any(old for old, _ in ages)
+    return None if too_old else sum(old for old, _ in ages)
+
+
+def _choose_segments(settings: QueueSettings, state: QueueState, min_version: int) -> ChosenUnits:
+    """Segments with the oldest tokens come first; those whose tokens are all too old are `too_old`."""
+    young: list[tuple[int, tuple[int, int], int, Unit]] = []
+    too_old: list[Unit] = []
+    for unit in (unit for unit in state.units.values() if unit.missing == 0):
+        (trajectory,) = unit.trajectories
+        old, sampled = count_older(trajectory, min_version)
+        if old == sampled:
+            too_old.append(unit)
+        else:
+            young.append((trajectory.oldest_version, unit.slots[0].place, old, unit))
+    first = sorted(young, key=lambda segment: segment[:2])[: settings.batch_size]
+    if len(first) < settings.batch_size:
+        return ChosenUnits((), 0, too_old)
+    return ChosenUnits([unit for *_, unit in first], sum(old for _, _, old, _ in first), too_old)
