@@ -121,7 +121,7 @@ def tried(name: str, model: Path, times: int, *, profile: bool = False) -> Resul
     """The results of a variant, or its error."""
     before, compiled = load_policy.is_whole, torch.compile
     if "fsdp" in name:
-        load_policy.is_whole = lambda *_, **__: False
+        load_policy.is_whole = rank_memory.is_whole = lambda *_, **__: False
     if not ON_GPU:
         # No kernels are compiled, which would take minutes.
         layers.torch.compile = lambda *given, options, **words: compiled(*given, **words, backend="aot_eager")
@@ -131,7 +131,8 @@ def tried(name: str, model: Path, times: int, *, profile: bool = False) -> Resul
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:600]}"}
     finally:
-        load_policy.is_whole, torch.compile = before, compiled
+        load_policy.is_whole = rank_memory.is_whole = before
+        torch.compile = compiled
         gc.collect()
         if ON_GPU:
             torch.cuda.empty_cache()

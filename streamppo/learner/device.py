@@ -60,7 +60,7 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
 
     With `offload`, ranks on GPUs have both, because their shards are in CPU memory.
 
-    The timeout of its collectives is `LOAD` until `expect_updates`. Gloo uses the interface from which a rank reaches
+    The timeout of its collectives is `LOAD` until `expect`. Gloo uses the interface from which a rank reaches
     rank 0. By default it would use the address of the host name, often loopback, which other nodes cannot reach. NCCL
     finds its interface itself; it is set to loopback only if the rendezvous is there, so that ranks listen only there.
     """
@@ -141,10 +141,10 @@ def add_up(
         dist.all_reduce(tensor, op, group)
 
 
-def expect_updates(mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:
-    """Shorten the timeout of collectives to `UPDATE`, also in `groups`; called when everything is loaded."""
+def expect(timeout: timedelta, mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:
+    """Set the timeout of collectives, also in `groups`: `LOAD` before models are loaded, `UPDATE` afterwards."""
     for group in (everybody(), *mesh.get_all_groups(), *groups):
-        group.set_timeout(UPDATE)
+        group.set_timeout(timeout)
 
 
 def _store(host: str, port: int, rank: int, ranks: int) -> dist.Store:

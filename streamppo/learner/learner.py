@@ -64,10 +64,10 @@ class Learner:
         followed = frozen.load_reference(
             config, self.model_path, self.mesh, self.policy, frozen.separate_reference(self.updater.reference)
         )
-        same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
-        taught_by = frozen.load_teacher(
-            config, self.model_path, self.mesh, self.updater.teacher if same else None, self.policy.slices
-        )
+        if config.algorithm.teacher.model != self.config.algorithm.teacher.model:
+            # Its memory is free before the next one is loaded.
+            self.updater.teacher = None
+        taught_by = frozen.load_teacher(config, self.model_path, self.mesh, self.updater.teacher, self.policy.slices)
         before = self.updater
         self.updater = _updater(config, self.policy, self.optimizer, (followed, taught_by))
         moved = before.reference_moved

@@ -104,7 +104,7 @@ class Rank:
         device.join(place, address, self._rank, chosen.ranks, offload=chosen.offload)
         mesh = device.mesh_of(place.type, chosen.mesh)
         learner = self._built = self._load(model_path, mesh, resume_from)
-        device.expect_updates(mesh, *learner.policy.slices.groups())
+        device.expect(device.UPDATE, mesh, *learner.policy.slices.groups())
         life = ray.get(self._queue.another_life.remote(""))
         Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
         learner.push()
@@ -190,7 +190,12 @@ class Rank:
         """Apply the configuration that begins at the present version, if the history has one."""
         if (config := self._history.configs.get(learner.version)) is None:
             return
+        from streamppo.learner import device
+
+        groups = learner.policy.slices.groups()
+        device.expect(device.LOAD, learner.mesh, *groups)
         learner.configure(config)
+        device.expect(device.UPDATE, learner.mesh, *groups)
         if learner.version < config.updates:
             self._fetcher.start(learner.version, learner.own_rows)
 

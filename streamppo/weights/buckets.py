@@ -6,6 +6,7 @@ names, shapes and sizes.
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from streamppo.weights.content import hash_tensor
 from streamppo.weights.delta import Bytes
 
 ALIGNMENT = 64
+PORTABLE = 1
+"""CUDA's flag for memory that is locked for all of its contexts."""
 
 
 class Shard(NamedTuple):
@@ -175,7 +178,20 @@ def pack_whole(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: 
 
 def _memory(nbytes: int, *, pinned: bool) -> Bytes:
     """A uint8 array of `nbytes` zeros."""
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy() if pinned else np.zeros(nbytes, np.uint8)
+    memory = np.zeros(nbytes, np.uint8)
+    if pinned and nbytes:
+        _pin(memory)
+    return memory
+
+
+def _pin(memory: Bytes) -> None:
+    """Lock `memory` in RAM for copies from a GPU, until it is freed. Raises `CudaError` if the driver refuses.
+
+    Torch's own allocator of pinned memory would round it up to a power of two.
+    """
+    cudart, address = torch.cuda.cudart(), memory.ctypes.data
+    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, PORTABLE)))
+    finalize(memory, cudart.cudaHostUnregister, address).atexit = False
 
 
 def _plan(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[_Place], list[int]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config
 from streamppo.config.transport import ObjectStore
-from streamppo.learner.memory import ModelSizes, RankMemory, routes, state
+from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, routes, state
 
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
@@ -53,7 +53,8 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
     holds the `longest` row for every slot from the start.
     """
     gpus = max(1, int(config.rollout.gpus))
-    weights = model.parameters * model.element // gpus
+    spare = config.rollout.engine.spare_weights if config.rollout.gpus else 0
+    weights = (1 + spare) * _engine_weights(config, model) // gpus
 
     def fit(share: float) -> int:
         return int(max(0.0, share * free - weights) * gpus / model.cache_per_token)
@@ -65,6 +66,14 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
     cache = tokens * model.cache_per_token // gpus
     copies = isinstance(config.rollout.engine, EmbeddedEngine) and config.environment is not None
     return EngineMemory(weights, cache, tokens, cache // model.layers if copies else 0)
+
+
+def _engine_weights(config: Config, model: ModelSizes) -> int:
+    """Bytes of one copy of the weights in an engine; the embedded one has the head in float32 too."""
+    has_head = (
+        isinstance(config.rollout.engine, EmbeddedEngine) and config.model.float32_head and model.element < MASTER
+    )
+    return model.parameters * model.element + has_head * model.hidden * model.vocabulary * MASTER
 
 
 def object_store(model: ModelSizes) -> int:
@@ -131,6 +140,8 @@ class MachineMemory(NamedTuple):
     """Bytes that the stages of a run have in the memory of one machine, if they are all on it."""
 
     ranks: int
+    pushes: int
+    checkpoint: int
     engines: int
     weights: int
     object_store: int
@@ -146,7 +157,8 @@ def machine(
 ) -> MachineMemory:
     """A run on one machine. On GPUs are ranks that are not offloaded, and engines.
 
-    An embedded engine has memory for the weights twice: the next version is written while the current one serves.
+    Ranks keep two sets of buckets for pushes, and a copy of what is trained while a checkpoint is written. An embedded
+    engine has memory for the weights twice: the next version is written while the current one serves.
     """
     on_cpu = routes(config, model, longest) if config.learner.gpus else rank.total
     offloaded = state(config, model) if config.learner.offload else 0
@@ -155,6 +167,8 @@ def machine(
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
     return MachineMemory(
         ranks=config.learner.ranks * (on_cpu + offloaded),
+        pushes=2 * model.trained * model.element,
+        checkpoint=config.learner.mesh.replicate * model.trained * (MASTER + MOMENTS),
         engines=config.engines * cached,
         weights=config.engines * actor(config, model).total + in_common(config, model),
         object_store=store,

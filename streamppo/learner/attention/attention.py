@@ -14,7 +14,7 @@ A context without gradient is computed in a separate pass before the completions
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +38,7 @@ PROBED = (5, 7)
 """Lengths of the two rows that `leak` passes together and alone: longer than a convolution's window."""
 LEAK = 1e-3
 """The largest difference of the two passes that counts as rounding, relative to the largest entry, in float32."""
-NAMES = {"sdpa": "SDPA", "eager": "eager attention"}
+NAMES = {"sdpa": "SDPA", "eager": "eager attention", varlen.NAME: varlen.KERNEL}
 """Words for transformers' names."""
 
 
@@ -149,6 +149,16 @@ def choose(config: Model, device: str) -> str:
     return "sdpa"
 
 
+def agreed(chosen: str) -> str:
+    """`chosen`, which is that of this rank. A collective. Raises `ModelError` if ranks differ, as on unlike GPUs."""
+    every: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(every, chosen)
+    if len(set(every)) > 1:
+        named = ", ".join(f"{name} on rank {every.index(name)}" for name in dict.fromkeys(every))
+        raise ModelError(f"ranks would compute attention in different ways ({named}): set model.attention")
+    return chosen
+
+
 def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]") -> str:
     """`chosen`, or SDPA if `chosen` joins rows and one of `transformers` leaks state between them. A collective.
 
@@ -172,19 +182,41 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
 
 
 def fall_back(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
-    """`chosen`, or the attention after it that computes models of `configs` completely: varlen, SDPA, eager.
+    """`chosen`, or the attention after it that computes models of `configs` completely: flash, varlen, SDPA, eager.
 
     Raises `ModelError` if the configuration names one that leaves a part out.
     """
     every = list(configs)
-    for name, following, refusal in ((varlen.NAME, "sdpa", varlen.refusal), ("sdpa", "eager", _sdpa_refusal)):
-        reason = next(filter(None, map(refusal, every)), "") if chosen == name else ""
-        if reason and config.attention != "auto":
+    after_flash = varlen.NAME if varlen.is_available() else "sdpa"
+    chain = {
+        **{name: (after_flash, partial(_flash_refusal, name)) for name in RUNS_ON},
+        varlen.NAME: ("sdpa", varlen.refusal),
+        "sdpa": ("eager", _sdpa_refusal),
+    }
+    while chosen in chain:
+        following, refusal = chain[chosen]
+        reason = next(filter(None, map(refusal, every)), "")
+        if not reason:
+            break
+        if config.attention != "auto":
             raise ModelError(f'{reason}: choose model.attention = "auto" or "eager"')
-        if reason:
-            _warn(f"{reason}: the learner uses {NAMES[following]}")
-            chosen = following
+        _warn(f"{reason}: the learner uses {NAMES[following]}")
+        chosen = varlen.register() if following == varlen.NAME else following
     return chosen
+
+
+def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
+    from transformers import MODEL_MAPPING
+
+    text = config.get_text_config()
+    model = MODEL_MAPPING.get(type(text), None)
+    if not getattr(model, "_supports_flash_attn", True):
+        return f"transformers has no flash-attn for {text.model_type} models"
+    # In place of another one, transformers would load the first of these.
+    known = getattr(model, "_compatible_flash_implementations", None)
+    if known is not None and name not in known:
+        return f"{text.model_type} models are computed by {' or '.join(known)}, not by {name}"
+    return varlen.width_refusal(text, name)
 
 
 def _sdpa_refusal(config: "PretrainedConfig") -> str:

@@ -29,6 +29,9 @@ WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Values of model_type whose attention adds a learned score that belongs to no token."""
 
+_registered: dict[str, Callable[..., Tensor]] = {}
+"""Torch's kernel, once transformers knows it."""
+
 
 def is_available() -> bool:
     """True if torch has it, since 2.10, and this GPU runs it."""
@@ -42,11 +45,15 @@ def is_available() -> bool:
 def register() -> str:
     """Make it known to transformers, which makes no mask for it; return its name.
 
-    torch 2.15 would choose cuDNN's kernels for some of the rows, also where it must compute deterministically.
+    A second call changes nothing: context parallelism may have wrapped it since (context_parallel.py). torch 2.15 would
+    choose cuDNN's kernels for some of the rows, also where it must compute deterministically.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
 
+    if _registered.get(NAME) is varlen_attn:
+        return NAME
+    _registered[NAME] = varlen_attn
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Since torch 2.12 it asks whether heads of queries share keys; before, they just may.
     asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -62,14 +69,21 @@ def refusal(config: "PretrainedConfig") -> str:
     text = config.get_text_config()
     if not getattr(MODEL_MAPPING.get(type(text), None), "_supports_attention_backend", False):
         return f"{text.model_type} models have attention of their own, in place of which {KERNEL} cannot be put"
-    widest = max(getattr(text, name, None) or 0 for name in WIDTHS)
-    if widest > WIDEST:
-        return f"the model's attention has heads of {widest} entries, and {KERNEL} takes {WIDEST}"
+    if reason := width_refusal(text, KERNEL):
+        return reason
     if getattr(text, CAP, None):
         return f"the model caps the scores of its attention, which {KERNEL} leaves out"
     if text.model_type in SINKS:
         return f"the model's attention has sinks, which {KERNEL} leaves out"
     return ""
+
+
+def width_refusal(text: "PretrainedConfig", kernel: str) -> str:
+    """The reason why `kernel` cannot compute heads as wide as those of `text`; "" if it can."""
+    widest = max(getattr(text, name, None) or 0 for name in WIDTHS)
+    if widest <= WIDEST:
+        return ""
+    return f"the model's attention has heads of {widest} entries, and {kernel} takes {WIDEST}"
 
 
 def attend(

@@ -51,7 +51,8 @@ class Host:
         widths = int(length_B.max()), int((start_B + length_B).max())
         branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
         columns = start_B, length_B, self.prompt_B[rows], self.prefix_B[rows]
-        return Host(self.inputs_BL[rows][:, : widths[1]], *columns, widths, branches)
+        # Pinned memory keeps strides, and only contiguous memory is copied to a GPU without a wait.
+        return Host(self.inputs_BL[rows, : widths[1]].contiguous(), *columns, widths, branches)
 
     def groups(self) -> "SharedPrompts":
         """The rows that have their tokens before the completion in common."""

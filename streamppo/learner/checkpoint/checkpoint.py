@@ -326,7 +326,9 @@ def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
         apart = {key for key, value in moments.items() if isinstance(value, DTensor) or (is_whole and key != "step")}
         sharded[name] = {key: moments[key] for key in apart}
         alike[name] = {key: value for key, value in moments.items() if key not in apart}
-    rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    # A rank on a CPU may see GPUs; asking for their state would open a context on one.
+    on_gpu = torch.cuda.is_initialized()
+    rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
     rank_state = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
     still = {name for name, tensor in policy.named_parameters(remove_duplicate=False) if not tensor.requires_grad}
     moving = {name: tensor for name, tensor in model_state.items() if name not in still}

@@ -64,7 +64,7 @@ def load(
         untied = _is_untied(path)
         plan = weight_files.plan(str(path), critic, adapted=lora is not None)
         whole = _on_cpu(path, critic, lora, plan) if dist.get_rank() == 0 else None
-    chosen = attention.choose(config, device)
+    chosen = attention.agreed(attention.choose(config, device))
     transformers = [] if whole is None else whole.transformers
     chosen = attention.without_leaks(chosen, config, path, transformers)
     configs = [read_settings(source) for source in (path, critic) if source not in CRITICS]

@@ -242,6 +242,43 @@ def test_a_model_that_torchs_own_cannot_compute_gets_the_next_one(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("model", "name", "reason", "expected"),
+    [
+        (SINKS, FOUR, "", FOUR),
+        (SINKS, TWO, "gpt_oss models are computed by .* not by flash_attention_2", "eager"),
+        (BloomConfig(), THREE, "transformers has no flash-attn for bloom models", "eager"),
+        (WIDE, TWO, "heads of 320 entries, and flash_attention_2 takes 256", "sdpa"),
+        (PLAIN, TWO, "", TWO),
+    ],
+)
+def test_a_model_that_a_flash_attention_cannot_compute_gets_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, model: PretrainedConfig, name: str, reason: str, expected: str
+) -> None:
+    attention._warn.cache_clear()
+    config = case.config_of(BF16).model
+    assert attention.fall_back(name, config, [PLAIN, model]) == expected
+    monkeypatch.setattr(varlen, "is_available", lambda: True)
+    assert attention.fall_back(name, config, [PLAIN]) == name
+    if reason:
+        named = case.config_of(BF16, "learner.gpus=1", f"model.attention={name}").model
+        with pytest.raises(ModelError, match=rf"{reason}.*: choose model.attention"):
+            attention.fall_back(name, named, [model])
+
+
+def test_ranks_that_would_compute_attention_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.dist, "get_world_size", lambda: 3)
+
+    def gather(into: list[str], own: str) -> None:
+        into[:] = [own, "sdpa", own]
+
+    monkeypatch.setattr(attention.dist, "all_gather_object", gather)
+    with pytest.raises(ModelError, match=r"flash_attention_2 on rank 0, sdpa on rank 1\): set model.attention"):
+        attention.agreed(TWO)
+    assert attention.agreed("sdpa") == "sdpa"
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("model", [BloomConfig(), MptConfig()], ids=lambda one: one.model_type)
 def test_a_model_without_sdpa_is_computed_eagerly(model: PretrainedConfig) -> None:
     attention._warn.cache_clear()

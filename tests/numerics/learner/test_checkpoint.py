@@ -174,6 +174,21 @@ def test_moments_made_at_the_start_are_those_made_at_the_first_gradient(folder: 
 
 
 @ALONE
+def test_a_rank_on_a_cpu_asks_no_gpu_that_it_sees_for_random_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> torch.Tensor:
+        raise AssertionError("opens a context on a GPU")
+
+    updater = adamw(case.config_of(), folder)
+    with monkeypatch.context() as seen:
+        seen.setattr(torch.cuda, "is_available", lambda: True)
+        seen.setattr(torch.cuda, "get_rng_state", refused)
+        saved = checkpoint._tensors(trained(updater), state_of(updater, 1))
+    assert list(saved["own"]["rank-0"]["rng"]) == ["cpu"]
+
+
+@ALONE
 def test_what_is_saved_is_the_state_at_the_call_though_updates_run_before_it_is_written(
     folder: Path, tmp_path: Path, gate: threading.Event
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_flash
+import fake_varlen
 import learner_case as case
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import MixtralConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeC
 
 from streamppo.config.mesh import Mesh
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner.attention import attention, prefix_sharing
+from streamppo.learner.attention import attention, prefix_sharing, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model.policy import Policy
@@ -173,3 +174,28 @@ def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(folder: Path) -
 def test_choices_that_do_not_go_together(overrides: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         case.config_of(IN_TWO, *overrides)
+
+
+def varlen_scores(ranks: int, folder: Path) -> list[torch.Tensor]:
+    """Log-probs of a policy by torch's kernel, before and after another model was loaded in the same way."""
+    fake_varlen.install(pytest.MonkeyPatch())
+    slices = context_parallel.slices_of("cpu", Mesh(context=ranks))
+
+    def loaded() -> Policy:
+        name = context_parallel.name_of(varlen.register(), slices)
+        policy = Policy(hf_files.read(folder, name), 0.7, layout=attention.joined)
+        policy.slices = slices
+        return policy
+
+    policy, rows = loaded(), pad(case.batch())
+    with torch.no_grad():
+        found = [policy(rows, "policy").logprobs_BT]
+        reference = loaded()
+        found += [model(rows, "policy").logprobs_BT for model in (policy, reference)]
+    return found
+
+
+def test_a_second_model_leaves_the_slices_of_the_first_one_alone(folder: Path, tmp_path: Path) -> None:
+    whole, cut = (case.by_ranks(varlen_scores, n, tmp_path, folder) for n in (1, 2))
+    for one, other in zip(whole, cut, strict=True):
+        torch.testing.assert_close(one, other)

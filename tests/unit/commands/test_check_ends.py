@@ -239,7 +239,11 @@ def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_
         return memory_estimate.machine(config, model, rank, memory_estimate.engine(config, model, 10, 0.0), 10)
 
     weights, cache = model.parameters * 4, config_of().rollout.slots * 10 * model.cache_per_token
-    assert parts() == (rank.total, 2 * weights + cache, 0, 3 * weights), "a rank alone pushes what actors see"
+    pushes, checkpoint = 2 * weights, 3 * weights
+    assert parts() == (rank.total, pushes, checkpoint, 2 * weights + cache, 0, 3 * weights), (
+        "a rank alone pushes what actors see"
+    )
+    assert parts("learner.ranks=4", "learner.mesh.replicate=2").checkpoint == 2 * checkpoint
     assert parts("learner.ranks=2").weights == parts("learner.deltas=on").weights == weights
     assert parts("rollout.engine.kind=sglang").engines == weights + cache
     served = {kind: f"rollout.engine={{kind='sglang', transport='{kind}'}}" for kind in ("tensor", "group")}

@@ -32,10 +32,10 @@ class Parts:
         self.built: list[tuple[float, str | None]] = []
         self.loaded: Callable[[str | None], int] = lambda resume_from: 7 if resume_from else 0
         self.own_rows = None
-        self.policy = SimpleNamespace(slices=WHOLE)
+        self.policy, self.mesh = SimpleNamespace(slices=WHOLE), None
         note = SimpleNamespace(remote=lambda *_: "life")
         self.queue: Any = SimpleNamespace(another_life=note, beat=SimpleNamespace(remote=self.beat))
-        for name in ("acquire", "join", "mesh_of", "expect_updates"):
+        for name in ("acquire", "join", "mesh_of", "expect"):
             patch.setattr(device, name, self.noting(name))
         patch.setattr(learner, "build", self.build)
         patch.setattr(module, "time", SimpleNamespace(sleep=self.sleep))
@@ -70,7 +70,7 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     made: Any = Rank(encode(config), 0, parts.queue, 0)
     made._fetcher = parts
     assert made.setup(("127.0.0.1", 1), "model", "checkpoints/00000007", history.encode(History({0: config}))) == 7
-    assert parts.asked == ["acquire", "join", "mesh_of", "build", "expect_updates", "push", "fetch"]
+    assert parts.asked == ["acquire", "join", "mesh_of", "build", "expect", "push", "fetch"]
     # No call of the rank runs: it is a thread beside them that tells.
     assert parts.heard_twice.wait(60)
     assert parts.beats == ["my id", "my id"]
@@ -150,7 +150,8 @@ def test_a_rank_is_built_as_it_was_configured_at_the_version_that_it_loads(
 def test_a_configuration_holds_from_its_version_on_and_its_batch_is_fetched_once_it_does(
     math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, configured = Parts(monkeypatch), list[tuple[int, float]]()
+    parts, configured, limits = Parts(monkeypatch), list[tuple[int, float]](), list[object]()
+    monkeypatch.setattr(device, "expect", lambda timeout, *_: limits.append((timeout, len(configured))))
     past = History({version: math_config(change, "updates=10") for version, change in PAST.items()})
     rank = rank_of(parts, past)
     rank._history = past
@@ -159,3 +160,4 @@ def test_a_configuration_holds_from_its_version_on_and_its_batch_is_fetched_once
     for learner.version in range(1, 11):
         rank._follow_history(learner)
     assert configured == [(3, 0.25), (8, 0.125)] and parts.asked.count("fetch") == 2
+    assert limits[:2] == [(device.LOAD, 0), (device.UPDATE, 1)], "it may load a teacher"

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import wait
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -587,3 +588,37 @@ def test_a_push_that_failed_is_told_to_the_next_one() -> None:
     start(pusher, 0, torch.zeros(3))
     with pytest.raises(WeightsError, match="the ledger refused"):
         start(pusher, 1, torch.zeros(3))
+
+
+def test_pinned_buckets_are_as_large_as_their_content_and_locked_until_they_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's allocator of pinned memory rounds up to a power of two."""
+    locked: dict[int, int] = {}
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        locked[address] = nbytes
+        return flags - 1
+
+    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+
+    def check_error(code: int) -> None:
+        if code:
+            raise OSError(code)
+
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    shards = {"a": Shard.whole(torch.zeros(1000)), "b": Shard.whole(torch.zeros(700))}
+    made = Buckets(shards, 4096, pinned=True)
+    assert sorted(locked.values()) == [2800, 4000]
+    made.tensors["a"].fill_(1)
+    view = made.tensors["b"]
+    del made
+    gc.collect()
+    assert list(locked.values()) == [2800], "a view keeps its bucket locked"
+    del view
+    gc.collect()
+    assert not locked
+    driver.cudaHostRegister = lambda *_: 2
+    with pytest.raises(OSError):
+        Buckets(shards, 4096, pinned=True)
