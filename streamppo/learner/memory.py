@@ -109,7 +109,7 @@ def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     """
     try:
         return _sizes(hf_config, model)
-    except (AttributeError, RuntimeError, ValueError) as error:
+    except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         raise ModelError(
             f"the memory of a rank and an engine is unknown for a {type(hf_config).__name__}: {error}"
         ) from error
@@ -122,12 +122,13 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
         lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attends)
         if model.lora is not None:
             adapters.add(lm, model.lora, model.dtype)
-    layers = lm.base_model.layers
+    body = _text_part(lm.base_model)
+    layers = body.layers
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pair = 2 * text.num_key_value_heads * head_width
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
-    by_tensor, by_expert = tensor_parallel.cut_parameters(lm.base_model, layers[0])
-    activations, widest = _activations(lm)
+    by_tensor, by_expert = tensor_parallel.cut_parameters(body, layers[0])
+    activations, widest = _activations(body)
     experts, chosen = experts_of(text), getattr(text, "num_experts_per_tok", 0) if by_expert else 0
     return ModelSizes(
         parameters=parameters,
@@ -148,20 +149,28 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     )
 
 
+def _text_part(transformer: Any) -> Any:
+    """The part of a transformer that has its layers: the language model beside one for pictures, OPT's decoder."""
+    for name in ("language_model", "decoder"):
+        if hasattr(transformer, name):
+            return getattr(transformer, name)
+    return transformer
+
+
 def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _activations(lm: Any) -> tuple[int, int]:
+def _activations(body: Any) -> tuple[int, int]:
     """Bytes of one token kept by one layer for the backward pass: all, two layers minus one, and the largest."""
     # A row of one token shows what attention keeps of each. Layers that carry a state fill every row up to a chunk,
     # and show it in a long row; some of them run on the meta device with one of both alone.
     try:
-        of_token = _in_rows(lm.base_model, PROBED, 1)
+        of_token = _in_rows(body, PROBED, 1)
     except (RuntimeError, ValueError):
-        return _in_rows(lm.base_model, 1, LONG_ROW)
+        return _in_rows(body, 1, LONG_ROW)
     try:
-        in_long_row = _in_rows(lm.base_model, 1, LONG_ROW)
+        in_long_row = _in_rows(body, 1, LONG_ROW)
     except (RuntimeError, ValueError):
         return of_token
     return in_long_row if 2 * in_long_row[0] < of_token[0] else of_token

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.folder import OWN_CRITICS, find
-from streamppo.config.engine import SGLangEngine
+from streamppo.config.engine import FAMILIES, EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import ModelError
 from streamppo.learner.model import hf_files
+from streamppo.rollout.embedded import decoder
 from streamppo.rollout.weight_checks import Architecture
 from streamppo.weights.models import fit, headers
 from streamppo.weights.models.fit import Kind
@@ -43,6 +44,14 @@ def findings(config: Config) -> Findings:
         yield from _export(folder)
         if is_read and isinstance(config.rollout.engine, SGLangEngine):
             yield from _names(folder)
+        if is_read and isinstance(config.rollout.engine, EmbeddedEngine):
+            yield from _embedded(folder)
+
+
+def _embedded(folder: str) -> Findings:
+    hf_config = settings(folder)
+    if hf_config.model_type in FAMILIES and (reason := decoder.refusal(hf_config)):
+        yield Finding("engine", "error", f"{folder}: {reason}")
 
 
 def _models(config: Config) -> Iterator[NamedModel]:

@@ -19,8 +19,8 @@ Checkpointing: TypeAlias = Literal["off", "full", "offloaded"]
 """Layers keep their activations, or only their input, which may be in CPU memory."""
 SIZES = 64
 """The most variants of a layer that are compiled: numbers of tokens, with and without gradient."""
-PLACES = ("layers", "h", "language_model.layers", "blocks")
-"""The attribute of the layers: in most models, in GPT-2 and similar, in the text part of vision models, in MPT."""
+PLACES = ("layers", "h", "language_model.layers", "decoder.layers", "blocks")
+"""The attribute of the layers: in most models, GPT-2 and similar, text parts of vision models, OPT, MPT."""
 CACHE_NAMES = ("cache", "past_key_values")
 """The argument of an attention module with its cache, in newer and in older versions of transformers."""
 

@@ -78,6 +78,8 @@ def write(
 def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
     from transformers import GenerationConfig
 
+    # Code that came with the model is not copied, and transformers' own class has written these files.
+    vars(lm.config).pop("auto_map", None)
     for has_settings in (True, False):
         try:
             lm.save_pretrained(folder, max_shard_size=PART)

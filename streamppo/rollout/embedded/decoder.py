@@ -31,6 +31,8 @@ from streamppo.weights.content import compare, hash_tensor, write
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+SILU = ("silu", "swish")
+"""transformers' names of the activation between the products of the MLP."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
 LEAST = 16
@@ -78,7 +80,8 @@ class Decoder:
         float32_head: bool,
         device: str,
     ) -> None:
-        _refuse_unknown(config)
+        if reason := refusal(config):
+            raise ModelError(reason)
         self.config = config
         self.dtype, self.device = dtype, torch.device(device)
         self.head_dtype = torch.promote_types(dtype, torch.float32) if float32_head else dtype
@@ -281,18 +284,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 # --- weights -------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown(config: "PreTrainedConfig") -> None:
-    """Raise `ModelError` for every model that the forward pass above would compute wrongly."""
+def refusal(config: "PreTrainedConfig") -> str:
+    """The reason why the forward pass above would compute a model of `config` wrongly; "" if it would not."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    activation = getattr(config, "hidden_act", "silu")
     problems = {
         f"model_type {config.model_type!r} (known are {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
-        f"activation {getattr(config, 'hidden_act', 'silu')!r}": getattr(config, "hidden_act", "silu") != "silu",
+        f"activation {activation!r}": activation not in SILU,
         "a bias in the MLP": bool(getattr(config, "mlp_bias", False)),
         f"rope type {rope!r}": rope not in ROPE_TYPES,
     }
     reasons = [name for name, present in problems.items() if present]
-    if reasons:
-        raise ModelError(f"the embedded engine does not run {' or '.join(reasons)}: use another rollout.engine")
+    return f"the embedded engine does not run {' or '.join(reasons)}: use another rollout.engine" if reasons else ""
 
 
 def _rotation(config: "PreTrainedConfig", room: int, device: torch.device) -> Tensor:

@@ -28,6 +28,10 @@ SHOWN = 3
 """Most tensors named in a message."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights by their names in safetensors; other dtypes are of buffers, and all count as float32 here."""
+TEXT_ALONE = (
+    "it reads pictures or sounds too, and streamppo trains the text model alone: save that, with its tokenizer, as a "
+    "folder of its own"
+)
 NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 """The number of a layer in a tensor's name."""
 
@@ -156,12 +160,15 @@ def _class(config: "PretrainedConfig", kind: Kind) -> "type[PreTrainedModel]":
 
     known: Mapping[type, type[PreTrainedModel]] = getattr(transformers, kind)._model_mapping
     if type(config) not in known:
-        raise ValueError(f"transformers has no {kind} of model_type {config.model_type!r}")
+        remedy = f": {TEXT_ALONE}" if config.get_text_config() is not config else ""
+        raise ValueError(f"transformers has no {kind} of model_type {config.model_type!r}{remedy}")
     return known[type(config)]
 
 
 def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: dict[str, Tensor]) -> Report:
     options: dict[str, Any] = {"device_map": {"": "meta"}, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+    # config.json may name an attention that is not installed.
+    options["attn_implementation"] = "eager"
     try:
         loaded: Any = made.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **options)
     except RuntimeError as error:
@@ -169,6 +176,8 @@ def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: 
             raise
         # The experts differ in shape or number: `_as_file_names` finds which from the names in the files.
         return Report(missing=["experts"])
+    if loaded[0].base_model is loaded[0]:
+        raise ValueError(f"{made.__name__} of transformers does not tell its transformer from its head: not supported")
     return report(loaded[1])
 
 
@@ -221,6 +230,8 @@ def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) 
     heads = {head for head, _ in pairs(config)}
     if heads & set(reported.missing):
         return ". Set tie_word_embeddings = true in config.json if the model's head is its embedding"
+    if reported.unexpected and not reported.missing and text is not config:
+        return f". The model has more parts than one for text: {TEXT_ALONE}"
     if any("embed" in name or "wte" in name for name in reported.misshaped):
         return f". vocab_size is {text.vocab_size:,} in config.json"
     return ""

@@ -89,6 +89,8 @@ def _sentence(path: str | Path, error: BaseException) -> str:
             f"the model {str(path)!r} is of {kind} that the installed transformers ({__version__}) lacks: "
             "name a model of a family that it has, or install a release that has this one"
         )
+    if "Padding_idx" in text:
+        return f"the model {str(path)!r} cannot be loaded: pad_token_id in its config.json is not below vocab_size"
     if isinstance(error, OSError | ValueError | ImportError | SafetensorError):
         return f"the model {str(path)!r} cannot be loaded: {text}"
     return f"the model {str(path)!r} cannot be loaded with its config.json: {type(error).__name__}: {text}"

@@ -1,9 +1,13 @@
 """Saves a model's tokenizer; if reading it back gives another tokenizer, copies the model's original files instead."""
 
+import base64
+import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from streamppo import durable
 from streamppo.weights.models.settings import REFUSALS, local_folder, naming
 
 if TYPE_CHECKING:
@@ -14,6 +18,9 @@ FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates"),
 )
 """Name patterns of a tokenizer's files."""
+PIECES, FAST, TEKKEN = "tokenizer.model", "tokenizer.json", "tekken.json"
+ASCII = (*b"\t\n", *range(32, 127))
+"""Bytes that are a text and a token each."""
 PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
 """A text that tokenizers with different rules split differently."""
 
@@ -25,14 +32,52 @@ def load(path: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def read(path: str | Path) -> "PreTrainedTokenizerBase":
-    """Read the tokenizer of the model at `path`. Raises ValueError, with the reason, for files that cannot be read."""
+    """Read the tokenizer of the model at `path`.
+
+    Raises ValueError, with the reason, for files that cannot be read, and that transformers reads as other tokens.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        made = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     # Each damaged file raises another error, and the library `tokenizers` raises Exception itself.
     except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError(_reason(Path(path), error)) from error
+    _compare_tekken(made, Path(path))
+    return made
+
+
+def _reason(folder: Path, error: Exception) -> str:
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        return "it needs code that comes with it (auto_map in tokenizer_config.json), which streamppo does not run"
+    is_pieces = (folder / PIECES).is_file() and not (folder / FAST).is_file()
+    if is_pieces and find_spec("sentencepiece") is None:
+        return f"it has {PIECES} and no {FAST}, and needs the library sentencepiece: pip install sentencepiece protobuf"
+    return f"{type(error).__name__}: {error}"
+
+
+def _compare_tekken(made: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Raise ValueError if `made`, from Mistral's tekken.json alone, has other numbers for single bytes than that file.
+
+    Some releases of transformers leave out the numbers of its special tokens, which come first.
+    """
+    if not (folder / TEKKEN).is_file() or (folder / FAST).is_file() or (folder / PIECES).is_file():
+        return
+    try:
+        content: Any = json.loads(durable.read(folder / TEKKEN))
+        special = int(content["config"]["default_num_special_tokens"])
+        ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in content["vocab"]}
+        expected = {chr(byte): special + ranks[bytes([byte])] for byte in ASCII}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{TEKKEN} is damaged: {type(error).__name__}: {error}") from error
+    wrong = [text for text, number in expected.items() if made.encode(text, add_special_tokens=False) != [number]]
+    if wrong:
+        from transformers import __version__
+
+        raise ValueError(
+            f"transformers {__version__} reads its {TEKKEN} wrongly: {wrong[0]!r} is not the token "
+            f"{expected[wrong[0]]}; add the model's {FAST}, or install a later transformers"
+        )
 
 
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
@@ -40,6 +85,7 @@ def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder
 
     A tokenizer without a `start` is new and has no files to copy. Raises `OSError` if the disk refuses.
     """
+    tokenizer.init_kwargs.pop("auto_map", None)
     if start is None:
         tokenizer.save_pretrained(folder)
         return ""

@@ -85,6 +85,17 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
     hf_files.export(trained(tmp_path / "final", dtype), str(tmp_path / "final"), tmp_path / "again", dtype)
 
 
+def test_an_export_names_no_code_that_is_not_in_it(start: Path, tmp_path: Path) -> None:
+    shutil.copytree(start, tmp_path / "model")
+    for file, name in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        path = tmp_path / "model" / file
+        entries = json.loads(path.read_text()) | {"auto_map": {name: "own_code.Own"}}
+        path.write_text(json.dumps(entries))
+    hf_files.export(trained(tmp_path / "model", "float32"), str(tmp_path / "model"), tmp_path / "final", "float32")
+    for path in (tmp_path / "final").glob("*.json"):
+        assert "auto_map" not in path.read_text(), path
+
+
 def test_weights_of_a_large_model_are_parts_with_an_index(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import bring_case as case
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from streamppo.cli import MISTAKE, main
 from streamppo.commands.start.project import policy, sizes
@@ -394,3 +397,12 @@ def test_gpus_are_divided_between_ranks_and_engines(
 def test_a_model_that_is_not_here_is_sized_by_its_name(name: str, parameters: int, chat: bool) -> None:
     found = policy.look(name)
     assert (found.parameters, found.chat, found.is_known) == (parameters, chat, False)
+
+
+def test_a_second_copy_of_the_weights_under_another_name_is_not_counted(tmp_path: Path) -> None:
+    """Mistral publishes consolidated.safetensors beside the files that transformers reads."""
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(2)}, tmp_path / "model.safetensors")
+    shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "consolidated.safetensors")
+    assert policy._parameters(tmp_path) == 17
+    (tmp_path / "model.safetensors").unlink()
+    assert policy._parameters(tmp_path) == policy.UNKNOWN_PARAMETERS

@@ -16,11 +16,13 @@ import transformers
 from conftest import COUNTERS, MATH, REPOSITORY
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
     Gemma3Config,
     GPT2Config,
     MixtralConfig,
+    OPTConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -32,6 +34,7 @@ from streamppo.commands.checks import machine, memory_estimate
 from streamppo.commands.checks import memory as memory_checks
 from streamppo.config import file as configfile
 from streamppo.learner import memory
+from streamppo.learner.attention import layers
 from streamppo.learner.model import policy as learner_model
 from streamppo.queue.rules.records import ArchivedBatch, Changes, PublishedVersion
 from streamppo.queue.store.journal import Journal
@@ -240,6 +243,7 @@ WRONG = {
         "rollout.engine.kind=sglang",
     ],
     "mixtral is a mixtral; the embedded engine runs llama, qwen2, qwen3": ["model.path=mixtral"],
+    "engine does not run activation 'gelu' or a bias in the MLP: use another rollout.engine": ["model.path=gelu"],
     "light: no weights": ["model.path=light"],
     "parts: model-2.safetensors of the 2 parts are missing": ["model.path=parts"],
     "young: no config.json": ["model.path=young"],
@@ -281,6 +285,10 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (parts / "model.safetensors.index.json").write_text(json.dumps(index))
     model_folder(tmp_path / "model", **SMALL)
+    model_folder(tmp_path / "gelu", **SMALL)
+    entries = json.loads((tmp_path / "gelu" / "config.json").read_text())
+    entries |= {"hidden_act": "gelu", "mlp_bias": True}
+    (tmp_path / "gelu" / "config.json").write_text(json.dumps(entries))
     model_folder(tmp_path / "plain", template=None, **SMALL)
     model_folder(tmp_path / "small", **SMALL, vocab_size=50)
     whole = model_folder(tmp_path / "bin", **SMALL) / "model.safetensors"
@@ -298,7 +306,6 @@ ABSENT = {
     "object store not here cluster.object_store_mib (1000000000) is more than": ["cluster.object_store_mib=1000000000"],
     "critic later 'polcy' is not a folder here": ["algorithm.critic.model=polcy"],
     "'runs/nope', whose batches are to train it, is not a folder": ["algorithm.critic.pretrain=runs/nope"],
-    "unknown for a Gemma3Config": ["model.path=gemma3", ELSEWHERE],
     "unknown for a GPT2Config": ["model.path=gpt2", ELSEWHERE],
 }
 
@@ -309,10 +316,7 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
     checked: Callable[..., tuple[int, str]], tmp_path: Path, sentence: str
 ) -> None:
     folder = tmp_path / ABSENT[sentence][0].partition("=")[2]
-    settings = {
-        "gemma3": Gemma3Config(),
-        "gpt2": GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=200, n_positions=64),
-    }
+    settings = {"gpt2": GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=200, n_positions=64)}
     if folder.name in settings:
         model_folder(folder, **SMALL)
         hollow_weights.write(folder, settings[folder.name])
@@ -547,6 +551,17 @@ def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
     expected = (model.rest + 2 * model.layer) * 8 + 4 * max(model.rest, model.layer)
     assert memory.rank(config, model, 10).gathered == expected
     assert memory.HEAD_CHUNK == learner_model.HEAD_CHUNK
+
+
+def test_models_of_pictures_too_and_opt_have_their_layers_counted() -> None:
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gemma = memory.sizes(Gemma3Config(text_config={**text, **heads}, vision_config=vision), configfile.load(MATH).model)
+    assert gemma.layers == 2 and gemma.parameters > 2 * gemma.layer > 2 * 32 * 48
+    opt = OPTConfig(hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4)
+    with torch.device("meta"):
+        assert len(list(layers.layers_of(AutoModelForCausalLM.from_config(opt).base_model))) == 3
 
 
 def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> None:

@@ -1,5 +1,6 @@
 """Folders of models as people bring them: whole ones are loaded as transformers does, others named and refused."""
 
+import base64
 import json
 import shutil
 import subprocess
@@ -14,10 +15,19 @@ import model_folders
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    Mistral3Config,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from streamppo.errors import ModelError
-from streamppo.weights.models import fit, folder, headers, loading
+from streamppo.weights.models import fit, folder, headers, loading, tokenizer
 from streamppo.weights.models.settings import settings
 
 QUICK = {
@@ -259,3 +269,109 @@ def test_a_number_that_is_none_is_found_in_files_and_at_the_load(
     with pytest.raises(ModelError, match=r"has NaN or infinity in 'model.norm.weight'"):
         loading.load(path)
     assert fit.not_finite(healthy("qwen3")) == ""
+
+
+# --- what is not this learner's, or not this transformers' ----------------------------------------------------
+
+BODY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def edit(folder: Path, **entries: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def test_padding_beyond_the_embeddings_is_named(healthy: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(healthy("qwen3"), tmp_path / "model")
+    edit(tmp_path / "model", pad_token_id=10_000)
+    with pytest.raises(ModelError, match=r"pad_token_id in its config\.json is not below vocab_size"):
+        fit.check(tmp_path / "model", settings(tmp_path / "model"))
+
+
+def test_an_attention_that_is_not_installed_is_no_reason(healthy: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(healthy("qwen3"), tmp_path / "model")
+    edit(tmp_path / "model", attn_implementation="flash_attention_2")
+    assert fit.check(tmp_path / "model", settings(tmp_path / "model"))
+
+
+def test_a_model_whose_head_cannot_be_told_from_its_transformer_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    text = Llama4TextConfig(**BODY, **HEADS, intermediate_size_mlp=48, num_local_experts=2, interleave_moe_layer_step=2)
+    Llama4ForCausalLM(text).save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match="Llama4ForCausalLM of transformers does not tell its transformer from its head"
+    ):
+        fit.check(tmp_path, settings(tmp_path))
+
+
+def test_a_model_of_pictures_too_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    text, vision = {"model_type": "mistral", **BODY, **HEADS}, {"model_type": "pixtral", **BODY, **HEADS}
+    del vision["vocab_size"], vision["num_key_value_heads"]
+    Mistral3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(300, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"no AutoModelForCausalLM of model_type 'mistral3': it reads pictures .*: save"
+    ):
+        fit.check(tmp_path, settings(tmp_path))
+
+
+def tekken(folder: Path, *, special: int) -> None:
+    """Mistral's file of a tokenizer: single bytes, and some merges of them."""
+    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b"12"]
+    vocabulary = [
+        {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
+        for rank, piece in enumerate(pieces)
+    ]
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    settings = {"pattern": pattern, "num_vocab_tokens": len(pieces), "default_num_special_tokens": special}
+    names = ["<unk>", "<s>", "</s>", *(f"<SPECIAL_{number}>" for number in range(3, special))]
+    control = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)]
+    content = {
+        "config": {**settings, "default_vocab_size": len(pieces) + special, "version": "v7"},
+        "vocab": vocabulary,
+        "special_tokens": control,
+    }
+    (folder / "tekken.json").write_text(json.dumps(content))
+    MistralConfig(**BODY, **HEADS).save_pretrained(folder)
+
+
+def test_tekken_is_read_as_it_says_or_refused(tmp_path: Path) -> None:
+    """transformers 5.12 gives other numbers, without an error; later releases give these."""
+    tekken(tmp_path, special=20)
+    try:
+        made = tokenizer.read(tmp_path)
+    except ValueError as error:
+        assert "reads its tekken.json wrongly: '\\t' is not the token 29; add the model's tokenizer.json" in str(error)
+    else:
+        assert made.encode("12\nthe\t+", add_special_tokens=False) == [278, 30, 277, 29, 63]
+
+
+def test_numbers_that_differ_from_those_of_tekken_are_refused(healthy: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(healthy("qwen3"), tmp_path / "model")
+    another = tokenizer.read(tmp_path / "model")
+    (tmp_path / "other").mkdir()
+    tekken(tmp_path / "other", special=20)
+    with pytest.raises(ValueError, match="wrongly"):
+        tokenizer._compare_tekken(another, tmp_path / "other")
+    (tmp_path / "other" / "tekken.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tekken\.json is damaged: KeyError"):
+        tokenizer._compare_tekken(another, tmp_path / "other")
+
+
+def test_a_tokenizer_of_pieces_names_the_library_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "find_spec", lambda _: None)
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    LlamaConfig(**BODY).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has tokenizer.model and no tokenizer.json, .* pip install sentencepiece"):
+        tokenizer.read(tmp_path)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_as_such_a_model_is(tmp_path: Path) -> None:
+    code = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    entries = {"tokenizer_class": "OwnTokenizer", "auto_map": code}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    (tmp_path / "tokenization_own.py").write_text("raise SystemExit('code of the tokenizer ran')\n")
+    LlamaConfig(**BODY).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"needs code that comes with it .*, which streamppo does not run"):
+        tokenizer.read(tmp_path)

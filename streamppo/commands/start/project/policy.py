@@ -12,8 +12,9 @@ from streamppo import durable
 from streamppo.commands.checks import folder as folders
 from streamppo.commands.start.project.rows import PromptView
 from streamppo.config.sections import BUILTIN
-from streamppo.errors import ConfigError, TaskError
+from streamppo.errors import ConfigError, ModelError, TaskError
 from streamppo.tasks import warmup_data
+from streamppo.weights.models import headers
 
 UNKNOWN_CONTEXT = 4096
 """The assumed number of positions of a model that is not here."""
@@ -100,9 +101,12 @@ def _settings(folder: Path) -> Mapping[str, object]:
 
 def _parameters(folder: Path) -> int:
     """Count the numbers in the model's files, by their headers."""
-    numbers = sum(map(_in_file, folder.glob("*.safetensors")))
-    halves = sum(path.stat().st_size // 2 for path in folder.glob("pytorch_model*.bin"))
-    return numbers or halves or UNKNOWN_PARAMETERS
+    try:
+        files = headers.weight_files(folder)
+    except ModelError:
+        return UNKNOWN_PARAMETERS
+    numbers = sum(_in_file(path) if path.suffix == ".safetensors" else path.stat().st_size // 2 for path in files)
+    return numbers or UNKNOWN_PARAMETERS
 
 
 def _in_file(path: Path) -> int:
