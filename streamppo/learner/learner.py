@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamppo.algorithms.exploration import Bonus
 from streamppo.algorithms.lag import AdmittedLag, lr_share
 from streamppo.config.sections import LOCAL, Config
-from streamppo.learner import memory
+from streamppo.learner import checkpointing
 from streamppo.learner.batch.fetch import OwnRows
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.checkpoint import checkpoint
@@ -171,7 +171,7 @@ def build(
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     slices = context_parallel.slices_of(mesh.device_type, config.learner.mesh)
     lora, offload = config.model.lora, config.learner.offload
-    model = memory.choose_checkpointing(config, model_path, mesh.device_type)
+    model = checkpointing.choose(config, model_path, mesh.device_type)
     loaded = load_policy.load(model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)

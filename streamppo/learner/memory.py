@@ -3,18 +3,15 @@
 Estimates: allocators round up, and 1 to 3 GiB of CUDA and NCCL are not counted.
 """
 
-import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from msgspec import structs
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.algorithms.chunked_head import PIECE
-from streamppo.config.sections import JOINED, Config, Model, longest_completion, longest_row
+from streamppo.config.sections import JOINED, Config, Model, longest_completion
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention
@@ -23,7 +20,6 @@ from streamppo.learner.model.load_policy import SHARD_LAYERS_ABOVE, is_whole
 from streamppo.learner.model.policy import HEAD_CHUNK
 from streamppo.learner.parallel import tensor_parallel
 from streamppo.learner.parallel.routing import experts_of
-from streamppo.weights.models.settings import read_settings
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes of a trained parameter, its gradient and AdamW's two moments: float32, and sharded over the ranks."""
@@ -35,10 +31,6 @@ BYTE = 256
 """The most experts whose numbers take one byte in a token's routes; with more, a number takes two."""
 PROBED, LONG_ROW = 64, 256
 """Rows of one token, and tokens of one row, with which activations are measured."""
-FITS = 0.85
-"""The share of a GPU's free memory that a rank may take: the rest is for the allocator's reserve, CUDA and NCCL."""
-
-log = logging.getLogger(__name__)
 
 
 class ModelSizes(NamedTuple):
@@ -350,58 +342,3 @@ def state(config: Config, model: ModelSizes) -> int:
 def _own_body(config: Config, model: ModelSizes) -> int:
     """The number of parameters of a critic with a separate transformer."""
     return model.body if config.algorithm.critic.model != "head" else 0
-
-
-def checkpointing(config: Config, model: ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
-    """Resolve `model.gradient_checkpointing = "auto"` for a device with `free` bytes and rows of up to `longest`
-    tokens.
-
-    off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of the free memory
-    full    otherwise
-
-    On a shared GPU a rank counts the fraction that it requests. Results do not depend on the choice.
-    """
-    room = FITS * min(1.0, config.learner.gpus) * free
-    return "full" if config.learner.gpus and rank(config, model, longest).total > room else "off"
-
-
-def checkpointed(config: Config, model: ModelSizes, longest: int, free: int) -> Config:
-    """`config` with `model.gradient_checkpointing = "auto"` resolved as by `checkpointing`."""
-    if config.model.gradient_checkpointing != "auto":
-        return config
-    kind = checkpointing(config, model, longest, free)
-    return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
-
-
-def choose_checkpointing(config: Config, path: str, device: str) -> Model:
-    """Replace "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
-
-    All ranks choose alike, by the rank with the least free memory. If a model's memory is unknown, all activations are
-    kept.
-    """
-    if config.model.gradient_checkpointing != "auto":
-        return config.model
-    kind: Literal["off", "full"] = "off"
-    if device != "cpu":
-        kind, reason = _choice(config, path, _free(device))
-        if dist.get_rank() == 0:
-            log.info('model.gradient_checkpointing = "%s": %s', kind, reason)
-    return structs.replace(config.model, gradient_checkpointing=kind)
-
-
-def _choice(config: Config, path: str, free: int) -> tuple[Literal["off", "full"], str]:
-    longest = longest_row(config)
-    try:
-        model = sizes(read_settings(path), config.model)
-    except ModelError as error:
-        return "off", str(error)
-    needed = rank(config, model, longest).total
-    numbers = f"about {needed / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB are free"
-    return checkpointing(config, model, longest, free), numbers
-
-
-def _free(device: str) -> int:
-    """The free bytes of the rank's device that has the least. A collective."""
-    free = torch.tensor(torch.cuda.mem_get_info()[0], device=device)
-    dist.all_reduce(free, dist.ReduceOp.MIN)
-    return int(free)

@@ -5,7 +5,7 @@ names, shapes and sizes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -189,7 +189,8 @@ def _pin(memory: Bytes) -> None:
 
     Torch's own allocator of pinned memory would round it up to a power of two.
     """
-    cudart, address = torch.cuda.cudart(), memory.ctypes.data
+    cudart: Any = torch.cuda.cudart()
+    address = memory.ctypes.data
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, PORTABLE)))
     finalize(memory, cudart.cudaHostUnregister, address).atexit = False
 

@@ -22,7 +22,7 @@ from streamppo.commands.plan.workload import StageCosts
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, Config, longest_row
 from streamppo.errors import ConfigError, RunError
-from streamppo.learner import memory
+from streamppo.learner import checkpointing, memory
 from streamppo.queue.rules.state import settings_of
 from streamppo.telemetry import metrics_file
 from streamppo.weights.models.settings import read_settings
@@ -145,7 +145,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
     lengths = Lengths(prompt_tokens, lognormal(length, config.rollout.max_tokens))
 
     def checkpointed(config: Config) -> Config:
-        return memory.checkpointed(config, model, longest_row(config), int(gpu.gib * GIB))
+        return checkpointing.resolved(config, model, longest_row(config), int(gpu.gib * GIB))
 
     def price(config: Config) -> StageCosts:
         mean = sum(lengths.completions) / len(lengths.completions)

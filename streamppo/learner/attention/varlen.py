@@ -29,7 +29,7 @@ WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim", "global_head_dim")
 SINKS = ("gpt_oss", "deepseek_v4", "flint", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Values of model_type whose attention adds a learned score that belongs to no token."""
 
-_registered: dict[str, Callable[..., Tensor]] = {}
+_registered: dict[str, Callable[..., object]] = {}
 """Torch's kernel, once transformers knows it."""
 
 

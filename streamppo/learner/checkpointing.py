@@ -1,0 +1,73 @@
+"""Resolves `model.gradient_checkpointing = "auto"` by the memory that a rank needs and its device has."""
+
+import logging
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+
+from streamppo.config.sections import Config, Model, longest_row
+from streamppo.errors import ModelError
+from streamppo.learner import memory
+from streamppo.weights.models.settings import read_settings
+
+FITS = 0.85
+"""The share of a GPU's free memory that a rank may take: the rest is for the allocator's reserve, CUDA and NCCL."""
+
+log = logging.getLogger(__name__)
+
+
+def choice(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Literal["off", "full"]:
+    """Resolve `model.gradient_checkpointing = "auto"` for a device with `free` bytes and rows of up to `longest`
+    tokens.
+
+    off     on a CPU; on a GPU if a rank that keeps all activations fits in `FITS` of the free memory
+    full    otherwise
+
+    On a shared GPU a rank counts the fraction that it requests. Results do not depend on the choice.
+    """
+    room = FITS * min(1.0, config.learner.gpus) * free
+    return "full" if config.learner.gpus and memory.rank(config, model, longest).total > room else "off"
+
+
+def resolved(config: Config, model: memory.ModelSizes, longest: int, free: int) -> Config:
+    """`config` with `model.gradient_checkpointing = "auto"` resolved as by `choice`."""
+    if config.model.gradient_checkpointing != "auto":
+        return config
+    kind = choice(config, model, longest, free)
+    return structs.replace(config, model=structs.replace(config.model, gradient_checkpointing=kind))
+
+
+def choose(config: Config, path: str, device: str) -> Model:
+    """Replace "auto" for a rank on a `device`, before the model at `path` is loaded onto it. A collective.
+
+    All ranks choose alike, by the rank with the least free memory. If a model's memory is unknown, all activations are
+    kept.
+    """
+    if config.model.gradient_checkpointing != "auto":
+        return config.model
+    kind: Literal["off", "full"] = "off"
+    if device != "cpu":
+        kind, reason = _choice(config, path, _free(device))
+        if dist.get_rank() == 0:
+            log.info('model.gradient_checkpointing = "%s": %s', kind, reason)
+    return structs.replace(config.model, gradient_checkpointing=kind)
+
+
+def _choice(config: Config, path: str, free: int) -> tuple[Literal["off", "full"], str]:
+    longest = longest_row(config)
+    try:
+        model = memory.sizes(read_settings(path), config.model)
+    except ModelError as error:
+        return "off", str(error)
+    needed = memory.rank(config, model, longest).total
+    numbers = f"about {needed / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB are free"
+    return choice(config, model, longest, free), numbers
+
+
+def _free(device: str) -> int:
+    """The free bytes of the rank's device that has the least. A collective."""
+    free = torch.tensor(torch.cuda.mem_get_info()[0], device=device)
+    dist.all_reduce(free, dist.ReduceOp.MIN)
+    return int(free)
