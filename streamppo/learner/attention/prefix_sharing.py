@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.learner.attention.attention import CPU, LEAK, Reading, leak, looks_at_all, padded
-from streamppo.learner.batch.padded import WORTH
 from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+WORTH = 0.9
+"""Prompts are shared if that costs at most this share of the padded layout."""
 
 
 class SharingPlan(NamedTuple):

@@ -1,4 +1,4 @@
-"""From a batch of trajectories to tensors, and from tensors to micro-batches. Pure: no Ray, no group.
+"""From a batch of trajectories to tensors. Pure: no Ray, no group.
 
 B trajectories, L prompt + completion tokens (padded), T completion tokens (padded). Rows are padded on the right: with
 causal attention no real token ever sees padding, so no attention mask is needed.
@@ -6,7 +6,7 @@ causal attention no real token ever sees padding, so no attention mask is needed
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,11 +20,6 @@ from streamppo.learner.batch.routes import RowRoutes, of_rows
 from streamppo.learner.device import to_device
 from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints
-
-MUCH = 1 / 16
-"""By default padding of this share of a micro-batch's budget costs as much as another micro-batch."""
-WORTH = 0.9
-"""Prompts are shared if that costs at most this share of the padded layout."""
 
 
 @dataclass(frozen=True)
@@ -241,135 +236,3 @@ class SharedPrompts(NamedTuple):
 
     group_B: Tensor
     shared_B: Tensor
-
-
-def micro_batches(
-    rows: Tensor,
-    tokens_B: Tensor,
-    budget: int,
-    ranks: int,
-    *,
-    padded: bool = True,
-    work: Callable[[int], float] = float,
-    lines_B: Tensor | None = None,
-    prompts: SharedPrompts | None = None,
-    overhead: float | None = None,
-) -> list[list[Tensor]]:
-    """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
-
-    If rows are `padded`, each counts the tokens of its micro-batch's longest row. `work` is the cost of a row by its
-    number of tokens, by default that number. A row may be several lines, `lines_B`, of at most `tokens_B` tokens.
-
-    Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
-    Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
-    one row. A row longer than the budget is alone in its micro-batch. Short and long rows get separate micro-batches
-    where that saves more padding than `overhead`, the work of another micro-batch in tokens, unless the samples of
-    `prompts` as one row each are less work. Of rows that are not padded, the samples of a prompt are in as few
-    micro-batches as possible, each of which computes those of `prompts` once.
-    """
-    by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
-    lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
-    dealt = [by_length] if ranks == 1 else _dealt(by_length, tokens_B, lines_B, ranks, work)
-    if padded:
-        costs = PaddingCosts(work, MUCH * budget if overhead is None else overhead)
-        shares = [_split_padded(mine, tokens_B, lines_B, budget, prompts, costs) for mine in dealt]
-    else:
-        shares = [_split_joined(mine, tokens_B, budget, prompts) for mine in dealt]
-    num_batches = max(map(len, shares))
-    return [share + [by_length[:0]] * (num_batches - len(share)) for share in shares]
-
-
-def _dealt(
-    by_length: Tensor, tokens_B: Tensor, lines_B: Tensor, ranks: int, work: Callable[[int], float]
-) -> list[Tensor]:
-    """The rows of each rank: each row, in order, goes to the rank with the least work so far."""
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    rows = zip(by_length.tolist(), tokens_B[by_length].tolist(), lines_B[by_length].tolist(), strict=True)
-    for row, tokens, lines in rows:
-        lightest = loads.index(min(loads))
-        dealt[lightest].append(row)
-        loads[lightest] += lines * work(tokens)
-    return [torch.tensor(own_rows, dtype=torch.long) for own_rows in dealt]
-
-
-class PaddingCosts(NamedTuple):
-    """Whether rows of different lengths are padded to one: the `work` of a line by its tokens, and `overhead`, that of
-    another micro-batch.
-    """
-
-    work: Callable[[int], float]
-    overhead: float
-
-
-def _split_padded(
-    rows: Tensor, tokens_B: Tensor, lines_B: Tensor, budget: int, prompts: SharedPrompts | None, costs: PaddingCosts
-) -> list[Tensor]:
-    """Rows are longest first, so the first row of a micro-batch is its width."""
-    tokens, lines, start = tokens_B[rows].tolist(), lines_B[rows].tolist(), 0
-    pieces: list[Tensor] = []
-    while start < len(tokens):
-        end, num_lines = start + 1, lines[start]
-        while end < len(tokens) and (num_lines + lines[end]) * tokens[start] <= budget:
-            num_lines += lines[end]
-            end += 1
-        pieces += _split_by_length(rows[start:end], tokens_B, lines_B, prompts, costs)
-        start = end
-    return pieces
-
-
-def _split_by_length(
-    rows: Tensor, tokens_B: Tensor, lines_B: Tensor, prompts: SharedPrompts | None, costs: PaddingCosts
-) -> list[Tensor]:
-    """Split one micro-batch by length, unless a row for each prompt is less work."""
-    tokens, lines = tokens_B[rows].numpy(), lines_B[rows].numpy()
-    pieces = _spans_of_similar(tokens, lines, costs.overhead)
-    if len(pieces) > 1 and prompts is not None:
-        apart = sum(costs.work(int(tokens[begin])) * int(lines[begin:end].sum()) for begin, end in pieces)
-        if _shared_work(rows, tokens_B, prompts, costs.work) <= WORTH * (apart + costs.overhead * (len(pieces) - 1)):
-            return [rows]
-    return [rows[begin:end] for begin, end in pieces]
-
-
-def _spans_of_similar(tokens: np.ndarray, lines: np.ndarray, overhead: float) -> list[tuple[int, int]]:
-    """The begin and end of micro-batches, each padded to its first row: cut in two where that saves the most padding.
-
-    Example: of rows with 40, 38, 4, 3 and 2 tokens a cut after 38 saves 3 * 36 tokens.
-    """
-    # A row after the cut is padded to the first one there in place of the first of all.
-    saved = (tokens[0] - tokens) * np.cumsum(lines[::-1])[::-1]
-    cut = int(saved.argmax())
-    if saved[cut] <= overhead:
-        return [(0, len(tokens))]
-    after = _spans_of_similar(tokens[cut:], lines[cut:], overhead)
-    return [
-        *_spans_of_similar(tokens[:cut], lines[:cut], overhead),
-        *((cut + begin, cut + end) for begin, end in after),
-    ]
-
-
-def _shared_work(rows: Tensor, tokens_B: Tensor, prompts: SharedPrompts, work: Callable[[int], float]) -> float:
-    """The work of `rows` with one line for each prompt, which all its completions follow."""
-    _, group_b = prompts.group_B[rows].unique(return_inverse=True)
-    widths_G = torch.zeros(int(group_b.max()) + 1, dtype=torch.long)
-    widths_G.scatter_reduce_(0, group_b, prompts.shared_B[rows], "amax")
-    widths_G.index_add_(0, group_b, tokens_B[rows] - prompts.shared_B[rows])
-    return len(widths_G) * work(int(widths_G.max()))
-
-
-def _split_joined(rows: Tensor, tokens_B: Tensor, budget: int, prompts: SharedPrompts | None) -> list[Tensor]:
-    """Rows in their order, and the samples of a prompt one after the other."""
-    if prompts is None:
-        prompts = SharedPrompts(torch.arange(len(tokens_B)), torch.zeros_like(tokens_B))
-    else:
-        rows = rows[prompts.group_B[rows].argsort(stable=True)]
-    pieces: list[Tensor] = []
-    start, size, before = 0, 0, None
-    columns = (column[rows].tolist() for column in (tokens_B, *prompts))
-    for end, (tokens, group, shared) in enumerate(zip(*columns, strict=True)):
-        more = tokens - shared if group == before else tokens
-        if end > start and size + more > budget:
-            pieces.append(rows[start:end])
-            start, size, more = end, 0, tokens
-        size, before = size + more, group
-    return [*pieces, rows[start:]] if len(rows) else []

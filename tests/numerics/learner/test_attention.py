@@ -32,7 +32,8 @@ from transformers import (
 from streamppo.config.sections import JOINED
 from streamppo.errors import ConfigError, ModelError
 from streamppo.learner.attention import attention, varlen
-from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.batching import micro_batches
 from streamppo.learner.model import hf_files, load_policy
 from streamppo.learner.model.policy import Policy, PolicyOutput
 

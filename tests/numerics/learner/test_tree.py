@@ -22,7 +22,8 @@ from transformers import FalconH1Config, FalconH1ForCausalLM, Qwen2Config, Qwen2
 
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, tree
-from streamppo.learner.batch.padded import Host, PaddedBatch, micro_batches, pad
+from streamppo.learner.batch.padded import Host, PaddedBatch, pad
+from streamppo.learner.batching import micro_batches
 from streamppo.learner.model import hf_files
 from streamppo.learner.model.policy import Policy, PolicyOutput
 from streamppo.queue.store import batch_parts

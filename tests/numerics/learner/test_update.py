@@ -11,7 +11,8 @@ from conftest import REPOSITORY
 from msgspec.structs import replace
 
 from streamppo.errors import UpdateError
-from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, micro_batches, pad, row_order
+from streamppo.learner.batch.padded import PaddedBatch, SharedPrompts, pad, row_order
+from streamppo.learner.batching import micro_batches
 from streamppo.learner.objective.objective import Objective
 from streamppo.learner.scorer import Scorer
 
