@@ -19,7 +19,7 @@ LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16, 32, 64)
 HIGH, LOW = 2.0, 0.5
 """A weight above HIGH counts as high, below LOW as low."""
 BLOCK_TOKENS = 2**18
-"""Most tokens in one block of rows; a longer row is a block by itself."""
+"""Maximum tokens in one block of rows; a longer row is a block by itself."""
 QUANTILES = (0.01, 0.5, 0.99)
 """Quantiles of an update's ratios: both tails and the median."""
 
@@ -47,7 +47,6 @@ class Divergence(NamedTuple):
     k1: float
     k3: float
     mean_abs_log_ratio: float
-    rms_log_ratio: float
     log_ppl_engine: float
     log_ppl_learner: float
     fraction_high: float
@@ -77,7 +76,7 @@ def off_policy_sums(
 
     `lag_BT` is the lag of each token (int). A response counts in the bucket of its oldest unmasked token.
     Log-ratios are clamped to +-20 only where they are exponentiated. Rows are processed in blocks of
-    `BLOCK_TOKENS`: a token takes 270 bytes while its block is summed.
+    `BLOCK_TOKENS`: a token takes 260 bytes while its block is summed.
     """
     check_tokens(mask_BT, proximal=proximal_logprobs_BT, behavior=behavior_logprobs_BT, lag=lag_BT)
     rows = max(1, BLOCK_TOKENS // max(1, mask_BT.shape[1]))
@@ -95,7 +94,7 @@ def _block_sums(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask
     engine_BT, learner_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(proximal_logprobs_BT.detach(), mask_BT)
     columns = (
         torch.ones_like(w_BT), w_BT, w_BT.square(),
-        log_w_BT, w_BT - 1 - log_w_BT, log_w_BT.abs(), log_w_BT.square(),
+        log_w_BT, w_BT - 1 - log_w_BT, log_w_BT.abs(),
         engine_BT.double(), learner_BT.double(), (w_BT > HIGH).double(), (w_BT < LOW).double(),
     )  # fmt: skip
     token_KS = in_buckets(lag_BT, mask_BT).flatten(1) @ torch.stack(columns, -1).flatten(0, -2)
@@ -112,7 +111,7 @@ def numbers(sums_S: Tensor) -> list[float]:
 
 def divergence_of(sums_S: list[float]) -> Divergence:
     """The means from one row of `off_policy_sums`, or from a sum of rows; zeros if nothing was counted."""
-    n, w, ww, log_w, k3, absolute, square, engine, learner, high, low, m, W, WW = sums_S
+    n, w, ww, log_w, k3, absolute, engine, learner, high, low, m, W, WW = sums_S
     per_token, per_sequence = 1 / max(n, 1.0), 1 / max(m, 1.0)
     return Divergence(
         tokens=n,
@@ -124,7 +123,6 @@ def divergence_of(sums_S: list[float]) -> Divergence:
         k1=-log_w * per_token,
         k3=k3 * per_token,
         mean_abs_log_ratio=absolute * per_token,
-        rms_log_ratio=(square * per_token) ** 0.5,
         log_ppl_engine=-engine * per_token,
         log_ppl_learner=-learner * per_token,
         fraction_high=high * per_token,
@@ -152,25 +150,24 @@ def off_policy(
 
 
 class UpdateStatistics(NamedTuple):
-    """Current against proximal: KL(proximal || current), the share clipped on each side, the mean ratio."""
+    """Current against proximal: KL(proximal || current), and the share clipped on each side."""
 
     tokens: float
     k1: float
     k3: float
     clip_fraction_high: float
     clip_fraction_low: float
-    ratio_mean: float
 
 
 def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tensor, clipped_BT: Tensor) -> Tensor:
-    """[6] float64 sums for `update_statistics_of`: add them over micro-batches and ranks."""
+    """[5] float64 sums for `update_statistics_of`: add them over micro-batches and ranks."""
     check_tokens(mask_BT, clipped_BT=clipped_BT)
     log_r_BT = log_weights(logprobs_BT, proximal_logprobs_BT, mask_BT, level="token").double()
     r_BT = bounded_exp(log_r_BT)
     clipped_BT = clipped_BT & mask_BT
     upper_BT, lower_BT = clipped_BT & (log_r_BT > 0), clipped_BT & (log_r_BT <= 0)
     counted_BT = mask_BT.double()
-    columns = (counted_BT, -log_r_BT, r_BT - 1 - log_r_BT, upper_BT.double(), lower_BT.double(), r_BT * counted_BT)
+    columns = (counted_BT, -log_r_BT, r_BT - 1 - log_r_BT, upper_BT.double(), lower_BT.double())
     return torch.stack([column.sum() for column in columns])
 
 

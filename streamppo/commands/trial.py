@@ -11,7 +11,7 @@ from streamppo.errors import ConfigError
 from streamppo.terminal import bounded
 
 MOST_TEXT, MOST_BESIDE = 2_000, 200
-"""Characters shown of a prompt or a completion, and of a completion in a table of several."""
+"""Maximum characters shown of one text, and of each text in a table."""
 
 
 class TrialQuestion(NamedTuple):

@@ -9,7 +9,7 @@ from msgspec import Meta
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 MOST_PROCESSES = 65_536
-"""Most processes of a kind: all are listed before a run begins."""
+"""Maximum processes of a kind: all are listed before a run begins."""
 Processes: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_PROCESSES)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
@@ -48,7 +48,7 @@ class Calls(Timed, frozen=True):
     backoff_s: Seconds = 0.5
     """Wait before the second try, doubled for each further one."""
     calls_per_s: NonNegative = 0.0
-    """Most calls of one rollout actor per second; 0 is no limit."""
+    """Maximum calls of one rollout actor per second; 0 is no limit."""
     breaker_failures: Positive = 16
     """Retryable failures in a row after which one call at a time is tried."""
     breaker_s: Seconds = 5.0

@@ -14,7 +14,7 @@ from streamppo.config.base import Count, Kind, Seconds
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of model_type supported by the embedded engine."""
 MOST_CANDIDATES = 4096
-"""Most candidates of a token that SGLang returns."""
+"""Maximum candidates of a token that SGLang returns."""
 Argument: TypeAlias = bool | int | float | str
 Fit = Callable[[float], int]
 """(share of a GPU's free memory) -> cache tokens that fit into it next to the weights."""

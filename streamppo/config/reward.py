@@ -23,7 +23,7 @@ class Batched(Limits, frozen=True):
     """Scorers that take several trajectories at once."""
 
     batch_size: Positive = 16
-    """Most trajectories of a batched call, or of a model's forward pass."""
+    """Maximum trajectories of a batched call, or of a model's forward pass."""
 
 
 class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="function"):
@@ -87,7 +87,7 @@ class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judg
     scale: PositiveFloat = 1.0
     """The number is divided by this."""
     max_tokens: Positive = 1024
-    """Most tokens of its answer."""
+    """Maximum tokens of its answer."""
 
 
 Scorer = FunctionScorer | ModelScorer | ServiceScorer | JudgeScorer

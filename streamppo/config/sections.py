@@ -53,7 +53,7 @@ class Tiny(Section, frozen=True):
     layers: Annotated[int, Meta(ge=1, le=128)] = 2
     """Layers."""
     max_steps: Count = 200
-    """Most supervised steps before reinforcement."""
+    """Maximum supervised steps before reinforcement."""
     target_accuracy: Fraction = 0.22
     """Greedy accuracy on training problems that ends the warm-up."""
 
@@ -124,7 +124,7 @@ class Rollout(Machine, frozen=True):
     slots: Positive = 64
     """Completions that one engine decodes at once."""
     max_tokens: Positive = 256
-    """Most tokens of one completion."""
+    """Maximum tokens of one completion."""
     stop: tuple[str, ...] = ()
     """Further stops: names of added tokens, and strings."""
     limit: str = ""
@@ -365,7 +365,7 @@ def longest_row(config: Config) -> int:
 
 
 def longest_completion(config: Config) -> int:
-    """Most tokens of a completion, including an environment's turns and observations."""
+    """Maximum tokens of a completion, including an environment's turns and observations."""
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
 
 

@@ -10,16 +10,16 @@ from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat
 
 ControlTokens: TypeAlias = Literal["text", "parse"]
 MOST_SUMS = 1_000_000
-"""Most problems of an addition, all of which are in memory."""
+"""Maximum problems of an addition, all of which are in memory."""
 
 
 class Addition(Kind, frozen=True):
     """Sums of two numbers."""
 
     first: tuple[Count, Count] = (10, 99)
-    """Smallest and largest first number."""
+    """Range of the first number."""
     second: tuple[Count, Count] = (10, 99)
-    """Smallest and largest second number."""
+    """Range of the second number."""
     held_out: Fraction = 0.1
     """Share of the problems for evaluation only."""
 
@@ -116,7 +116,7 @@ class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="v
     environment: str
     """The id of its taskset, or a TOML file with an `[env]` table."""
     rows: Positive = 10_000
-    """Most tasks that are read."""
+    """Maximum tasks that are read."""
 
 
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
@@ -130,9 +130,9 @@ class Conversation(Timed, frozen=True, kw_only=True):
     control_tokens: ControlTokens = "text"
     """Names of control tokens in its texts are text, or parsed."""
     max_turns: Positive = 8
-    """Most turns of the policy; for an agent, most requests."""
+    """Maximum turns of the policy; for an agent, maximum requests."""
     max_tokens: Positive = 4096
-    """Most tokens of all turns and observations together."""
+    """Maximum tokens of all turns and observations together."""
 
 
 class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag="class"):

@@ -76,7 +76,7 @@ class Teacher(Calls, frozen=True):
         if parts.path.rstrip("/").endswith(("/generate", "/v1")):
             yield f"url ({self.url!r}) must end before {parts.path}: SGLang's own /generate is called there"
         if self.offload:
-            yield "offload is for a teacher by model: one at a url takes no memory of the learner"
+            yield "offload applies to teacher.model: with teacher.url the learner holds no teacher"
 
 
 OF_SERVER = (*Calls.__struct_fields__, "key_env")

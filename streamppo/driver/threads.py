@@ -69,7 +69,7 @@ def choose(config: Config) -> Choice:
     if learner.gpus:
         return Choice(1, "a rank on a GPU")
     if cluster.address != LOCAL:
-        return Choice(1, "cores of a cluster are not counted")
+        return Choice(1, "the cores of a cluster's nodes are unknown")
     count = parameters(config.model)
     if count is not None and count < LARGE:
         return Choice(1, f"a small model, {count:,} parameters")

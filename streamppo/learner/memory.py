@@ -197,7 +197,7 @@ def _activation_bytes(body: torch.nn.Module, rows: int, width: int) -> list[int]
 
 
 def _pass(body: torch.nn.Module, rows: int, width: int) -> None:
-    """Run `body`, on the meta device."""
+    """Call `body` with tensors on the meta device: nothing is allocated."""
     tokens = torch.zeros(rows, width, dtype=torch.long, device="meta")
     # A row of one token needs a mask, and layers that carry a state could not read one of a long row here.
     seen = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device="meta") if width == 1 else None

@@ -135,7 +135,7 @@ class Updater:
 
     @property
     def steered_bonus(self) -> Bonus | None:
-        """The bonus for a later updater's `load_state`; None if it is not adaptive."""
+        """The bonus for a later updater's `remember`; None if it is not adaptive."""
         return self.bonus if self.config.algorithm.entropy_control.target else None
 
     def own_rows(self, batch: PaddedBatch) -> list[int]:
@@ -298,9 +298,9 @@ class Updater:
 
     def _kl_from_proximal(self, sums: Sums) -> float:
         """KL(proximal || current) of a minibatch, k3 per trained token over all ranks. A collective."""
-        tokens_6 = sums.tokens_6.clone()
-        add_up(tokens_6, self.group)
-        return update_statistics_of(tokens_6).k3
+        tokens_5 = sums.tokens_5.clone()
+        add_up(tokens_5, self.group)
+        return update_statistics_of(tokens_5).k3
 
     @phase("optimizer")
     def _optimize(self, epoch: Epoch, *, frozen: bool) -> float | None:

@@ -64,7 +64,7 @@ class Commits:
                 raise self._broken
             if self._written >= request:
                 return
-            upto, transaction = self._asked, self._wait_until_written()
+            upto, transaction = self._asked, self._drain()
             if transaction.changes == self._nothing and not transaction.made:
                 self._written = upto
                 return
@@ -76,7 +76,7 @@ class Commits:
             self._written, self._nothing = upto, Changes(transaction.changes.counters)
         self._then(transaction)
 
-    def _wait_until_written(self) -> Transaction:
+    def _drain(self) -> Transaction:
         versions, self._made = self._made, []
         consumed, self._consumed = self._consumed, []
         return Transaction(

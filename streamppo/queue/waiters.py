@@ -149,7 +149,7 @@ class Polls:
     """
 
     EMPTY_PER_S = 50
-    """Most empty replies per second."""
+    """Maximum empty replies per second."""
 
     def __init__(self, shortest_s: float) -> None:
         self.waiting = 0
@@ -157,7 +157,7 @@ class Polls:
 
     @asynccontextmanager
     async def bound_wait(self) -> AsyncGenerator[None]:
-        """Raise `TimeoutError` in the block after max(shortest_s, waiting / EMPTY_PER_S) seconds."""
+        """Raise `TimeoutError` in the block after `shortest_s` seconds, or later with many waiting (`EMPTY_PER_S`)."""
         self.waiting += 1
         try:
             async with asyncio.timeout(max(self._shortest_s, self.waiting / self.EMPTY_PER_S)):

@@ -44,7 +44,7 @@ def window(hf_config: "PreTrainedConfig") -> int | None:
     """The width of the sliding window in tokens; None if no layer has one shorter than the context."""
     text_config = hf_config.get_text_config()
     layers = getattr(text_config, "layer_types", None)
-    # The settings of a family without sliding windows may have an unused one.
+    # Some families have the setting `sliding_window` and do not use it.
     slides = "sliding_attention" in layers if layers is not None else text_config.model_type not in FULL
     width = getattr(text_config, "sliding_window", None) if slides else None
     return None if width is None or width >= longest(hf_config, width) else width

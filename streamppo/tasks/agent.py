@@ -40,7 +40,7 @@ from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 CALL = "streamppo/call"
 """The column with the JSON of an `AgentCall`."""
 KEPT_BYTES = 2**16
-"""Bytes of a run's output that are kept, from its end."""
+"""The last bytes of a run's output are kept, so many."""
 SHOWN = 1000
 """Characters of it that a failure quotes."""
 ENDING_S = 1.0

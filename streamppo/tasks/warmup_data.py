@@ -14,7 +14,7 @@ from streamppo.types import Prompt
 CONTEXT = 256
 """The model's context length in tokens: the bound on a prompt plus its answer."""
 CHARACTERS = 256
-"""Most distinct characters: a model of this size does not learn to write more."""
+"""Maximum distinct characters: a model of this size does not learn to write more."""
 SPECIAL = re.compile("<eos>")
 """The end of a turn in demonstrations of several turns: a single token."""
 
@@ -33,7 +33,7 @@ class Characters:
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt. Raises `TaskError` if it has messages."""
         if prompt.messages:
-            raise TaskError(f"{BUILTIN} has no chat template: its prompts are texts, without `chat` and `system`")
+            raise TaskError(f"{BUILTIN} has no chat template: use plain text prompts, without `chat` and `system`")
         return prompt.text
 
     def ids(self, prompt: Prompt) -> bytes:

@@ -100,7 +100,7 @@ class Diagnosis:
 def diagnose_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Sign]:
     """Return all findings about a run from its lines in the order of writing.
 
-    Causes come before consequences; findings that are over are included.
+    Causes come before consequences; findings that no longer hold are included.
     """
     diagnosis = Diagnosis(config)
     for line in lines:

@@ -32,7 +32,7 @@ READ_S, SLOWEST_BYTES_PER_S = 60.0, 20e6
 LOOK_S = 0.0005
 """Seconds between two polls of a transfer."""
 BLOCKS = 1 << 16
-"""Most blocks of a rank; each has a generation."""
+"""Maximum blocks of a rank; each has a generation."""
 KIND = "DRAM"
 log = logging.getLogger(__name__)
 

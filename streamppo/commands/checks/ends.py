@@ -20,7 +20,7 @@ from streamppo.types import Message
 NO_TOKEN = -1
 """A token that ends no turn."""
 SHOWN = 3
-"""Most strings of rollout.stop in a note."""
+"""Maximum strings of rollout.stop in a note."""
 
 
 def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Findings:
@@ -69,7 +69,8 @@ def context(task: Task, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Fi
     if longer:
         state = "error" if len(longer) == len(lengths) else "note"
         count = "all" if state == "error" else f"{len(longer)}"
-        text = f"{count} of the first {len(lengths)} prompts have no room in the model's context of {bound} tokens"
+        text = f"{count} of the first {len(lengths)} prompts leave no room for a completion in the model's context of "
+        text += f"{bound} tokens"
         advice = "their completions fail; a lower max_prompt_tokens with too_long leaves them out or cuts them"
         yield Finding("context", state, f"{text}, with up to {max(longer)}: {advice}")
 

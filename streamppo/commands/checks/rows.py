@@ -30,7 +30,7 @@ COUNT = 8
 SOURCES = 8
 """Sources whose rows are scored."""
 PLACES = 3
-"""Most unreadable rows that are named."""
+"""Maximum unreadable rows that are named."""
 READING_S = 5.0
 """Time to read the answers of a scorer's rows; formulas take longest."""
 QUOTED = 60

@@ -20,7 +20,7 @@ from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints, turns
 
 MOST_TEXT, MOST_SAID, MOST_NAME = 20_000, 2_000, 100
-"""Most characters of a prompt or a completion, of an explanation or a reason, and of a name."""
+"""Maximum characters of a prompt or a completion, of an explanation or a reason, and of a name."""
 LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
 """The learner's numbers of each token, and their names here; its log-probs are printed below those of sampling."""
 

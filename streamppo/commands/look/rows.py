@@ -42,7 +42,7 @@ class RunRows:
         if task is None or tokenizer is None:
             return DataRow([], missing)
         prompt = task.prompt(trajectory.identity.prompt)
-        # An environment writes the beginning of a trajectory.
+        # With an environment the trajectory does not begin with the row's prompt.
         if self._config.environment is None:
             try:
                 same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))

@@ -24,7 +24,7 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     with a common past; with `as_json` print only these, without a page.
     """
     if as_json and measured:
-        raise ConfigError("--measured is for a page, and --json writes none")
+        raise ConfigError("--measured adds to the HTML page, and --json writes none: use one of them")
     if as_json:
         echo(
             json.dumps(

@@ -41,7 +41,7 @@ from streamppo.types import Prompt
 PROGRESS_S = 10.0
 """Seconds between two log lines."""
 REASONS = 3
-"""Most kinds of failures that are shown."""
+"""Maximum kinds of failures that are shown."""
 
 log = logging.getLogger(__name__)
 

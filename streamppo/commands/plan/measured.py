@@ -77,7 +77,7 @@ class MeasuredRun(NamedTuple):
         return at(interval.end_s) - at(interval.begin_s)
 
     def stored(self, interval: Interval) -> float:
-        """Trajectories that all actors finished in an interval of the queue."""
+        """Trajectories that all actors together finished in an interval of the queue."""
         return sum(
             one.calls("reward")
             * max(0.0, min(one.end_s, interval.end_s) - max(one.begin_s, interval.begin_s))

@@ -32,7 +32,6 @@ class Prediction(NamedTuple):
     tokens_per_s: float
     learner_waits: float
     engines_busy: float
-    queue_busy: float
     tokens_lost: float
     lags: Counter[int]
 
@@ -165,7 +164,7 @@ class SimulatedQueue:
     """The rules, behind one process that answers calls one after another."""
 
     def __init__(self, run: "SimulatedRun") -> None:
-        self._run, self.busy_s = run, 0.0
+        self._run = run
         self.rules = QueueRules(run.workload.settings, QueueState())
         self._calls: deque[tuple[float, Callable[[], None]]] = deque()
         self._is_busy = False
@@ -180,10 +179,9 @@ class SimulatedQueue:
         if self._is_busy or not self._calls:
             return
         self._is_busy = True
-        (seconds, answer), begin = self._calls.popleft(), self._run.cores.now
+        seconds, answer = self._calls.popleft()
 
         def answered() -> None:
-            self.busy_s += self._run.cores.now - begin
             self._is_busy = False
             answer()
             self._next()
@@ -323,12 +321,12 @@ class SimulatedRun:
         self.learner.start()
         for actor in self.actors:
             actor.start()
-        learner, begin = self.learner, (0.0, 0.0, 0.0)
+        learner, begin = self.learner, (0.0, 0.0)
         while learner.version < skip + updates and (self.cores.now < most_s or learner.version <= skip + 1):
             before = learner.version
             self.cores.advance()
             if before < skip <= learner.version:
-                begin = self.cores.now, sum(actor.engine.busy_s for actor in self.actors), self.queue.busy_s
+                begin = self.cores.now, sum(actor.engine.busy_s for actor in self.actors)
         seconds = learner.ends[-1] - learner.ends[skip]
         count = learner.version - skip
         state = self.queue.rules.state
@@ -340,7 +338,6 @@ class SimulatedRun:
             engines_busy=(sum(actor.engine.busy_s for actor in self.actors) - begin[1])
             / (self.cores.now - begin[0])
             / self.workload.actors,
-            queue_busy=(self.queue.busy_s - begin[2]) / (self.cores.now - begin[0]),
             tokens_lost=lost / max(1, state.tokens["delivered"]),
             lags=sum(learner.lags[skip : learner.version], Counter()),
         )

@@ -129,7 +129,7 @@ def _ranks_together(config: Config) -> int:
 
 
 class Placement:
-    """Reserves a run's bundles in the running Ray. Raises `RunError` if our own Ray can never have enough."""
+    """Reserves a run's placement group in the running Ray. Raises `RunError` if our own Ray can never have enough."""
 
     def __init__(self, config: Config, *, rollout: bool = True) -> None:
         from ray.util import placement_group

@@ -31,7 +31,7 @@ def layers_of(transformer: Any) -> Iterable[nn.Module]:
         with suppress(AttributeError):
             return transformer.get_submodule(place)
     where = ", ".join(PLACES)
-    raise ModelError(f"{type(transformer).__name__} has its layers elsewhere than under {where}: not supported")
+    raise ModelError(f"{type(transformer).__name__} is not supported: its layers are not at {where}")
 
 
 def kind(config: Model) -> Checkpointing:

@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query_GWHD: Tensor, key_GWKD: Tensor, value_GWKD: Tensor, turn: Tensor, bias: Tensor
     ) -> Tensor:
         heads, scale = key_GWKD.shape[2], key_GWKD.shape[3] ** -0.5
-        # The heads of queries that share keys are rows of one product.
+        # Grouped queries: heads that share keys are rows of one matrix product.
         query, key = _rotate(query_GWHD, turn, heads), _rotate(key_GWKD, turn, heads)
         value = _fold_heads(value_GWKD, heads)
         share = torch.bmm(query, key.transpose(1, 2)).mul_(scale)

@@ -69,6 +69,6 @@ def check(lm: Any, path: str | Path) -> None:
     # `gap > GAP` would be False for a NaN.
     if not gap <= GAP:
         raise ModelError(
-            f"the model {str(path)!r} changes its logits otherwise than the learner (products with its head's "
-            f"weights, a bias, a scale, a soft cap): the learner's log-probs would be up to {gap:.2g} nats from its own"
+            f"the model {str(path)!r} computes its logits by more than its head's weights, a bias, a scale and a soft "
+            f"cap, which is all that the learner implements: log-probs would differ by up to {gap:.2g} nats"
         )

@@ -26,25 +26,25 @@ class Sums(NamedTuple):
     """Shares of losses and sums over tokens, detached, in float64: they add up over micro-batches and ranks.
 
     `losses_2` are the loss shares of policy and critic, weighted by the loss's aggregation. The others weight all
-    trained tokens equally: `tokens_6` are the sums of `update_sums`, `entropy` the sum over the same tokens, `values_2`
+    trained tokens equally: `tokens_5` are the sums of `update_sums`, `entropy` the sum over the same tokens, `values_2`
     the number of the critic's tokens and of those with a clipped value.
     """
 
     losses_2: Tensor
-    tokens_6: Tensor
+    tokens_5: Tensor
     entropy: Tensor
     values_2: Tensor
 
     @staticmethod
     def zero(device: torch.device) -> "Sums":
         """All sums zero."""
-        return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 6, 1, 2)))
+        return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 5, 1, 2)))
 
     @staticmethod
-    def of_policy(loss: Tensor, tokens_6: Tensor, entropy: Tensor) -> "Sums":
+    def of_policy(loss: Tensor, tokens_5: Tensor, entropy: Tensor) -> "Sums":
         """The sums of a micro-batch of the policy; `entropy` is the sum over its trained tokens."""
         zero = Sums.zero(loss.device)
-        return zero._replace(losses_2=_float64(loss, 0), tokens_6=tokens_6, entropy=_float64(entropy))
+        return zero._replace(losses_2=_float64(loss, 0), tokens_5=tokens_5, entropy=_float64(entropy))
 
     @staticmethod
     def of_critic(loss: Tensor, trained: Tensor, clipped: Tensor) -> "Sums":
@@ -112,7 +112,7 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
         add_up(column, group)
     policy_loss, value_loss = total.losses_2.tolist()
     trained, clipped = total.values_2.tolist()
-    statistics = update_statistics_of(total.tokens_6)
+    statistics = update_statistics_of(total.tokens_5)
     low, median, high = ratio_quantiles(*_last_ratios(minibatches, trained_BT, group))
     policy, critic = (_norms(minibatches, of_critic=of_critic) for of_critic in (False, True))
     critic_metrics = (
@@ -171,7 +171,7 @@ def _is_bad(minibatch: Minibatch) -> bool:
 def _float64(*numbers: Tensor | float) -> Tensor:
     """The numbers as one detached vector, on the device of the first tensor; at least one is a tensor."""
     device = next(number.device for number in numbers if isinstance(number, Tensor))
-    # `torch.tensor(number)` would be copied from the host, which waits for a GPU.
+    # `torch.full` runs on the device; `torch.tensor(number)` would copy from the host and wait for the GPU.
     tensors = (scalar if isinstance(scalar, Tensor) else torch.full((), scalar, device=device) for scalar in numbers)
     return torch.stack([scalar.detach().double() for scalar in tensors])
 

@@ -49,7 +49,7 @@ class Routers:
         return bool(self._routers)
 
     def expect(self, reading: Reading, width_B: Tensor, routes: RowRoutes | None) -> None:
-        """Prepare the routers for a pass over `reading`: rows of `width_B` tokens with the experts of `routes`.
+        """Give each router the experts of `routes` for a pass over `reading`, rows of `width_B` tokens.
 
         `width_B` is in the host's memory. Raises `ModelError` for routes of another model.
         """

@@ -10,7 +10,7 @@ WINDOW = 256
 FEWEST = 64
 """Fewest slots for which the rate is checked."""
 QUOTED = 3
-"""Most distinct reasons in the error."""
+"""Maximum distinct reasons in the error."""
 
 
 class FailureWindow:

@@ -91,7 +91,7 @@ class Archive:
         return sorted(self.checksums)
 
     def write(self, batch: Batch, learned: TokenRecord | None = None) -> ArchivedBatch:
-        """Write `batch` durably under a temporary name, until `settle`; return the journal's record of the file.
+        """Write `batch` durably under a temporary name; `settle` renames it. Return the journal's record of the file.
 
         `learned` has one number for each completion token. Raises `JournalError` if the disk refuses.
         """

@@ -315,7 +315,7 @@ class Journal(Database):
         tip = b""
         for _ in range(TIP_READS):
             tip = durable.read(self._tip) if self._tip.exists() else b""
-            # The queue may be writing it: half may belong to the previous transaction.
+            # A concurrent write may be half visible: read it again.
             if not tip or _is_whole(tip):
                 break
         return tip

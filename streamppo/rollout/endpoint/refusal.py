@@ -9,9 +9,9 @@ class RequestRefused(Exception):
         self.status, self.code, self.reason = status, code, reason
 
 
-def bad(message: str, reason: str = "unusable request", code: str = "invalid_request_error") -> RequestRefused:
+def bad(message: str, reason: str = "unusable request") -> RequestRefused:
     """Make the refusal of a malformed request."""
-    return RequestRefused(400, code, message, reason)
+    return RequestRefused(400, "invalid_request_error", message, reason)
 
 
 def ended() -> RequestRefused:

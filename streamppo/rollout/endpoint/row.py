@@ -124,7 +124,7 @@ class Row:
         known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
         if self._routes is not None:
             known[: len(self._routes)] = self._routes
-        # A sibling's first token is a copy of its context's last token.
+        # The first token of a branch repeats the last one of its context.
         path = path[: len(routes_SE)]
         missing = (known[path] == -1).all(axis=1)
         known[path[missing]] = routes_SE[: len(path)][missing]

@@ -231,7 +231,7 @@ class _Answer(Response):
     async def _whole(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
         assert self._turn.task is not None
         await asyncio.wait([self._turn.task, gone], return_when=asyncio.FIRST_COMPLETED)
-        # The next round of the loop sees a connection that has ended meanwhile.
+        # One round of the loop, so that `gone` sees a connection that has ended meanwhile.
         await asyncio.sleep(0)
         if gone.done():
             return False

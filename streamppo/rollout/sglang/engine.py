@@ -293,7 +293,7 @@ class SGLangEngine:
         return stream.completion(self._setup.kv)
 
     def _count(self, change: int) -> None:
-        """Add `change` to the requests in flight, and count the time with at least one."""
+        """Change the number of requests in flight; add up the time with at least one."""
         present = time.perf_counter()
         if self._in_flight:
             self._busy_s += present - self._since

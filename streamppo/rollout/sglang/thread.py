@@ -73,7 +73,7 @@ class EngineThread:
         asyncio.gather(*tasks, return_exceptions=True).add_done_callback(self._stop)
 
     def _stop(self, cancelled: object) -> None:
-        # A garbage-collected context would wait for ever, in any thread, for messages to dead processes.
+        # The garbage collection of a context blocks for ever while it has messages to dead processes.
         for context in _contexts():
             if id(context) not in self._other_contexts:
                 context.destroy(linger=0)

@@ -35,7 +35,7 @@ unless configured otherwise, and to stream only the new tokens in each message, 
 RESTORES_EXPERTS = (0, 5, 23)
 """The first version that restores the layout of experts before it loads weights, whatever computes them."""
 MOST_BIASES = 16384
-"""Most biases of a request: SGLang processes all of them for each completion."""
+"""Maximum biases of a request: SGLang processes all of them for each completion."""
 UNSAMPLED = -1e9
 """A bias that prevents sampling of a token; unlike -inf it exists in JSON, and in float32 it gives no NaN."""
 NEUTRAL = {

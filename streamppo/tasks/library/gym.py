@@ -50,7 +50,7 @@ def _prompt(entry: Row, config: GymTask) -> Prompt:
 
 
 def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
-    """Score the completion by reasoning-gym, 0 to 1. Sync, because some of its verifiers take long.
+    """Score the completion by reasoning-gym, 0 to 1. Not async, so that it runs in a process: some verifiers are slow.
 
     `parameters` are the data set's, as JSON; `entry` is the problem as a Python literal.
     """

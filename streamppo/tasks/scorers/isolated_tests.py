@@ -31,9 +31,9 @@ Operation: TypeAlias = dict[str, Data]
 """{"do": "name" | "call" | "attribute" | "items", ...}; {"answer": n} is the value of the n-th operation."""
 
 ITEMS = 100_000
-"""Most items taken from an iterator of the program."""
+"""Maximum items taken from an iterator of the program."""
 OPERATIONS = 2_000
-"""Most operations of one test."""
+"""Maximum operations of one test."""
 OBJECT = object()
 UNREADABLE = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError),

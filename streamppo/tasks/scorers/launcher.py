@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 FILE_BYTES = 16 * 2**20
 PROCESSES = 64
 FILES = 256
-"""Most descriptors of one process: each may be a socket full of data."""
+"""Maximum descriptors of one process: each may be a socket full of data."""
 ENOSYS = 38
 HOARDS = {
     "x86_64": (0xC000003E, [29, 64, 68, 240, 248, 249, 250, 298, 319, 321, 323, 425, 447]),

@@ -34,7 +34,7 @@ VALUE, RANGE = 8, 14
 TREND = 3
 """Least evaluations for a curve of accuracy over versions."""
 TALLEST = 8
-"""Most rows of a curve."""
+"""Maximum rows of a curve."""
 VERSION = 7
 """Cells of the version of the newest accuracy."""
 

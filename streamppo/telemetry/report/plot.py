@@ -15,9 +15,9 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 480.0, 200.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 18.0, 20.0
 MOST_POINTS = 400
-"""Most points of a curve; with more data each point is the mean of several."""
+"""Maximum points of a curve; with more data each point is the mean of several."""
 MOST_COLUMNS = 120
-"""Most columns of a heat map; with more data each is the sum of several."""
+"""Maximum columns of a heat map; with more data each is the sum of several."""
 PARTS = 16
 """Equal bins of a histogram."""
 NAME = 64.0

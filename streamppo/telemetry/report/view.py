@@ -295,7 +295,7 @@ def reuse(view: View) -> list[NamedNumber]:
         rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
     if reused.contexts is not None:
         rows.append(NamedNumber("contexts of turns", f"{reused.contexts:.0%}", "context_reused; turns allow 100%"))
-    # A default run reuses only a prompt among its samples, at age 0.
+    # Age 0 alone is not shown: samples share their prompt in every run.
     ages = reused.ages if any(reused.ages) else {}
     rows += [
         NamedNumber(f"computed {age:,} versions before", f"{count:,}", "tokens from a cache")

@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequ
 """The transformers class of a model."""
 Shape: TypeAlias = tuple[int, ...]
 SHOWN = 3
-"""Most tensors named in a message."""
+"""Maximum tensors named in a message."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights by their names in safetensors; other dtypes are of buffers, and all count as float32 here."""
 TEXT_ALONE = (

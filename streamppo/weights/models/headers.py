@@ -28,7 +28,7 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LFS = b"version https://git-lfs.github.com/spec/"
 """The first bytes of a git-LFS pointer in place of a file."""
 LARGEST_HEADER = 100_000_000
-"""Most bytes of a safetensors header, the limit of its own library."""
+"""Maximum bytes of a safetensors header, the limit of its own library."""
 
 
 class Header(NamedTuple):

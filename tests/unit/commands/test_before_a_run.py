@@ -88,7 +88,8 @@ def test_prompts_that_all_exceed_the_models_context_are_refused_before_a_process
     model_folder(positions)
     monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
     assert main(["run", str(MATH), task, "model.path=model"]) == (2 if is_refused else 0)
-    said = f"context: all of the first 8 prompts have no room in the model's context of {positions} tokens"
+    said = "context: all of the first 8 prompts leave no room for a completion in the model's context of "
+    said += f"{positions} tokens"
     assert (said in capsys.readouterr().err) == is_refused
     assert Path("runs").exists() != is_refused
 

@@ -314,4 +314,7 @@ def test_prompts_without_room_in_the_context_are_found(
     assert [one.state for one in told] == [state] * bool(state)
     if told:
         count = "all" if state == "error" else "4"
-        assert f"{count} of the first 6 prompts have no room in the model's context of {bound} tokens" in told[0].text
+        expected = (
+            f"{count} of the first 6 prompts leave no room for a completion in the model's context of {bound} tokens"
+        )
+        assert expected in told[0].text

@@ -228,7 +228,7 @@ def test_a_report_has_what_was_predicted_of_each_run_beside_what_it_did(
     assert main(["report", str(made), "--to", str(to)]) == 0
     assert "predicted" not in to.read_text()
     assert main(["report", str(made), "--json", "--measured", str(made)]) == 2
-    assert "--measured is for a page, and --json writes none" in capsys.readouterr().err
+    assert "--measured adds to the HTML page, and --json writes none: use one of them" in capsys.readouterr().err
     assert main(["report", str(made), "--to", str(to), "--measured", str(run("short", seconds=1))]) == 1
     assert "too short a run to measure" in capsys.readouterr().err
 

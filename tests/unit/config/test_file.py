@@ -207,7 +207,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["algorithm.teacher.timeout_s=5"], "a teacher needs a place"),
         (["algorithm.teacher={model='x', url='http://a:1'}"], "a teacher has one place: model .* or url"),
         (["algorithm.teacher={model='x', timeout_s=5}"], r"timeout_s \(5.0\) is for a teacher at a url"),
-        (["algorithm.teacher={url='http://a:1', offload=true}"], "offload is for a teacher by model"),
+        (["algorithm.teacher={url='http://a:1', offload=true}"], "offload applies to teacher.model"),
         ([f"{AT}a:1"], r"url \('a:1'\) must begin with http"),
         ([f"{AT}http://"], "must be only a server's address"),
         ([f"{AT}http://a:x"], "is not an address"),

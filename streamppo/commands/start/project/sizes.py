@@ -17,7 +17,7 @@ SAMPLES = 8
 REASONING = {True: 1024, False: 256}
 """Tokens of a completion with and without a GPU, for a reasoning model with short or unknown answers."""
 MOST_TOKENS = 4096
-"""Most tokens of a completion."""
+"""Maximum tokens of a completion."""
 SMALL_TOKENS = 64
 """Tokens of a small model's completion without answers to measure."""
 VERSIONS = 3

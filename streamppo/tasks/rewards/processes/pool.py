@@ -32,9 +32,9 @@ HELD_SHARE, HELD_MIN_S, HELD_MAX_S = 0.1, 0.25, 2.0
 LOOKS = 4
 """Checks of a process in that time."""
 HELD_AT_ONCE = 16
-"""Most processes held by a call; a step that holds one more also blocks the other calls of its process."""
+"""Maximum processes held by a call; a step that holds one more also blocks the other calls of its process."""
 ALONE = 16
-"""Most calls in processes of their own at once, used when the call that ended a shared process is unknown."""
+"""Maximum calls in processes of their own at once, used when the call that ended a shared process is unknown."""
 LIVES = 3
 """Tries of a call when the template dies during it."""
 

@@ -10,7 +10,7 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""Most metrics and parameters in one call to a server."""
+"""Maximum metrics and parameters in one call to a server."""
 LONGEST = 500
 """Longest parameter, in characters, that every server accepts."""
 REFUSED = re.compile(r"[^\w\-. :/]")
