@@ -56,7 +56,7 @@ class Queue(Section, frozen=True):
 
     batch_size: Positive = 256
     """Trajectories (or segments) of an update."""
-    max_lag: Count | AdaptiveLag = 2
+    max_lag: Count | AdaptiveLag = 8
     """Hard bound on a trained token's age in versions; 0 is synchronous PPO."""
     ahead: Literal["as_needed", "max_lag"] = "as_needed"
     """Engines sample ahead as far as the learner needs so as not to wait, or always to max_lag."""

@@ -262,7 +262,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([f"{REJECT}{{kind='outlier', band=[0.5, 0.9]}}]}}"], r"band \(0.5, 0.9\) must hold 1"),
         (["algorithm.proximal=behavior"], r"correction 'truncate' is of proximal / behavior, which is 1"),
         ([*BEHAVIOR, "algorithm.policy_loss.kind=reinforce"], "'reinforce' has no ratio"),
-        ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that includes the age of the data"),
+        ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(8\) that includes the age of the data"),
         ([*BEHAVIOR, "learner.lr_by_ess=on"], "scores a batch before its first step"),
         ([SEGMENTS, "queue.max_lag=0"], "segments need max_lag of at least 1"),
         (["queue.admission=mean"], "needs both admission = 'mean' and too_old = 'keep'"),

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,8 @@ def test_a_run_that_finds_no_place_says_so_in_a_sentence(
 
 class Stub:
     """A model whose weights are refused, by the library that writes them and in its own way."""
+
+    config = SimpleNamespace()
 
     def save_pretrained(self, folder: Path, **_: object) -> None:
         (folder / "model.safetensors").mkdir(parents=True)

@@ -152,7 +152,7 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
         None,
         "ess at most 0.10 in a quarter",
     ),
-    "lag at its bound": (after(tokens_too_old=12.0), None, "12% of the tokens are beyond queue.max_lag (2)"),
+    "lag at its bound": (after(tokens_too_old=12.0), None, "12% of the tokens are beyond queue.max_lag (8)"),
     "engine and learner differ": (after(mismatch=0.2), None, "mismatch 0.2 nats"),
     "length drifts": (after(length=31.0), None, "31.0 tokens a completion, 10.0 in the first 20"),
     "completions are cut off": (after(truncated=0.4), None, "40% of the completions"),
@@ -211,7 +211,7 @@ def test_no_rule_fires_on_a_default_run(tmp_path: Path, math_config: Callable[..
     [
         (once(bad_steps=2.0), None, "2 optimizer steps were left out"),
         ([*updates(WINDOW), evaluation(20, 0.2, failed=60)], None, "60 of 560 held-out prompts"),
-        (updates(WINDOW), summary(dropped={"too_old": 90}), "90 trajectories beyond queue.max_lag (2) were dropped"),
+        (updates(WINDOW), summary(dropped={"too_old": 90}), "90 trajectories beyond queue.max_lag (8) were dropped"),
     ],
 )
 def test_rules_see_the_same_sign_in_other_numbers(lines: list[Line], at_end: Any, said: str, grpo: Config) -> None:

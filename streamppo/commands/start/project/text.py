@@ -127,7 +127,7 @@ def _queue(sizes: Sizes) -> list[Line]:
     return [
         Line("batch_size", str(sizes.batch_size), f"completions of an update: {prompts} prompts"),
         Line("samples_per_prompt", str(sizes.samples), "completions of a prompt, which are compared with each other"),
-        Line("max_lag", "2", "updates that data may be old; 0 is synchronous"),
+        Line("max_lag", "8", "updates that data may be old, if the learner would wait otherwise; 0 is synchronous"),
         Line("too_old", '"mask"', "tokens that are older stay out of the loss"),
     ]
 
