@@ -17,7 +17,7 @@ from typing import TypeVar, TypeVarTuple
 
 from packaging.requirements import Requirement
 
-from streamppo.errors import TaskError
+from streamppo.errors import RunError, TaskError
 from streamppo.tasks import user_traceback
 
 R = TypeVar("R")
@@ -29,11 +29,31 @@ DEVELOPMENT = {"test", "docs", "peers"}
 
 
 def export_path() -> None:
-    """Make modules of the current folder importable here and in every child process."""
+    """Make modules of the current folder importable here and in every child process, where they come first.
+
+    Raises `RunError` if one of them hides a module of Python, or an installed one in use: Ray itself would import it.
+    """
     folder = os.getcwd()
+    if hiding := _hiding(Path(folder)):
+        raise RunError(
+            f"{hiding[0]} hides the module {hiding[0].stem!r} of Python or of a library, which streamppo and "
+            "Ray import: rename it, or start in another folder"
+        )
     if folder not in sys.path:
         sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+
+
+def _hiding(folder: Path) -> list[Path]:
+    """The modules and packages in `folder` with the name of a module of Python, or of an installed one in use."""
+    installed = {
+        name
+        for name, module in sys.modules.items()
+        if "site-packages" in Path(getattr(module, "__file__", "") or "").parts
+    }
+    taken = {*sys.stdlib_module_names, *installed}
+    found = [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]
+    return sorted(path for path in found if path.stem in taken and "site-packages" not in path.parts)
 
 
 def load(name: str, asked_by: str) -> object:

@@ -1,11 +1,13 @@
 """Functions that users bring to an update are told of by file and line."""
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from streamppo.errors import TaskError
+from streamppo.errors import RunError, TaskError
 from streamppo.tasks import plugins
 
 
@@ -18,3 +20,25 @@ def test_a_function_that_fails_when_it_is_tried_is_told_with_its_file_and_line(t
 
     with pytest.raises(TaskError, match=r"^algorithm\.policy_loss\.function .*mine\.py:2: KeyError: 'advantage'"):
         plugins.load_and_try(f"{file}:loss", "algorithm.policy_loss.function", try_it)
+
+
+@pytest.mark.parametrize("name", ["random.py", "queue/__init__.py", "msgspec.py"])
+def test_a_file_of_the_current_folder_that_hides_a_module_of_python_or_ray_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "of_this_folder.py").write_text("def score(trajectory):\n    return 1.0\n")
+    plugins.export_path()
+    assert callable(plugins.load("of_this_folder:score", "reward.function"))
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    monkeypatch.setenv("PYTHONPATH", "")
+    hiding = path if path.parent == tmp_path else path.parent
+    with pytest.raises(
+        RunError, match=rf"^{hiding} hides the module '{hiding.stem}'.*: rename it, or start in another"
+    ):
+        plugins.export_path()
+    assert not os.environ["PYTHONPATH"]
