@@ -20,8 +20,7 @@ import symtable
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import dedent
-from types import CodeType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Never
 
 from streamppo.api.messages import RewardSource
@@ -46,6 +45,8 @@ def write_out(reward: Callable[..., object]) -> RewardSource:
     module = sys.modules.get(getattr(reward, "__module__", ""))
     if module is not None and module.__name__ != MAIN and getattr(module, name, None) is reward:
         return RewardSource(function=f"{_place(module)}:{name}")
+    if isinstance(reward, MethodType | classmethod):
+        raise TaskError(f"reward: {name!r} is a method: give a class with a `__call__`, or a function that calls it")
     file = _File(name)
     file.define(reward)
     return RewardSource(function=name, source=file.text())
@@ -141,7 +142,9 @@ class _File:
             tree = ast.parse("")
         for node in ast.walk(tree):
             if isinstance(node, Definition) and node.name == name and _is_of(node, definition, codes):
-                return dedent("".join(lines[_first(node) - 1 : node.end_lineno])).rstrip() + "\n"
+                text = "".join(lines[_first(node) - 1 : node.end_lineno]).rstrip() + "\n"
+                # Its lines stay as they are: a text over several lines is a part of them.
+                return f"if True:\n{text}" if text[0].isspace() else text
         self._refuse(f"the source of {_name(definition)!r} is no longer in {file}")
 
     def _refuse(self, why: str) -> Never:

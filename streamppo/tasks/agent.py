@@ -247,7 +247,7 @@ def check(config: AgentEnvironment) -> None:
 def load(name: str) -> Callable[..., object]:
     """Load an agent's function. Raises `TaskError` if it is not a function, or has parameters without names."""
     function = plugins.function(name, "environment.agent")
-    kinds = inspect.signature(function).parameters.values()
+    kinds = plugins.parameters_of(function, f"environment.agent {name!r}").values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in kinds):
         raise TaskError(f"environment.agent {name!r} has positional-only parameters: it is called with keywords")
     return function

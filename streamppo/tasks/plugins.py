@@ -139,12 +139,23 @@ def load_and_try(name: str, field: str, try_it: Callable[[Callable[..., object]]
     return imported
 
 
+def parameters_of(found: Callable[..., object], asked_by: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function or class. Raises `TaskError` for one without a signature, as of a compiled module.
+
+    The message begins with `asked_by`.
+    """
+    try:
+        return inspect.signature(found).parameters
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"{asked_by} has no signature to read: call it in a function of your own (`def`)") from error
+
+
 def check_arguments(found: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:
     """Check arguments against a class's constructor.
 
     Raises `TaskError` for an unknown or missing argument; the message begins with `asked_by` and names it.
     """
-    parameters = inspect.signature(found).parameters.values()
+    parameters = parameters_of(found, asked_by).values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     check_names(arguments, named, asked_by, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))
     needs = {p.name for p in parameters if p.name in named and p.default is p.empty} - arguments.keys()

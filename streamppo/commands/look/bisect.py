@@ -4,7 +4,6 @@ torch.
 bisect_replay.py replays versions for other questions.
 """
 
-import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +62,7 @@ def find(run: Path, question: Question) -> Answer:
 def _load(path: Path) -> UserTest:
     plugins.export_path()
     function = plugins.function(f"{path}:test", "--test")
-    wants = frozenset(inspect.signature(function).parameters)
+    wants = frozenset(plugins.parameters_of(function, f"--test {path.name}: `test`"))
     if unknown := sorted(wants - set(PARAMETERS)):
         raise ConfigError(f"--test {path.name}: `test` asks for {unknown[0]!r}, and there are {', '.join(PARAMETERS)}")
     return UserTest(path.name, function, wants)

@@ -73,7 +73,7 @@ def detect_signature(found: object, name: str, arguments: Mapping[str, object]) 
     function = _called(found, name)
     if inspect.isclass(found):
         plugins.check_arguments(found, arguments, f"reward.function {name!r}")
-    parameters = list(inspect.signature(function).parameters.values())[inspect.isclass(found) :]
+    parameters = list(plugins.parameters_of(function, f"reward.function {name!r}").values())[inspect.isclass(found) :]
     # A partial's keywords are arguments too: a column with the name of one does not replace it.
     preset = frozenset(function.keywords) if isinstance(function, partial) else frozenset[str]()
     bound = preset if inspect.isclass(found) else preset | arguments.keys()
@@ -102,10 +102,8 @@ def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], aske
 
 
 def _called(found: object, name: str) -> Callable[..., object]:
-    if inspect.isroutine(found) or isinstance(found, partial):
-        return found
     if callable(found):
-        return found.__call__
+        return found if inspect.isroutine(found) or isinstance(found, partial) else found.__call__
     raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {type(found).__name__}")
 
 

@@ -89,7 +89,9 @@ def outer():
         return step
 
     def free(trajectory):
-        return root(9.0)
+        return root(9.0) if """
+nine""" == "\\nnine" and """
+        nine""" == "\\n        nine" else 0.0
 
     class Closed:
         def __call__(self, trajectory):
@@ -110,14 +112,24 @@ def undefined(trajectory):
     return nowhere
 
 
+class Scorer:
+    def method(self, trajectory):
+        return 1.0
+
+    @classmethod
+    def of_class(cls, trajectory):
+        return 1.0
+
+
 CELL = "def in_a_cell(trajectory):\\n    return TABLE['weight'][0]\\n"
 linecache.cache["<cell 1>"] = (len(CELL), None, CELL.splitlines(True), "<cell 1>")
 exec(compile(CELL, "<cell 1>", "exec"))
 exec("def without_source(trajectory):\\n    return 1.0")
 shown = {}
 objects = {"object": Counts(), "partial": functools.partial(free), "lambda": lambda trajectory: 1.0}
+objects |= {"method": Scorer().method, "of_class": Scorer.of_class, "bare": vars(Scorer)["of_class"]}
 for name, found in {**globals(), **objects}.items():
-    if callable(found):
+    if callable(found) or name == "bare":
         try:
             given = own_reward.write_out(found)
             shown[name] = [given.function, given.source]
@@ -176,6 +188,9 @@ def test_a_function_of_a_function_and_one_of_a_cell_stand_alone(given: dict[str,
         "without_source": "the source of 'without_source' is no longer in <string>",
         "object": "Counts is neither a function nor a class: give the class",
         "partial": "partial is neither a function nor a class",
+        "method": "'method' is a method: give a class with a `__call__`",
+        "of_class": "'of_class' is a method",
+        "bare": "'of_class' is a method",
         "lambda": "a lambda has no source that can stand alone: write it as a `def`",
     }.items(),
 )

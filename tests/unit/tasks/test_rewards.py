@@ -468,6 +468,14 @@ def test_an_object_that_can_be_called_is_a_reward_and_so_is_its_class() -> None:
         detect_signature(object(), "mine", {})
 
 
+@pytest.mark.parametrize("found", [max, dict])
+def test_a_compiled_reward_without_a_signature_is_refused_in_a_sentence(found: object) -> None:
+    with pytest.raises(TaskError, match=r"^reward\.function 'mine' has no signature to read: call it in a function"):
+        detect_signature(found, "mine", {})
+    with pytest.raises(TaskError, match="is neither a function nor a class but a classmethod"):
+        detect_signature(classmethod(max), "mine", {})
+
+
 @pytest.mark.parametrize(
     ("line", "name", "module", "folder"),
     [
