@@ -42,6 +42,7 @@ from streamppo.driver.stages import Stages
 from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.learner.checkpoint import manifest, remote
+from streamppo.queue.store import database
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import display
 from streamppo.telemetry.metrics_file import FINISHED
@@ -89,6 +90,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     interrupts.run, interrupts.say = folder, record.display.say
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
+        ending.callback(database.merge_logs, folder)
         log.info("run folder %s%s", folder, f": {record.version} updates are made" if record.version else "")
         with _write_summary(record, config) as reports:
             ending.enter_context(ray_session(config, interrupts))

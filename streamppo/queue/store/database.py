@@ -20,6 +20,8 @@ from streamppo.types import decode
 
 LOCKED_S = 120.0
 """Seconds that a writer waits for the write lock while another process, such as a backup or a shell, holds it."""
+LOG = "-wal"
+"""Suffix of SQLite's log next to a file: transactions that are not in the file yet."""
 T = TypeVar("T")
 ENCODER = msgspec.msgpack.Encoder()
 """Starts with a buffer large enough for a row; `msgspec.msgpack.encode` starts smaller and reallocates repeatedly."""
@@ -129,7 +131,10 @@ class Database:
         ((stored,),) = self._db.execute("pragma user_version").fetchall()
         schema = self._db.execute(SCHEMA).fetchall()
         if not schema and read_only:
-            raise JournalError(f"{self.path}: empty: nothing was ever written there")
+            raise JournalError(
+                f"{self.path}: empty: nothing was ever written there, or it was copied without its log "
+                f"{self.path.name}{LOG}"
+            )
         if not schema:
             self._db.executescript(f"begin immediate; {tables} pragma user_version = {number}; commit;")
         elif stored != number:
@@ -140,6 +145,20 @@ class Database:
             )
         elif schema != _tables(tables):
             raise JournalError(f"{self.path}: not a journal of streamppo: its tables, views or triggers differ")
+
+
+def merge_logs(run: Path) -> None:
+    """Move SQLite's logs into the files of a run that has ended: a copy of the files alone is then complete.
+
+    Its processes were killed, and so have not done it. A failure is logged: with its log each file is complete.
+    """
+    for written in [*run.glob(f"*.sqlite{LOG}"), *run.glob(f"shards/*.sqlite{LOG}")]:
+        path = written.with_name(written.name.removesuffix(LOG))
+        try:
+            with closing(sqlite3.connect(path, isolation_level=None)) as db:
+                db.execute("pragma wal_checkpoint(truncate)")
+        except sqlite3.Error as error:
+            log.info("%s: its log stays beside it: %s", path, error)
 
 
 @cache
@@ -162,7 +181,7 @@ def checked_row(row: bytes) -> tuple[bytes, int]:
 
 def _read_only_address(path: Path) -> str:
     """The read-only URI of a file; `immutable` if there is no log, because SQLite would create one otherwise."""
-    final = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
+    final = "" if path.with_name(f"{path.name}{LOG}").exists() else "&immutable=1"
     return f"{path.resolve().as_uri()}?mode=ro{final}"
 
 

@@ -37,7 +37,7 @@ from streamppo.queue.rules.records import (
     SavedSlot,
 )
 from streamppo.queue.store import chain
-from streamppo.queue.store.database import Database, with_checksum
+from streamppo.queue.store.database import LOG, Database, with_checksum
 
 FORMAT = 9
 """The number of the tables' format; a journal with another number is refused."""
@@ -47,7 +47,7 @@ ALL = range(2**62)
 """Every slot."""
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"
-LOGS = ("-wal", "-shm")
+LOGS = (LOG, "-shm")
 """Suffixes of SQLite's files next to a journal."""
 TIP_READS = 3
 """Reads of a tip until it counts as damaged: a queue may be writing it during a read."""
@@ -99,10 +99,10 @@ class Journal(Database):
             return cls(path, read_only=True)
         except JournalError as error:
             # SQLite reads a log only with an index next to it, which it creates.
-            if path.with_name(f"{path.name}{LOGS[0]}").exists() and not os.access(run, os.W_OK):
+            if path.with_name(f"{path.name}{LOG}").exists() and not os.access(run, os.W_OK):
                 raise JournalError(
-                    f"{error}: the run was not ended, and its journal can be read only where files can be written: "
-                    "copy the run's folder to such a place"
+                    f"{error}: the run is running or was killed, and its journal can be read only where files can be "
+                    "written: copy the run's folder to such a place, or resume it"
                 ) from error
             raise
 
@@ -306,7 +306,7 @@ class Journal(Database):
         if (acknowledged := TIP.unpack(tip)[0]) > number:
             raise JournalError(
                 f"{self.path}: damaged: it ends with transaction {number}, and {acknowledged} were acknowledged "
-                f"(its log {self.path.name}-wal is missing or damaged)"
+                f"(its log {self.path.name}{LOG} is missing or damaged)"
             )
         return number
 

@@ -171,12 +171,15 @@ def test_the_summary_is_written_before_ray_is_ended_which_may_hang(
     math_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = loop.new_folder(math_config(), tmp_path)
+    ended: list[Path] = []
+    monkeypatch.setattr(loop.database, "merge_logs", ended.append)
 
     @contextmanager
     def session(config: Config, interrupts: Interrupts) -> Generator[None]:
         try:
             yield
         finally:
+            assert not ended, "its processes still write"
             assert json.loads((folder / "summary.json").read_text())["outcome"] == "RunError: Ray has died"
 
     def fail(*_: object) -> None:
@@ -187,7 +190,7 @@ def test_the_summary_is_written_before_ray_is_ended_which_may_hang(
     interrupts: Any = SimpleNamespace(run=None)
     with pytest.raises(RunError, match=r"^Ray has died$"):
         loop.run(math_config(), folder, started=0.0, interrupts=interrupts)
-    assert interrupts.run == folder
+    assert interrupts.run == folder and ended == [folder]
 
 
 def test_metrics_that_were_deleted_while_the_run_went_on_do_not_keep_it_from_ending(tmp_path: Path) -> None:

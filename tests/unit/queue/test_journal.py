@@ -397,8 +397,39 @@ def test_the_journal_of_a_killed_run_on_a_disk_that_takes_no_file_says_what_to_d
     # SQLite cannot make its index here.
     (tmp_path / "journal.sqlite-shm").symlink_to(tmp_path / "nowhere" / "else")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(JournalError, match=r"journal\.sqlite: unable to open.*copy the run's folder to such a place"):
+    with pytest.raises(
+        JournalError, match=r"journal\.sqlite: unable to open.*copy the run's folder to such a place, or resume it"
+    ):
         Journal.open_run(tmp_path)
     (tmp_path / "journal.sqlite-shm").unlink()
     with closing(Journal.open_run(tmp_path)) as found:
         assert everything(found) == everything(killed)
+
+
+def test_the_files_of_a_run_that_ended_are_whole_without_the_logs_of_its_killed_processes(tmp_path: Path) -> None:
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    for folder in (run / "shards", alone):
+        folder.mkdir(parents=True)
+    (tmp_path / "0").mkdir()
+    alive = [filled(tmp_path / "journal.sqlite"), filled(tmp_path / "0" / "0.sqlite")]
+    # What a kill leaves: the files as they are while the queue has them open.
+    for name in ("journal.sqlite", "journal.sqlite-wal", "journal.tip"):
+        shutil.copy(tmp_path / name, run / name)
+    for name in ("0.sqlite", "0.sqlite-wal"):
+        shutil.copy(tmp_path / "0" / name, run / "shards" / name)
+    sqlite.merge_logs(run)
+    assert sorted(path.name for path in run.rglob("*.*")) == ["0.sqlite", "journal.sqlite", "journal.tip"]
+    for name in ("journal.sqlite", "journal.tip"):
+        shutil.copy(run / name, alone)
+    with closing(Journal.open_run(alone)) as found:
+        assert everything(found) == everything(alive[0])
+
+
+def test_a_journal_that_was_copied_without_its_log_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    filled(tmp_path / "run" / "journal.sqlite")
+    shutil.copy(tmp_path / "run" / "journal.sqlite", tmp_path)
+    with pytest.raises(
+        JournalError, match=r"empty: nothing was .*, or it was copied without its log journal\.sqlite-wal$"
+    ):
+        Journal.open_run(tmp_path)
