@@ -9,7 +9,7 @@ updates.py   commands that replay updates
 exit code 0     the command succeeded
           1     something failed
           2     a mistake in the arguments or in the configuration
-          130   stopped by Ctrl-C (128 and the number of the signal)
+          130   stopped by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP (128 and the number of the signal)
 """
 
 import errno

@@ -22,9 +22,8 @@ from streamppo.config import file as configfile
 from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import threads
-from streamppo.driver.ray import orphans
 from streamppo.driver.ray.actors import make_ranks
-from streamppo.driver.ray.cluster import describe, here, started_ray
+from streamppo.driver.ray.cluster import describe, here, ray_of_command, started_ray
 from streamppo.driver.ray.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.learner.checkpoint import history, manifest, remote
@@ -131,14 +130,12 @@ def remake(
     """
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
-    with orphans.ends() as mark:
-        try:
-            with started_ray(past.at(int(begin.name) if begin else 0), mark):
-                return _remake(run, past, begin, last, checkpoints, until)
-        except RayError as error:
-            raise RunError(f"the learner: {describe(error)}") from error
-        finally:
-            ray.shutdown()
+    first = past.at(int(begin.name) if begin else 0)
+    try:
+        with ray_of_command(lambda mark: started_ray(first, mark)):
+            return _remake(run, past, begin, last, checkpoints, until)
+    except RayError as error:
+        raise RunError(f"the learner: {describe(error)}") from error
 
 
 def _remake(

@@ -41,9 +41,10 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
         return
     import ray
 
-    from streamppo.driver.ray import cluster, environment, orphans
+    from streamppo.driver.ray import cluster, environment
 
-    with orphans.ends() as mark:
+    @contextmanager
+    def started(mark: str) -> Generator[None]:
         with environment.of_own_ray(mark, cluster.tell_origins()):
             ray.init(
                 address=LOCAL,
@@ -51,7 +52,7 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
                 logging_level=logging.ERROR,
                 _node_ip_address=environment.LOOPBACK,
             )
-        try:
-            yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})
-        finally:
-            ray.shutdown()
+        yield
+
+    with cluster.ray_of_command(started):
+        yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})

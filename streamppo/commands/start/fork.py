@@ -85,12 +85,12 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
     config = _configuration(past, changes, name)
     _refuse(past, config, runs, name)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
-    with durable.naming(runs / config.name, RunError):
-        runs.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        durable.folder(aside)
-        durable.folder(aside / "checkpoints")
     try:
+        with durable.naming(runs / config.name, RunError):
+            runs.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            durable.folder(aside)
+            durable.folder(aside / "checkpoints")
         begin = _fill(past, config, aside)
         folder = _settle(past, config, aside, taken_is_error=bool(name))
     finally:

@@ -8,8 +8,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from streamppo import errors, process
 from streamppo.config.sections import LOCAL, Config
 from streamppo.driver.ray import environment, orphans, worker_template
-from streamppo.driver.ray.interrupts import Interrupts
+from streamppo.driver.ray.interrupts import SIGNALS, Interrupts
 from streamppo.driver.ray.placement import plan
 from streamppo.errors import RunError, StreamppoError
 from streamppo.tasks import plugins
@@ -68,7 +68,6 @@ def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[Non
 
 
 def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
-    folder = _session_folder(config)
     # Ray has installed a handler of its own.
     interrupts.catch()
     try:
@@ -77,16 +76,39 @@ def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
         last = Timer(CLOSING_S, _end_without_ray, [sys.exception()])
         last.daemon = True
         last.start()
-        ray.shutdown()
+        _shut_down(own=config.cluster.address == LOCAL)
         last.cancel()
-        if folder is not None:
-            _clear(folder, failed=sys.exception() is not None)
 
 
-def _session_folder(config: Config) -> Path | None:
-    """The folder of logs and sockets of our own Ray; None for a cluster, which manages its folders itself."""
+@contextmanager
+def ray_of_command(start: Callable[[str], AbstractContextManager[object]]) -> Generator[None]:
+    """Run the block of a command with a Ray of its own, which leaves no process and no folder behind.
+
+    `start` starts it, with the mark of `orphans.ends`. Signals end the command as they would without Ray.
+    """
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    with orphans.ends() as mark:
+        try:
+            with start(mark):
+                _install(handlers)
+                yield
+        finally:
+            _shut_down(own=True)
+            _install(handlers)
+
+
+def _install(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Install handlers of signals again: Ray installs its own as it starts, and removes all as it ends."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _shut_down(*, own: bool) -> None:
+    """End Ray, and remove the folder of logs and sockets of our `own`; a cluster manages its folders itself."""
     node = cast("Node | None", worker._global_node)
-    return Path(node.get_session_dir_path()) if node is not None and config.cluster.address == LOCAL else None
+    ray.shutdown()
+    if own and node is not None:
+        _clear(Path(node.get_session_dir_path()), failed=isinstance(sys.exception(), Exception))
 
 
 def _clear(folder: Path, *, failed: bool) -> None:

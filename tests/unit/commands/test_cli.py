@@ -161,6 +161,37 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
         assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("moment", ["find_spec", "main"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_any_moment_ends_a_command_in_silence(moment: str, number: signal.Signals) -> None:
+    """While it imports its modules, and at work, where its blocks end as after Ctrl-C."""
+    program = f"""
+import contextlib, os, signal, sys
+def stop(*_):
+    try:
+        os.kill(os.getpid(), {int(number)})
+    finally:
+        print("ended", flush=True)
+class Imports:
+    def find_spec(self, name, *_):
+        return stop() if name == "streamppo.cli" else None
+for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
+if "{moment}" == "find_spec":
+    sys.meta_path.insert(0, Imports())
+else:
+    from streamppo import cli
+    cli.configfile.load = stop
+from streamppo.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", str(MATH)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (128 + number, "")
+    assert done.stdout == ("ended\n" if moment == "main" else "")
+
+
 @pytest.mark.parametrize("lines", [10, 100_000])
 def test_a_reader_that_went_away_ends_the_command_like_any_program_in_a_pipe(lines: int) -> None:
     program = (

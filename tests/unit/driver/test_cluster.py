@@ -1,6 +1,7 @@
 """How Ray is started and ended, and how its errors read."""
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -84,6 +85,29 @@ def test_the_folder_of_a_good_session_is_removed_and_that_of_a_failed_one_is_sai
     assert ours.exists() == failed and others.exists()
     assert (tmp_path / "session_latest").is_symlink() == failed
     assert logged.messages == ([f"Ray's logs, 3.0 MiB: {ours}"] if failed else [])
+
+
+@pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
+def test_the_ray_of_a_command_leaves_no_folder_but_after_an_error_and_signals_are_the_commands(
+    error: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "session_1"
+    folder.mkdir()
+    monkeypatch.setattr(cluster.worker, "_global_node", SimpleNamespace(get_session_dir_path=lambda: str(folder)))
+    before, seen = signal.getsignal(signal.SIGTERM), list[object]()
+
+    def rays_own(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        seen.append(folder.exists())
+
+    monkeypatch.setattr(cluster.ray, "shutdown", rays_own)
+    raised = pytest.raises(error) if error else nullcontext()
+    with raised, cluster.ray_of_command(lambda mark: nullcontext(rays_own())):
+        seen.append(signal.getsignal(signal.SIGTERM))
+        if error:
+            raise error
+    assert seen == [True, before, True] and signal.getsignal(signal.SIGTERM) == before
+    assert folder.exists() == (error is KeyError)
 
 
 def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hide_the_error(
