@@ -31,13 +31,25 @@ class Weights(NamedTuple):
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    Files that this disk lacks or has damaged are fetched from the run's address, if it has one. Raises
-    `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its digest is not the
-    journal's; `ModelError` if the run's first model, which gives the shapes, is missing.
+    A running run may delete that one meanwhile: then the newest is another. Files that this disk lacks or has damaged
+    are fetched from the run's address, if it has one. Raises `CheckpointError` if there is no such checkpoint any more,
+    if files of it are on other disks, or if its digest is not the journal's; `ModelError` if the run's first model,
+    which gives the shapes, is missing.
     """
-    past = _run_history(config, run)
-    path = _checkpoint(run, version, past)
-    return weights_in(path, config, model_path(config, run), past, remote.fetcher(run))
+    while True:
+        past = _run_history(config, run)
+        path = _checkpoint(run, version, past)
+        was_whole = (path / manifest.MANIFEST).exists()
+        try:
+            return weights_in(path, config, model_path(config, run), past, remote.fetcher(run))
+        except (CheckpointError, OSError) as error:
+            if not was_whole or (path / manifest.MANIFEST).exists():
+                raise
+            if version is not None:
+                raise CheckpointError(
+                    f"{path}: the run deleted it meanwhile: it keeps the newest {config.checkpoint.keep} "
+                    "(checkpoint.keep); name a newer version"
+                ) from error
 
 
 def weights_in(

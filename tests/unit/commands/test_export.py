@@ -3,6 +3,7 @@
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import learner_case as case
 import pytest
@@ -14,8 +15,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli
+from streamppo.commands.models import weights
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.errors import CheckpointError
 from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
 from streamppo.learner.checkpoint.manifest import CheckpointState
@@ -212,3 +215,31 @@ def test_weights_get_out_though_the_journal_cannot_be_read(tmp_path: Path, capsy
     (run / "journal.sqlite").write_bytes(b"damaged")
     assert cli.main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
     assert "the weights are compared only with their checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", [None, 5])
+def test_a_checkpoint_that_the_run_deletes_while_it_is_read_is_replaced_by_the_newest_or_said(
+    version: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_at(tmp_path / "model", tied=True)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    config = case.config_of(f"model.path={tmp_path / 'model'}", "checkpoint.keep=9")
+    checkpointed(run, config, (5, 7))
+    later = run / "checkpoints" / "00000007"
+    later.rename(tmp_path / "later")
+    load = weights.distcp.load
+
+    def prune(*given: Any, **named: Any) -> None:
+        """The run makes version 7 and deletes version 5, once."""
+        if not later.exists():
+            (tmp_path / "later").rename(later)
+            manifest.drop(run / "checkpoints", 1, 0)
+        load(*given, **named)
+
+    monkeypatch.setattr(weights.distcp, "load", prune)
+    if version is None:
+        assert weights.checkpoint_weights(config, run, None).version == 7
+    else:
+        with pytest.raises(CheckpointError, match=r"00000005: the run deleted it meanwhile: it keeps the newest 9"):
+            weights.checkpoint_weights(config, run, version)
