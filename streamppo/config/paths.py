@@ -13,9 +13,9 @@ from streamppo.config.overrides import Tree
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "model": ("path",),
-    "task": ("data", "evaluation"),
-    "reward": ("function", "path"),
-    "environment": ("name", "agent", "command", "files"),
+    "task": ("data", "evaluation", "environment"),
+    "reward": ("function", "path", "sandbox", "environment"),
+    "environment": ("name", "agent", "command", "files", "environment"),
     "algorithm": ("function", "model", "pretrain"),
     "rollout": ("folder", "limit"),
 }
@@ -56,7 +56,8 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
             _walk(cast(Tree, value), names, change)
         elif isinstance(value, list) and name in names:
             table[name] = [_changed(item, change) for item in cast("list[object]", value)]
-        elif name in names:
+        # An environment of verifiers is an id, though a folder here has its name, or a file.
+        elif name in names and not (name == "environment" and not str(cast(object, value)).endswith(".toml")):
             table[name] = _changed(cast(object, value), change)
 
 

@@ -9,7 +9,7 @@ from streamppo.config import file as configfile
 from streamppo.config.correction import CustomCorrection
 from streamppo.config.policy_loss import CustomLoss
 from streamppo.config.sections import Config
-from streamppo.config.task import DataTask
+from streamppo.config.task import DataTask, VerifiersTask
 
 OWN = """
 task = { kind = "data", data = "rows.jsonl" }
@@ -98,3 +98,17 @@ def test_a_run_that_was_moved_with_its_neighbours_finds_them(project: Path) -> N
 def test_a_name_that_leads_nowhere_stays_as_it_is(project: Path) -> None:
     config = configfile.load(project / "own.toml", ["model.path=Qwen/Qwen2.5-0.5B", "reward.function=a.b:c"])
     assert config.model.path == "Qwen/Qwen2.5-0.5B" and "'a.b:c'" in str(config.reward)
+
+
+def test_sandboxes_of_rewards_and_files_of_verifiers_are_found_beside_the_file(project: Path) -> None:
+    text = (project / "own.toml").read_text()
+    text = text.replace(
+        'function = "mine.py:score"', 'function = "mine.py:score"\narguments = { sandbox = "mine.py:Box" }'
+    )
+    for name, found in (("game.toml", project / "game.toml"), ("world", "world")):
+        (project / name).touch()
+        task = f'task = {{ kind = "verifiers", environment = "{name}" }}'
+        (project / "own.toml").write_text(text.replace(OWN.strip().split("\n", 1)[0], task))
+        config = configfile.load(project / "own.toml")
+        assert f"'{project / 'mine.py'}:Box'" in str(config.reward)
+        assert isinstance(config.task, VerifiersTask) and config.task.environment == str(found)
