@@ -29,7 +29,7 @@ from streamppo import __version__, process
 from streamppo.cli import models as models
 from streamppo.cli import prepare as prepare
 from streamppo.cli import updates as updates
-from streamppo.cli.words import Changes, ConfigFile, Count, Override, RunFolder, Trust, Whole, app
+from streamppo.cli.words import Changes, ConfigFile, Count, Override, Positive, RunFolder, Trust, Whole, app
 from streamppo.commands import run_argument
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands.console import complain, echo, flush
@@ -203,7 +203,7 @@ def scale(
     folder: RunFolder,
     /,
     *,
-    rollouts: Annotated[Whole, Parameter(validator=Number(gte=1), help="How many rollout actors, at least 1.")],
+    rollouts: Annotated[Positive, Parameter(help="How many rollout actors, at least 1.")],
 ) -> int:
     """Change the number of rollout actors of a running run. A resumed run keeps the number."""
     return rollouts_of_run.scale(configfile.existing(folder), rollouts)
@@ -264,11 +264,11 @@ def inspect(
     folder: RunFolder,
     /,
     *,
-    update: Annotated[Whole | None, Parameter(help="The version that the batch made (default: the newest).")] = None,
+    update: Annotated[Positive | None, Parameter(help="The version that the batch made (default: the newest).")] = None,
     dead_letters: Annotated[bool, Parameter(help="Show trajectories that cannot be trained on, with reasons.")] = False,
-    prompt: Annotated[Whole | None, Parameter(help="Show the outcome of every attempt at this prompt.")] = None,
+    prompt: Annotated[Count | None, Parameter(help="Show the outcome of every attempt at this prompt.")] = None,
     time: Annotated[bool, Parameter(help="Show the time of an update by phase and process.")] = False,
-    n: Annotated[Whole, Parameter(help="Trajectories to show (default: 4).")] = 4,
+    n: Annotated[Positive, Parameter(help="Trajectories to show (default: 4).")] = 4,
 ) -> int:
     """Show text, tokens, rewards, versions and lag of the trajectories that a run was trained on."""
     folder = configfile.existing(folder)

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
-from streamppo.cli.words import Count, RunFolder, Trust, Versions, Whole, app
+from streamppo.cli.words import Count, Positive, RunFolder, Trust, Versions, app
 from streamppo.commands import run_argument
 from streamppo.config import file as configfile
 
@@ -17,7 +16,7 @@ def export(
     /,
     *,
     to: Annotated[Path, Parameter(help="The folder to write; it must not exist.")],
-    version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
+    version: Annotated[Count | None, Parameter(help="The checkpoint (default: the newest).")] = None,
     adapter: Annotated[bool, Parameter(negative=(), help="With model.lora: only the adapters, for peft.")] = False,
 ) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder; also works for a run that died."""
@@ -39,7 +38,7 @@ def evaluate(
             help="A TOML file with another task and reward, which a model needs; and overrides, section.field=value.",
         ),
     ],
-    version: Annotated[Whole | None, Parameter(help="The checkpoint of the run (default: the newest).")] = None,
+    version: Annotated[Count | None, Parameter(help="The checkpoint of the run (default: the newest).")] = None,
     samples: Annotated[Count, Parameter(help="Samples of each prompt for pass@k (default: 8).")] = 8,
     json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
     trust: Trust = False,
@@ -61,11 +60,9 @@ def try_versions(
     versions: Versions,
     prompt: Annotated[str, Parameter(help="The prompt's number, as in `inspect --prompt`; or a text.")],
     at: Annotated[Count, Parameter(help="The token to continue from (default: the first).")] = 0,
-    sample: Annotated[Whole | None, Parameter(help="The prompt's sample (default: the first in the archive).")] = None,
-    attempt: Annotated[Whole | None, Parameter(help="The sample's attempt (default: the newest).")] = None,
-    n: Annotated[
-        Whole, Parameter(name=("-n", "--n"), validator=Number(gte=1), help="Continuations (default: 16).")
-    ] = 16,
+    sample: Annotated[Count | None, Parameter(help="The prompt's sample (default: the first in the archive).")] = None,
+    attempt: Annotated[Count | None, Parameter(help="The sample's attempt (default: the newest).")] = None,
+    n: Annotated[Positive, Parameter(name=("-n", "--n"), help="Continuations (default: 16).")] = 16,
     json: Annotated[bool, Parameter(help="Print the completions as JSON, for programs.")] = False,
     trust: Trust = False,
 ) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from streamppo.cli.words import ConfigFile, Override, Whole, app
+from streamppo.cli.words import ConfigFile, Count, Override, Positive, app
 from streamppo.commands.start import data as data_sets
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
@@ -24,7 +24,7 @@ def init(
         str, Parameter(help="Your data, rows with a prompt: jsonl, csv, parquet, a folder, a hub name.")
     ] = "",
     reward: Annotated[str, Parameter(help="Yours: FILE.py:FUNCTION, or package.module:function.")] = "",
-    gpu: Annotated[Whole, Parameter(validator=Number(gte=0), help="How many GPUs, with SGLang (default: 0).")] = 0,
+    gpu: Annotated[Count, Parameter(help="How many GPUs, with SGLang (default: 0).")] = 0,
     prompt: Annotated[str, Parameter(help="The column of the prompt, if its name is unusual.")] = "",
     answer: Annotated[str, Parameter(help="The column of the answer, if its name is unusual.")] = "",
 ) -> int:
@@ -49,7 +49,7 @@ def reward_test(
     config: ConfigFile,
     /,
     *overrides: Override,
-    n: Annotated[Whole, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
+    n: Annotated[Positive, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
     completions: Annotated[
         Path | None, Parameter(help="A jsonl file of them instead: completion, prompt, columns.")
     ] = None,
@@ -115,7 +115,7 @@ def bench(
     compare: Annotated[
         Path | None, Parameter(help="A file of --json; the exit code is 1 if something became slower.")
     ] = None,
-    rounds: Annotated[Whole, Parameter(validator=Number(gte=1), help="How often to measure (default: 3).")] = 3,
+    rounds: Annotated[Positive, Parameter(help="How often to measure (default: 3).")] = 3,
 ) -> int:
     """Measure how fast streamppo is on this machine, in under five minutes. Needs the repository."""
     from streamppo.commands.start import bench as command
@@ -135,7 +135,7 @@ def plan(
             help="Runs on this machine with the same model and lengths, half a minute each: their costs count.",
         ),
     ] = (),
-    gpus: Annotated[Whole, Parameter(validator=Number(gte=0), help="Instead: a number of GPUs, 2 at least.")] = 0,
+    gpus: Annotated[Count, Parameter(help="Instead: a number of GPUs, 2 at least.")] = 0,
     gpu: Annotated[str, Parameter(help="Their type: a100, h100, h200, b200, l40s (default: h100).")] = "h100",
     prompt_tokens: Annotated[
         float | None, Parameter(validator=Number(gt=0), help="Mean tokens of a prompt, with --gpus.")

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from streamppo.cli.words import Changes, RunFolder, Trust, Whole, app
+from streamppo.cli.words import Changes, Count, Positive, RunFolder, Trust, Whole, app
 from streamppo.commands import run_argument
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
@@ -21,7 +21,7 @@ def replay(
     place: Annotated[Path, Parameter(name="RUN", help="The folder of a run, or the file of a bundle.")],
     /,
     *,
-    to: Annotated[Whole | None, Parameter(help="For a run: the last version to replay (default: all).")] = None,
+    to: Annotated[Count | None, Parameter(help="For a run: the last version to replay (default: all).")] = None,
     rows: Annotated[Rows, Parameter(help="For a bundle: rows to show (default: 0; as JSON all).")] = (),
     changes: Changes = (),
     pdb: Annotated[bool, Parameter(help="For a bundle: stop in the debugger at the start of its update.")] = False,
@@ -52,7 +52,7 @@ def bundle(
     folder: RunFolder,
     /,
     *,
-    update: Annotated[Whole, Parameter(validator=Number(gte=1), help="The version that the update made.")],
+    update: Annotated[Positive, Parameter(help="The version that the update made.")],
     to: Annotated[Path | None, Parameter(help="The file to write (default: NAME-N.safetensors).")] = None,
     rows: Annotated[Rows, Parameter(help="Rows of its batch (default: all; fewer make another update).")] = (),
     adapter: Annotated[bool, Parameter(help="For a run with model.lora: without the frozen weights.")] = False,

@@ -45,3 +45,4 @@ def _whole(_: type[int], tokens: Sequence[Token]) -> int:
 
 Whole = Annotated[int, Parameter(converter=_whole)]
 Count = Annotated[int, Parameter(converter=_whole, validator=Number(gte=0))]
+Positive = Annotated[int, Parameter(converter=_whole, validator=Number(gte=1))]

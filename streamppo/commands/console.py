@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.style import StyleType
@@ -29,15 +31,20 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def echo(*rows: str) -> None:
-    """Print lines of a command's result; an empty line without any. Each of them stays one line."""
-    console().print("\n".join(map(harmless, rows)), soft_wrap=True)
+def echo(*rows: str, result: Path | None = None) -> None:
+    """Print lines of a command's result; an empty line without any. Each of them stays one line.
+
+    If a pipe or a device has the `result`, which may be standard output, lines about it go to standard error.
+    """
+    is_result = result is None or result.is_file()
+    console(sys.stdout if is_result else sys.stderr).print("\n".join(map(harmless, rows)), soft_wrap=True)
 
 
-def console() -> Console:
-    """Make a console on the present standard output. Text is printed as it is: no markup, no highlighting."""
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    return _Console(width=width, markup=False, highlight=False, emoji=False)
+def console(stream: TextIO | None = None) -> Console:
+    """Make a console on the present standard output, or another stream. Text is printed as it is, without markup."""
+    stream = stream or sys.stdout
+    width = None if stream.isatty() else PLAIN_WIDTH
+    return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
 class _Rows(Table):

@@ -32,6 +32,10 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     if not versions:
         raise JournalError(f"{run}: no update was archived yet")
     version = versions[-1] if update is None else update - 1
+    if version not in versions:
+        raise JournalError(
+            f"{run}: no batch of update {version + 1}: the archive has those of {versions[0] + 1} to {versions[-1] + 1}"
+        )
     batch, learned = batches.batch_and_record(version)
     tokenizer, rows = Tokenizer(model_path(config, run)), RunRows(config, run)
     rewards = [trajectory.reward for trajectory in batch.trajectories]
@@ -51,7 +55,7 @@ def inspect_dead_letters(run: Path, count: int) -> int:
     letters = journal.dead_letters()
     journal.close()
     echo(f"{len(letters)} dead letters")
-    for letter in reversed(letters[-count:] if count else []):
+    for letter in reversed(letters[-count:]):
         trajectory = letter.trajectory
         # Their columns may end within an entry.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()

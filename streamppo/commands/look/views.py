@@ -41,9 +41,9 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     differences, why = attempt(lambda: reports.differences(paths))
     file = to or (paths[0] / reports.REPORT if single else Path(reports.REPORT))
     written = reports.write(paths, file, differences or (), _predicted(paths, measured))
-    echo(f"report: {written}", *(difference.sentence() for difference in differences or ()))
+    echo(f"report: {written}", *(difference.sentence() for difference in differences or ()), result=file)
     if why:
-        echo(f"no difference: {why}")
+        echo(f"no difference: {why}", result=file)
     return 0
 
 
@@ -66,7 +66,7 @@ def trace(run: Path, to: Path) -> int:
         raise RunError(f"{run}: nothing has happened yet: {metrics_file.METRICS} has no line")
     timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
     durable.write_output(to, json.dumps(timeline).encode(), RunError)
-    echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the file stays in the browser")
+    echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the file stays in the browser", result=to)
     return 0
 
 

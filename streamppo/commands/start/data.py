@@ -47,7 +47,7 @@ def data(name: Name, folder: Path, to: Path, split: str) -> int:
     content = BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), content)
     durable.write_output(to, content.getvalue(), TaskError)
-    echo(f"{to}: {len(rows)} rows")
+    echo(f"{to}: {len(rows)} rows", result=to)
     return 0
 
 

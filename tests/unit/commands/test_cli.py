@@ -97,6 +97,12 @@ MISTAKES = {
     "scale run": "--rollouts requires an argument",
     "scale run --rollouts 0": "--rollouts",
     "replay run --to last": "--to",
+    "inspect run --n -1": "--n",
+    "inspect run --n 0": "--n",
+    "inspect run --update 0": "--update",
+    "inspect run --prompt -1": "--prompt",
+    "export run --version -1 --to x": "--version",
+    "reward-test CONFIG --n 0": "--n",
     "data mnist --from a --to b": 'Choose from: "gsm8k"',
 }
 

@@ -105,7 +105,7 @@ def test_an_earlier_result_stays_if_the_disk_is_full(
     ("command", "begin"), [("trace", b'{"traceEvents"'), ("report", b"<!doctype"), ("data", b"PAR1")]
 )
 def test_a_pipe_gets_the_result_and_a_link_stays_one(
-    command: str, begin: bytes, exact: Path, rows: Path, tmp_path: Path
+    command: str, begin: bytes, exact: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipe, link, target = (tmp_path / name for name in ("pipe", "link", "target"))
     os.mkfifo(pipe)
@@ -114,5 +114,9 @@ def test_a_pipe_gets_the_result_and_a_link_stays_one(
         content = pool.submit(pipe.read_bytes)
         assert main(words(command, exact, rows, pipe)) == 0
         assert content.result(60).lower().startswith(begin.lower())
+    # The pipe may be standard output.
+    printed = capsys.readouterr()
+    assert not printed.out and str(pipe) in printed.err
     assert main(words(command, exact, rows, link)) == 0
+    assert str(link) in capsys.readouterr().out
     assert link.is_symlink() and target.read_bytes().lower().startswith(begin.lower())

@@ -1,5 +1,6 @@
 """A prompt is found by the journal's keys and the ranges of the archive, without opening every file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 from conftest import COUNTERS, trajectory
 
 from streamppo.commands.look import inspect as inspection
+from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.store import archive
@@ -29,6 +31,13 @@ def run(tmp_path: Path) -> Path:
         journal.write(Changes(counters), [one], made.settle)
     journal.close()
     return tmp_path
+
+
+def test_an_update_without_a_batch_is_refused_under_its_own_number(
+    run: Path, math_config: Callable[..., Config]
+) -> None:
+    with pytest.raises(JournalError, match=r": no batch of update 99: the archive has those of 1 to 4$"):
+        inspection.inspect(math_config(), run, 99, 4)
 
 
 @pytest.mark.parametrize(("prompt", "version"), [(n, version) for version, numbers in PROMPTS.items() for n in numbers])
