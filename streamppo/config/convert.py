@@ -31,6 +31,8 @@ WRONG = object()
 """Replaces an invalid value."""
 BITS = 63
 """Integers are sent as signed 64-bit."""
+MOST = 2**BITS - 1
+"""The largest."""
 
 
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
@@ -70,7 +72,9 @@ class _Reader:
         return WRONG
 
     def _unlike(self, node: inspect.Type, value: object, name: str) -> object:
-        return self._add(name, f"must be {describe_type(node)}, not {format_value(value)}")
+        too_large = isinstance(value, int) and value > MOST and isinstance(node, inspect.IntType)
+        most = f" and at most {MOST}" if too_large else ""
+        return self._add(name, f"must be {describe_type(node)}{most}, not {format_value(value)}")
 
     # --- tables ----------------------------------------------------------------------------------------------
 

@@ -29,7 +29,10 @@ def _about(mistake: Mistake, override: str) -> bool:
     """True if the override caused the mistake: it set this field, a table around it, or a contradicting field."""
     if f"{mistake.at}.".startswith(f"{override}."):
         return True
-    return mistake.broad and bool(mistake.at) and f"{override}.".startswith(f"{mistake.at}.")
+    if mistake.broad and not mistake.at:
+        # A rule between all sections begins with the field that it is about.
+        return mistake.text.startswith(f"{override} ")
+    return mistake.broad and f"{override}.".startswith(f"{mistake.at}.")
 
 
 def _as_written(mistake: Mistake, short: Mapping[str, str]) -> Mistake:

@@ -40,7 +40,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         # A file named by the user may be a shell's pipe, `<(...)`; a file in a run's folder may not.
         with durable.reading(path, whole=True) if path.name == CONFIG else path.open("rb") as file:
-            text = file.read().decode().replace("\r\n", "\n").replace("\r", "\n")
+            # An editor may have put a byte order mark before it.
+            text = file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -70,18 +71,17 @@ def save(config: Config, run: Path) -> None:
 def existing(run: Path) -> Path:
     """The absolute path of a run's folder.
 
-    Raises `CheckpointError` if it has no run, or an entry that is neither a file nor a folder: reading a pipe could
-    block for ever, and a device never ends. A sparse file is refused too: reading it may exhaust the memory.
+    Raises `CheckpointError` if it has no run, or an entry, not hidden, that is neither a file nor a folder: reading a
+    pipe could block for ever, and a device never ends. A sparse file is refused too: reading it may exhaust the memory.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found")
-    # A temporary file of a running run may be gone by now.
-    if strange := [
-        one.name for one in run.iterdir() if not one.is_file() and not one.is_dir() and os.path.lexists(one)
-    ]:
+    # A temporary file of a running run may be gone by now. Hidden ones, as an editor's lock, are never opened.
+    named = [one for one in run.iterdir() if not one.name.startswith(".")]
+    if strange := [one.name for one in named if not one.is_file() and not one.is_dir() and os.path.lexists(one)]:
         raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder; streamppo writes only these")
     # Not checked: files that SQLite and tokenizers read themselves, and weights, of which only a header is read.
     for path in (*run.iterdir(), *(run / "model").glob("*")):

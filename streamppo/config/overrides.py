@@ -22,11 +22,15 @@ Rewrite: TypeAlias = Callable[[Sequence[Override]], list[Override]]
 
 
 def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
-    """Parse overrides. Raises `ConfigError` with every text that is not section.field=value."""
+    """Parse overrides. Raises `ConfigError` with every text that is not section.field=value, or several of them."""
     wrong = [text for text in texts if not text.partition("=")[0].strip() or "=" not in text]
     if wrong:
         raise ConfigError("\n".join(f"override {text!r} is not of the form section.field=value" for text in wrong))
     parts = [text.partition("=") for text in texts]
+    if wrong := [text for text, (_, _, value) in zip(texts, parts, strict=True) if _has_more(value)]:
+        raise ConfigError(
+            "\n".join(f"override {text!r} sets more than one field: give each by itself" for text in wrong)
+        )
     return _kinds_first(rewrite([Override(name.strip(), _value(value.strip())) for name, _, value in parts]))
 
 
@@ -71,7 +75,17 @@ def _apply(tree: Tree, override: Override) -> str | None:
 
 def _value(text: str) -> object:
     """`text` as TOML; a bare word is a string."""
+    return _tree(text).get("value", text)
+
+
+def _has_more(text: str) -> bool:
+    """True if lines after a value set other fields or begin a table."""
+    return len(_tree(text.strip())) > 1
+
+
+def _tree(text: str) -> Tree:
+    """The table of a TOML file with the value `text`; empty if it is no TOML."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
-        return text
+        return {}

@@ -17,6 +17,9 @@ from streamppo.queue.store.journal import Journal
 OTHERS = ("model", "wandb")
 """Folders of a run that may have links: those with files that are only read, and those of wandb, which makes links."""
 
+EDITORS = ".#"
+"""Prefix of an editor's lock, a link of which no run writes the name."""
+
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
     """Refuse to resume the run in `folder` under `config` if the result would be wrong; a new run always passes.
@@ -56,5 +59,5 @@ def _links(run: Path) -> Iterator[Path]:
         if Path(place) == run:
             folders[:] = [name for name in folders if name not in OTHERS]
         for name in sorted([*files, *(name for name in folders if name.endswith(durable.ASIDE))]):
-            if (path := Path(place, name)).is_symlink():
+            if not name.startswith(EDITORS) and (path := Path(place, name)).is_symlink():
                 yield path

@@ -73,10 +73,10 @@ def test_all_mistakes_of_a_file_are_told_at_once_each_with_its_line(tmp_path: Pa
 def test_rules_between_fields_are_told_at_once_too() -> None:
     found = told(MATH, "queue.batch_size=7", "learner.minibatches=2", "name=a/b", "learner.gpus=2")
     assert found == [
-        f"{MATH}: queue.batch_size (7) must be a multiple of queue.samples_per_prompt (4)",
-        f"{MATH}: queue.batch_size (7) must be a multiple of learner.minibatches (2)",
-        f"{MATH}: learner.gpus (2) must be at most 1: a rank computes on one GPU; raise learner.ranks",
-        f"{MATH}: name ('a/b') must be usable as the name of a folder: at most 200 bytes, "
+        "override queue.batch_size (7) must be a multiple of queue.samples_per_prompt (4)",
+        "override queue.batch_size (7) must be a multiple of learner.minibatches (2)",
+        "override learner.gpus (2) must be at most 1: a rank computes on one GPU; raise learner.ranks",
+        "override name ('a/b') must be usable as the name of a folder: at most 200 bytes, "
         'without "/", control characters, spaces at an end or "." at the beginning',
     ]
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -22,6 +23,7 @@ from streamppo.config.correction import FilterOffPolicyNegative, FilterTruncated
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
+from streamppo.driver import preflight
 from streamppo.errors import CheckpointError, ConfigError
 
 AT = "algorithm.teacher.url="
@@ -137,6 +139,10 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
         ('rollout.engine={kind="sglang", mem_fraction=0.3}', r"^override rollout.engine.mem_fraction: .* did you mean"),
         ("learner.lr", "not of the form"),
         ("name.x=1", "'name' is a value"),
+        ("name=a/b", r"^override name \('a/b'\) must be"),
+        ("updates=3\nseed=5", r"^override 'updates=3\\nseed=5' sets more than one field: give each by itself$"),
+        ("updates=3\n[learner]\nlr=1", "sets more than one field"),
+        (f"updates={9**30}", f"of at least 1 and at most {2**63 - 1}, not {9**30}$"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
@@ -451,6 +457,18 @@ def test_a_folder_with_something_that_is_no_file_is_refused(tmp_path: Path, kind
         strange.symlink_to("/dev/zero" if kind == "device" else "/nowhere")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: neither a file nor a folder"):
         configfile.existing(tmp_path)
+
+
+def test_the_lock_of_an_editor_in_a_runs_folder_is_no_fault(tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    configfile.save(math_config(), tmp_path)
+    (tmp_path / ".#config.toml").symlink_to("user@machine.4711:1790000000")
+    assert configfile.existing(tmp_path) == tmp_path
+    assert not list(preflight._links(tmp_path))
+
+
+def test_a_byte_order_mark_before_the_configuration_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "math.toml").write_bytes(b"\xef\xbb\xbf" + MATH.read_bytes())
+    assert configfile.load(tmp_path / "math.toml") == configfile.load(MATH)
 
 
 def test_a_file_that_goes_while_a_running_run_is_looked_at_is_no_fault(
