@@ -8,6 +8,7 @@ runs/NAME/summary.json     the whole run in one object, written when its driver 
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -215,7 +216,9 @@ class RunRecord:
         path = self.folder / metrics_file.METRICS
         with durable.naming(path, RunError):
             if not path.exists() and self.folder.exists():
-                log.info(f"{path} is gone: its lines so far are lost, and the next ones go into a new file")
+                is_moved = os.fstat(self._file.fileno()).st_nlink > 0
+                where = "it, or the run's folder, was moved with" if is_moved else "it was deleted with"
+                log.info(f"{path} is gone: {where} its lines so far; the next ones go into a new file")
                 self._file.close()
                 self._file = self._open()
             self._file.write(json.dumps(line) + "\n")

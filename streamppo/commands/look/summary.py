@@ -18,8 +18,8 @@ from streamppo.telemetry.report.view import View, attempt, condition_word
 from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
-GAP, LEAST_STATE = 2, 10
-"""Cells between two columns, and least cells of a state."""
+STATE, GAP, LEAST_STATE = 1, 2, 10
+"""The place of the state among them, cells between two columns, and least cells of a state."""
 
 
 def summary(run: Path, *, as_json: bool) -> int:
@@ -57,20 +57,28 @@ def current_summary(run: Path) -> dict[str, object]:
 
 
 def list_runs(runs: Path) -> int:
-    """Print a row for each run, the latest one last. Raises `RunError` without a run."""
+    """Print a row for each run, the latest one last; a narrow terminal has fewer columns, and whole names.
+
+    Raises `RunError` without a run.
+    """
     folders = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
     if not folders:
         raise RunError(f"{runs}: no run found")
     cells = [_row(folder) for folder in sorted(folders, key=_last_change_s)]
-    others = sum(
-        max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS)) if place != 1
-    )
-    shown, rows = console(), table(*HEADINGS)
-    for column in rows.columns:
-        column.no_wrap = True
+    widths = [max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS))]
+    shown, places = console(), [*range(len(HEADINGS))]
     # An error may be long: it gets the rest of the line.
-    for name, state, *numbers in cells:
-        rows.add_row(name, truncate(harmless(state), max(LEAST_STATE, shown.width - others - GAP)), *numbers)
+    while (rest := shown.width - sum(widths[place] for place in places if place != STATE)) < LEAST_STATE + GAP:
+        if len(places) == STATE + 1:
+            break
+        places.pop()
+    rows = table(*(HEADINGS[place] for place in places))
+    rows.columns[0].overflow = "fold"
+    for column in rows.columns[STATE:]:
+        column.no_wrap = True
+    for row in cells:
+        row[STATE] = truncate(harmless(row[STATE]), max(LEAST_STATE, rest - GAP))
+        rows.add_row(*(row[place] for place in places))
     shown.print(rows)
     return 0
 

@@ -134,6 +134,25 @@ def test_every_run_takes_one_line_also_one_that_failed_with_many_words(
     assert "\x1b" not in states["math"] and "JSON" in states["odd"]
 
 
+@pytest.mark.parametrize("columns", [20, 40, 60])
+def test_a_narrow_terminal_shows_whole_names_and_leaves_other_columns_out(
+    run: Path, math_config: Callable[..., Config], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", f"{columns}")
+    names = ["math", "math-with-a-larger-lr-1", "math-with-a-larger-lr-2"]
+    for name in names[1:]:
+        run_folder(run.parent / name, math_config(), updates=4)
+    shown = StringIO()
+    monkeypatch.setattr(summary, "console", lambda: Console(file=shown, force_terminal=True, color_system=None))
+    assert cli.main(["list", "--runs", str(run.parent)]) == 0
+    text = shown.getvalue()
+    assert all(len(row) <= columns for row in text.splitlines()) and "finished" in text
+    if columns == 20:
+        text = "".join(row.split(" ")[0] for row in text.splitlines())
+    assert all(name in text for name in names)
+    assert ("updates" in text) == (columns == 60)
+
+
 def test_a_folder_without_runs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "--runs", str(tmp_path)]) == 1
     assert "no run found" in capsys.readouterr().err

@@ -297,10 +297,28 @@ def test_lines_that_are_gone_are_no_error_before_a_part_or_in_it(
     updates(again, 4, 5)
     (tmp_path / lines.METRICS).unlink()
     updates(again, 6, 7)
-    assert "metrics.jsonl is gone" in logged.text
+    assert "metrics.jsonl is gone: it was deleted with its lines so far" in logged.text
     again.close(FINISHED, None, [])
     assert [line["update"] for line in lines.updates(tmp_path)] == [6, 7]
     assert said(tmp_path)["wall_s"] > 0
+
+
+def test_lines_in_a_folder_that_was_moved_are_not_said_to_be_lost(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    again = part(folder)
+    again.begin(0)
+    updates(again, 1, 2)
+    folder.rename(tmp_path / "moved")
+    # A process of the run makes it again, as for a checkpoint.
+    folder.mkdir()
+    updates(again, 3, 4)
+    again.close(FINISHED, None, [])
+    assert "metrics.jsonl is gone: it, or the run's folder, was moved with its lines so far" in logged.text
+    found = [[line["update"] for line in lines.updates(one)] for one in (tmp_path / "moved", folder)]
+    assert found == [[1, 2], [3, 4]]
 
 
 def test_a_run_without_any_line_has_a_summary_all_the_same(tmp_path: Path) -> None:
