@@ -21,7 +21,7 @@ from streamppo import __version__, durable, process
 from streamppo.api.messages import RewardSource, RunReply, RunRequest, line
 from streamppo.commands import end, run_argument
 from streamppo.commands.checks import light_checks
-from streamppo.config import consent, diff
+from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import completion, threads
@@ -84,9 +84,10 @@ def _resume(request: RunRequest, channel: socket.socket) -> int:
             channel.sendall(line(RunReply(folder=str(folder))))
             log.info(complete)
             return 0
+    changes = run_argument.changes(folder, config)
     run_argument.ask(folder, config)
     consent.give(folder, config)
-    for text in diff.describe_changes(configfile.load(folder / configfile.CONFIG), config):
+    for text in changes:
         log.info(text)
     light_checks.refuse(config)
     return _train(request, config, folder, channel, Interrupts())

@@ -33,7 +33,7 @@ from streamppo.cli.words import Changes, ConfigFile, Count, Override, Positive, 
 from streamppo.commands import run_argument
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands.console import complain, echo, flush
-from streamppo.config import consent, diff
+from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import completion, inputs, threads
@@ -161,9 +161,9 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
         if complete := completion.sentence(config, folder):
             log.info(complete)
             return 0
+        changes = run_argument.changes(folder, config)
         run_argument.ask(folder, config, trust=trust)
         consent.give(folder, config)
-        changes = diff.describe_changes(configfile.load(folder / configfile.CONFIG), config)
         for line in changes:
             log.info(line)
         if by and not changes:

@@ -53,6 +53,17 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
     consent.ask(run, configs, trust=trust)
 
 
+def changes(run: Path, config: Config) -> list[str]:
+    """A line for each value of the run that `config` changes. Raises `ConfigError` for one that a run keeps."""
+    before = configfile.load(run / configfile.CONFIG)
+    if config.name != before.name:
+        raise ConfigError(f"a run keeps its name, as its folder does: it is {before.name!r}; fork it under another")
+    # A run that never began has nothing to keep.
+    if (run / "journal.sqlite").is_file() and (fault := diff.fixed_fault(before, config)):
+        raise ConfigError(fault)
+    return diff.describe_changes(before, config)
+
+
 def refuse(config: Config) -> None:
     """Raise the errors of a run of `config` before it has a folder or a process."""
     from streamppo.commands.checks import light_checks

@@ -57,6 +57,14 @@ def fixed_values(config: Config) -> dict[str, object]:
     return values | {"learner.gpus > 0": config.learner.gpus > 0, "teacher at a url": asks}
 
 
+def fixed_fault(before: Config, after: Config) -> str:
+    """A sentence about a value that changes and may not; empty if there is none."""
+    was, becomes = fixed_values(before), fixed_values(after)
+    for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
+        return f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
+    return ""
+
+
 def learning(config: Config) -> dict[str, object]:
     """Values that affect the result of an update on a given batch, by dotted name."""
     values = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamppo.config.diff import fixed_values
+from streamppo.config.diff import fixed_fault
 from streamppo.config.sections import Config
 from streamppo.errors import UNREADABLE, CheckpointError, JournalError
 from streamppo.queue.shards import shards
@@ -40,13 +40,8 @@ def is_exact(recorded: Mapping[int, Config], version: int) -> bool:
 
 def refuse_other(before: Config | None, config: Config) -> None:
     """Raise `CheckpointError` if `config` changes a fixed setting of a run whose last configuration is `before`."""
-    if before is None:
-        return
-    was, becomes = fixed_values(before), fixed_values(config)
-    for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
-        raise CheckpointError(
-            f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
-        )
+    if before is not None and (fault := fixed_fault(before, config)):
+        raise CheckpointError(fault)
 
 
 def refuse_without_journal(run: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import shutil
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from streamppo.errors import ModelError
 
 DEVICES = Path("/dev")
 SHARED = Path("/dev/shm")
+SOCKET = f"ray/session_2026-01-31_12-00-00_000000_{os.getpid()}/sockets/plasma_store"
+"""A path of Ray's sockets in its temporary folder."""
+MOST_SOCKET = 107 if sys.platform == "linux" else 103
+"""Most bytes of a socket's path (sockaddr_un)."""
 PROCESS_MIB = 300
 """Memory of a process that has imported torch, before there is a model."""
 
@@ -101,6 +106,7 @@ def places(config: Config) -> Findings:
     yield from _processes(config)
     yield from _object_store(config.cluster.object_store_mib)
     yield from _file_size(config.cluster.object_store_mib)
+    yield from _sockets()
 
 
 def _processes(config: Config) -> Findings:
@@ -127,3 +133,10 @@ def _file_size(mib: int) -> Findings:
     if limit != resource.RLIM_INFINITY and limit < mib * 2**20:
         text = f"no file may be larger than {limit // 2**10} KiB here, and Ray's object store is one of {mib} MiB"
         yield Finding("file size", "not here", f"{text}: ulimit -f unlimited, or a smaller cluster.object_store_mib")
+
+
+def _sockets() -> Findings:
+    folder = os.environ.get("RAY_TMPDIR") or (sys.platform == "linux" and os.environ.get("TMPDIR")) or "/tmp"
+    if (size := len(os.fsencode(os.path.join(folder, SOCKET)))) > MOST_SOCKET:
+        text = f"the paths of Ray's sockets in {folder} would have {size} bytes, and may have {MOST_SOCKET}"
+        yield Finding("sockets", "not here", f"{text}: set RAY_TMPDIR to a folder with a shorter path, such as /tmp")

@@ -42,6 +42,9 @@ CLOSING_S = 10.0
 TOO_LATE = "timed out during startup"
 """Part of Ray's message when its processes have not started after 30 s; that limit cannot be configured."""
 
+TOO_LONG = "AF_UNIX path length"
+"""Part of Ray's message for a socket with a path of more than 107 bytes."""
+
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
 """Ray's "pid" of lines by its own processes, which no actor's lines have."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
@@ -198,12 +201,17 @@ def started_ray(config: Config, mark: str) -> Generator[None]:
 
 @contextmanager
 def _in_a_sentence() -> Generator[None]:
-    """Raise `RunError` if Ray's processes have not started in time: Ray has no exception class for that."""
+    """Raise `RunError` if Ray's processes have not started in time, or their sockets have too long paths.
+
+    Ray has no exception classes for that.
+    """
     try:
         yield
     finally:
         if (error := sys.exception()) is not None and TOO_LATE in str(error):
             raise RunError("Ray has not started within its 30 s: this machine is too busy; try again") from error
+        if error is not None and TOO_LONG in str(error):
+            raise RunError(f"Ray's folder has too long a path: set RAY_TMPDIR to a shorter one ({error})") from error
 
 
 def here() -> NodeAffinitySchedulingStrategy:

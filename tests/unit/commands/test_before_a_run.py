@@ -16,6 +16,7 @@ from benchmarks.lib.runs import PLAIN
 from streamppo import loop
 from streamppo.cli import main
 from streamppo.commands.checks import machine
+from streamppo.config import file as configfile
 from streamppo.tasks.tokenizer import character_tokenizer
 
 DATA = "task={kind='data', data='rows.jsonl', held_out=0}"
@@ -49,6 +50,17 @@ def test_a_run_that_lacks_something_is_refused_before_it_has_a_folder(
     assert main(["run", str(MATH), *LACKING[sentence]]) == 2
     assert sentence in capsys.readouterr().err
     assert list(Path().iterdir()) == [Path("rows.jsonl")]
+
+
+@pytest.mark.parametrize(("name", "long"), [("TMPDIR", True), ("RAY_TMPDIR", True), ("RAY_TMPDIR", False)])
+def test_a_temporary_folder_with_a_path_too_long_for_sockets_is_refused_with_the_remedy(
+    name: str, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/tmp/" + "long" * 20)
+    monkeypatch.setenv(name, "/tmp/" + "long" * 20 if long else "/tmp")
+    found = [finding.text for finding in machine.places(configfile.load(MATH)) if finding.subject == "sockets"]
+    assert [text.partition(": ")[2][:14] for text in found] == ["set RAY_TMPDIR"] * long
 
 
 def model_folder(positions: int) -> None:

@@ -89,6 +89,23 @@ def test_what_overrides_change_is_said(run: Path, capsys: pytest.CaptureFixture[
     assert re.fullmatch(r"updates: 24 -> 30\nlearner\.lr: [\d.e-]+ -> 0\.5\n", said)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("name=other", "a run keeps its name, as its folder does: it is 'math'; fork it under another"),
+        ("model.path=other", "a run keeps its model.path: it was 'model', and cannot become 'other'"),
+    ],
+)
+def test_a_change_of_what_a_run_keeps_is_a_mistake_and_is_not_said_to_be_made(
+    run: Path, override: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "journal.sqlite").touch()
+    before = files(run)
+    assert cli.main(["resume", str(run), "updates=30", override]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and not shown.out and files(run) == before
+
+
 def test_overrides_that_change_nothing_are_said_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without_last_line(run)
     with pytest.raises(ImportError):

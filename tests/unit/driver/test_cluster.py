@@ -54,6 +54,7 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
             RunError,
             "this machine is too busy",
         ),
+        ("AF_UNIX path length cannot exceed 107 bytes: /t", RunError, r"set RAY_TMPDIR to a shorter one \(AF_UNIX"),
         ("no such thing", Exception, "no such thing"),
     ):
         monkeypatch.setattr(cluster.ray, "init", partial(fail, said))
