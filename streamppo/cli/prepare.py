@@ -13,6 +13,10 @@ from streamppo.commands.start import data as data_sets
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
 
+SPLIT_PATHS = 'COMPREPLY=( $(compgen -f -- "${cur}") )'
+WHOLE_PATHS = "IFS=$'\\n' read -r -d '' -a COMPREPLY < <(compgen -f -- \"${cur}\"); compopt -o filenames 2> /dev/null"
+"""What cyclopts writes for bash, which splits paths at spaces, and what takes its place."""
+
 
 @app.command
 def init(
@@ -168,5 +172,5 @@ def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.", show_choices=True)], /
 ) -> int:
     """Print a shell's completion script for commands, options and paths. docs/commands.md explains the installation."""
-    sys.stdout.write(app.generate_completion(shell=shell))
+    sys.stdout.write(app.generate_completion(shell=shell).replace(SPLIT_PATHS, WHOLE_PATHS))
     return 0

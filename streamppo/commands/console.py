@@ -42,8 +42,7 @@ def echo(*rows: str, result: Path | None = None) -> None:
 
 def console(stream: TextIO | None = None) -> Console:
     """Make a console on the present standard output, or another stream. Text is printed as it is, without markup."""
-    stream = stream or sys.stdout
-    width = None if stream.isatty() else PLAIN_WIDTH
+    width = None if (stream or sys.stdout).isatty() else PLAIN_WIDTH
     return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 

@@ -70,9 +70,14 @@ def test_bash_completes_commands_options_paths_and_choices(tmp_path: Path) -> No
         "source completion.bash\n"
         'ask() { COMP_WORDS=(streamppo "$@"); COMP_CWORD=$#; COMPREPLY=(); _streamppo; echo "${COMPREPLY[*]}"; }\n'
     )
+    (tmp_path / "b c.csv").touch()
+    asked += 'ask run "b"; echo "${#COMPREPLY[@]}"\n'
     (tmp_path / "completion.bash").write_text(streamppo("completion", "bash").stdout)
     done = subprocess.run(["bash", "-c", script + asked], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [" ".join(words) for words in COMPLETED.values()], done.stderr
+    assert done.stdout.splitlines() == [
+        *(" ".join(words) for words in COMPLETED.values()),
+        *("b c.csv", "1"),
+    ], done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
