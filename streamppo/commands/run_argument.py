@@ -56,7 +56,8 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
 def changes(run: Path, config: Config) -> list[str]:
     """A line for each value of the run that `config` changes. Raises `ConfigError` for one that a run keeps."""
     before = configfile.load(run / configfile.CONFIG)
-    if config.name != before.name:
+    # The folder of a second run of a name has a number, and `run --resume` takes it as the name.
+    if config.name not in (before.name, run.name):
         raise ConfigError(f"a run keeps its name, as its folder does: it is {before.name!r}; fork it under another")
     # A run that never began has nothing to keep.
     if (run / "journal.sqlite").is_file() and (fault := diff.fixed_fault(before, config)):

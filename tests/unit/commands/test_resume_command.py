@@ -13,6 +13,7 @@ import streamppo
 from streamppo import cli
 from streamppo.commands import run_argument
 from streamppo.config import diff
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver.folder import lock
 from streamppo.telemetry import metrics_file
@@ -104,6 +105,12 @@ def test_a_change_of_what_a_run_keeps_is_a_mistake_and_is_not_said_to_be_made(
     assert cli.main(["resume", str(run), "updates=30", override]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and not shown.out and files(run) == before
+
+
+def test_a_second_run_of_a_name_may_be_called_as_its_folder(run: Path) -> None:
+    folder = run.rename(run.with_name("math-2"))
+    config = configfile.load(folder / configfile.CONFIG, ["name=math-2"])
+    assert run_argument.changes(folder, config) == ['name: "math" -> "math-2"']
 
 
 def test_overrides_that_change_nothing_are_said_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
