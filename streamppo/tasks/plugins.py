@@ -51,7 +51,8 @@ def _hiding(folder: Path) -> list[Path]:
         for name, module in sys.modules.items()
         if "site-packages" in Path(getattr(module, "__file__", "") or "").parts
     }
-    taken = {*sys.stdlib_module_names, *installed}
+    # A checkout of streamppo may be the folder, and an installed one in use.
+    taken = {*sys.stdlib_module_names, *installed} - {"streamppo"}
     found = [*folder.glob("*.py"), *(init.parent for init in folder.glob("*/__init__.py"))]
     return sorted(path for path in found if path.stem in taken and "site-packages" not in path.parts)
 

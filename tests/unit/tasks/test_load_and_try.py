@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,13 @@ def test_a_file_of_the_current_folder_that_hides_a_module_of_python_or_ray_is_re
     (tmp_path / "of_this_folder.py").write_text("def score(trajectory):\n    return 1.0\n")
     plugins.export_path()
     assert callable(plugins.load("of_this_folder:score", "reward.function"))
+    # A checkout, beside an installed streamppo that is in use.
+    (tmp_path / "streamppo").mkdir()
+    (tmp_path / "streamppo" / "__init__.py").touch()
+    monkeypatch.setitem(sys.modules, "streamppo", SimpleNamespace(__file__="/lib/site-packages/streamppo/__init__.py"))
+    plugins.export_path()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
