@@ -97,7 +97,7 @@ def memory_mib(root: int) -> float:
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents[int(stat.parent.name)] = int(stat.read_bytes().rpartition(b")")[2].split()[1])
     kibibytes = 0
     for process in parents:
         ancestor = process
