@@ -19,7 +19,8 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
@@ -29,12 +30,13 @@ from msgspec import structs
 
 from streamppo.config.task import AgentEnvironment, AnySandbox
 from streamppo.errors import TaskError
-from streamppo.tasks import agent_sandbox, plugins
+from streamppo.tasks import agent_sandbox, plugins, user_traceback
 from streamppo.tasks.agent_sandbox import AgentProgram
 from streamppo.tasks.environments import Done
 from streamppo.tasks.rewards.outcome import plain
 from streamppo.tasks.rewards.processes import reaper
 from streamppo.tasks.scorers.capture import Ran
+from streamppo.tasks.time_limit import TooLate, within
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"
@@ -174,7 +176,9 @@ class Agent:
             errors.write(ran.stderr)
             code = ran.exit_code
         elif ran is not LATE:
-            return AgentOutcome(reason=f"the agent's sandbox returned {repr(ran)[:SHOWN]}, and no `Ran`")
+            return AgentOutcome(
+                reason=f"the agent's sandbox returned {user_traceback.describe(ran)[:SHOWN]}, and no `Ran`"
+            )
         return _ended(code, call.timeout_s, printed, errors)
 
 
@@ -292,20 +296,18 @@ def _missing(function: Callable[..., object], given: Mapping[str, object]) -> st
 def _run(
     runner: asyncio.Runner, function: Callable[..., object], given: Mapping[str, object], timeout_s: float
 ) -> object:
+    begin = time.monotonic()
     value = function(**given)
-    return runner.run(_in_time(value, timeout_s)) if inspect.isawaitable(value) else value
+    if inspect.isawaitable(value):
+        return runner.run(_in_time(value, timeout_s))
+    return LATE if time.monotonic() - begin > timeout_s else value
 
 
-async def _in_time(awaitable: Any, timeout_s: float) -> object:
+async def _in_time(awaitable: Awaitable[object], timeout_s: float) -> object:
     """Await a run, and cancel its remaining tasks; `LATE` if it takes too long."""
-    limit = asyncio.timeout(timeout_s)
     try:
-        async with limit:
-            return await cast("Coroutine[Any, Any, object]", awaitable)
-    except TimeoutError:
-        # The agent itself raised it.
-        if not limit.expired():
-            raise
+        return await within(asyncio.timeout(timeout_s), awaitable)
+    except TooLate:
         return LATE
     finally:
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -357,7 +359,7 @@ def _outcome(value: object) -> AgentOutcome:
     try:
         checked = plain(reward)
     except ValueError as error:
-        return AgentOutcome(reason=f"the agent returned {repr(value)[:SHOWN]}, {error}")
+        return AgentOutcome(reason=f"the agent returned {user_traceback.describe(value)[:SHOWN]}, {error}")
     if checked.tokens:
         return AgentOutcome(
             reason="the agent returned rewards of single tokens, which it does not have: give score and turns"

@@ -21,7 +21,8 @@ from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.tasks import plugins, user_traceback
 from streamppo.tasks.rewards.outcome import QUOTED, plain
-from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls, TooLate
+from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls
+from streamppo.tasks.time_limit import TooLate
 from streamppo.tasks.tokenizer import Said
 from streamppo.types import Message, Prompt, Reward
 
@@ -125,8 +126,9 @@ async def _within_time(method: str, calls: EnvironmentCalls, call: Callable[[], 
         return await calls.call(call)
     except TooLate as error:
         raise EnvironmentFailed(f"{method} {error}") from error
-    # A user's environment may raise any exception.
-    except (Exception, SystemExit) as error:
+    except user_traceback.USER_ERRORS as error:
+        if user_traceback.is_cancellation(error):
+            raise
         raise EnvironmentFailed(f"{method}: {user_traceback.format_user_error(error)}") from error
 
 
@@ -134,7 +136,7 @@ def _plain(reward: Reward) -> Reward:
     try:
         return plain(reward)
     except ValueError as error:
-        raise EnvironmentFailed(f"step gave {repr(reward)[:QUOTED]}, {error}") from error
+        raise EnvironmentFailed(f"step gave {user_traceback.describe(reward)[:QUOTED]}, {error}") from error
 
 
 def _describe_answer(value: object) -> Said:
@@ -142,7 +144,8 @@ def _describe_answer(value: object) -> Said:
         return value
     if isinstance(value, Sequence) and value and all(map(_is_message, value)):
         return tuple(value)
-    raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {repr(value)[:QUOTED]}")
+    said = user_traceback.describe(value)[:QUOTED]
+    raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {said}")
 
 
 def _is_message(value: object) -> bool:

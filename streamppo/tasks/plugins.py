@@ -66,8 +66,7 @@ def load(name: str, asked_by: str) -> object:
         module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as error:
         raise TaskError(f"{asked_by} {name!r}: {error}") from error
-    # The import of a user's module may raise any exception.
-    except (Exception, SystemExit) as error:
+    except user_traceback.USER_ERRORS as error:
         raise TaskError(
             f"{asked_by} {name!r}: importing {where} failed: {user_traceback.format_user_error(error)}"
             f"{_neighbour(where, attribute, error) or remedy(error)}"
@@ -90,8 +89,7 @@ def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Argume
     """Call user code. Raises `TaskError` if it fails; the message begins with `asked_by` and names the line."""
     try:
         return function(*arguments)
-    # User code may raise any exception.
-    except (Exception, SystemExit) as error:
+    except user_traceback.USER_ERRORS as error:
         raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}{remedy(error)}") from error
 
 

@@ -18,16 +18,13 @@ from typing import Any, TypeVar
 
 from streamppo.tasks import user_traceback
 from streamppo.tasks.coroutine_steps import watch_steps
+from streamppo.tasks.time_limit import TooLate, within
 
 HELD_S = 0.5
 """A longer step counts as blocking the event loop."""
 LOOK_S = 0.1
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class TooLate(Exception):
-    """A call exceeded its time limit."""
 
 
 @dataclass(slots=True)
@@ -104,27 +101,15 @@ class EnvironmentCalls:
         stalls, self.held_at = self._stalls, ""
         stalls.begin()
         token, limit = _CALLS.set(self), asyncio.timeout(stalls.timeout_s)
+        stalls.open[self] = limit
         try:
-            async with limit:
-                stalls.open[self] = limit
-                answer = await watch_steps(_awaited(call), self)
-        except TimeoutError as error:
-            # Otherwise the environment itself raised it.
-            if limit.expired():
-                raise self._too_late() from error
-            raise
+            return await within(limit, watch_steps(_awaited(call), self))
+        except TooLate as error:
+            held = f": {self.held_at} does not await" if self.held_at else ""
+            raise TooLate(f"took more than {stalls.timeout_s:g} s{held}") from error
         finally:
             del stalls.open[self]
             _CALLS.reset(token)
-        end_s = limit.when()
-        # The last step of a call cannot be cancelled.
-        if end_s is not None and asyncio.get_running_loop().time() > end_s:
-            raise self._too_late()
-        return answer
-
-    def _too_late(self) -> TooLate:
-        held = f": {self.held_at} does not await" if self.held_at else ""
-        return TooLate(f"took more than {self._stalls.timeout_s:g} s{held}")
 
     def enter(self) -> None:
         """Record that a step begins."""

@@ -1,9 +1,10 @@
-"""Files and lines of user code, for messages about its errors."""
+"""Errors of user code: what counts as one, and its message with file and line."""
 
+import asyncio
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -13,12 +14,55 @@ PLUG_INS = tuple(str(OURS / "tasks" / name) for name in ("library", "scorers"))
 NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, str(OURS))
 """Folders of files that are not user code."""
 
+USER_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
+"""Errors of user code that fail one trajectory. A coroutine passes on what `is_cancellation` says is none of them."""
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Return True if `error` cancels the running task; False if something that user code awaits was cancelled."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
 
 def format_user_error(error: BaseException) -> str:
-    """Return an error's message, after the file and innermost line of user code in its traceback, if there is one."""
-    message = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    place = _innermost(traceback.walk_tb(error.__traceback__))
+    """Return an error's message, after the file and innermost line of user code in its traceback, if there is one.
+
+    The message of a group is those of its errors.
+    """
+    return "; ".join(dict.fromkeys(map(_place_and_message, errors_of(error))))
+
+
+def errors_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error itself; of a group, the errors in it and in its groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from errors_of(inner)
+    else:
+        yield error
+
+
+def describe(value: object, write: Callable[[object], str] = repr) -> str:
+    """Return `write(value)`, or what it raises, as a user's `__repr__` and `__str__` may."""
+    try:
+        return write(value)
+    # User code may raise any exception.
+    except Exception as error:
+        return f"<{write.__name__}() raised {type(error).__name__}>"
+
+
+def _place_and_message(error: BaseException) -> str:
+    place, message = _innermost(traceback.walk_tb(error.__traceback__)), _message(error)
     return f"{place}: {message}" if place else message
+
+
+def _message(error: BaseException) -> str:
+    match error:
+        case SystemExit():
+            return f"sys.exit({describe(error.code)})"
+        case asyncio.CancelledError():
+            return f"CancelledError: {describe(error, str) or 'something that it awaits was cancelled'}"
+        case _:
+            return f"{type(error).__name__}: {describe(error, str)}"
 
 
 def locate_thread(thread: int) -> str:

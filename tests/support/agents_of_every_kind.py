@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -100,6 +101,24 @@ async def explains_its_key(prompt: str, base_url: str, api_key: str) -> Done:
 async def hangs(prompt: str, base_url: str, api_key: str) -> float:
     print("waiting for the browser")
     await asyncio.sleep(600)
+    return 1.0
+
+
+async def swallows(prompt: str, base_url: str, api_key: str) -> float:
+    with suppress(BaseException):
+        await asyncio.sleep(600)
+    return 0.0
+
+
+def is_slow(prompt: str, base_url: str, api_key: str) -> float:
+    time.sleep(0.7)
+    return 1.0
+
+
+async def cancels(prompt: str, base_url: str, api_key: str) -> float:
+    client = asyncio.get_running_loop().create_future()
+    client.cancel()
+    await client
     return 1.0
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,6 @@ def misbehave(what: str) -> Any:
             return Reward(tokens=(1.0,) * 99)
         case "explains":
             return Reward(score=1.0, components={"\ud83d": 1.0}, explanation="\ud83d is half of a pair")
-        case "complains":
-            raise ValueError("\ud83d is half of a pair")
         case "numbered":
             return Reward(components={1: 1.0})  # pyright: ignore[reportArgumentType]
         case "exits":
@@ -42,7 +41,32 @@ def misbehave(what: str) -> Any:
             os.kill(os.getpid(), signal.SIGSEGV)
         case "allocates":
             return float(len(bytearray(2**30)))
+        case _:
+            return speechless(what)
     return 1.0
+
+
+class Untold(Exception):
+    """An exception, and a value, without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def speechless(what: str) -> Any:
+    match what:
+        case "complains":
+            raise ValueError("\ud83d is half of a pair")
+        case "cancels":
+            raise asyncio.CancelledError
+        case "cannot be told":
+            raise Untold
+        case "cannot be shown":
+            return Untold()
+        case _:
+            return 1.0
 
 
 def meeting(trajectory: ScoredText) -> float:
@@ -67,8 +91,21 @@ def sync(trajectory: ScoredText) -> Any:
 
 
 async def awaiting(trajectory: ScoredText) -> Any:
-    if trajectory.completion == "hangs":
-        await asyncio.sleep(1000)
+    match trajectory.completion:
+        case "hangs":
+            await asyncio.sleep(1000)
+        case "cancels":
+            client = asyncio.get_running_loop().create_future()
+            client.cancel()
+            await client
+        case "swallows":
+            with suppress(BaseException):
+                await asyncio.sleep(1000)
+            return 0.0
+        case "blocks":
+            time.sleep(1.2)
+        case _:
+            pass
     await asyncio.sleep(0.02)
     return misbehave(trajectory.completion)
 

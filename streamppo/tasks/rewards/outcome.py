@@ -31,8 +31,9 @@ NO_OPINION = Outcome()
 
 def failure_of(error: BaseException) -> Outcome:
     """Convert an exception to a failure, with file and line of the user's code if known."""
+    retryable = all(getattr(one, "retryable", False) for one in user_traceback.errors_of(error))
     reason = utf8_safe(user_traceback.format_user_error(error)[:QUOTED])
-    return Outcome(reason=reason, retryable=bool(getattr(error, "retryable", False)), whole=True)
+    return Outcome(reason=reason, retryable=retryable, whole=True)
 
 
 def too_late(timeout_s: float) -> Outcome:
@@ -80,16 +81,17 @@ def check_verl(value: object, text: ScoredText) -> Outcome:
 
 
 def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
+    try:
+        checked = plain(reward)
+    except ValueError as error:
+        return _refusal(reward, str(error))
     for name, numbers, expected in (
-        ("tokens", reward.tokens, text.num_tokens),
-        ("turns", reward.turns, max(1, len(text.turns))),
+        ("tokens", checked.tokens, text.num_tokens),
+        ("turns", checked.turns, max(1, len(text.turns))),
     ):
         if numbers and len(numbers) != expected:
             return Outcome(reason=f"returned {len(numbers)} rewards for {expected} {name}")
-    try:
-        return Outcome(reward=plain(reward))
-    except ValueError as error:
-        return _refusal(reward, str(error))
+    return Outcome(reward=checked)
 
 
 def plain(reward: Reward) -> Reward:
@@ -139,4 +141,4 @@ def _number_or_none(value: object) -> float | None:
 
 
 def _refusal(value: object, why: str) -> Outcome:
-    return Outcome(reason=f"returned {repr(value)[:QUOTED]}, {why}")
+    return Outcome(reason=f"returned {user_traceback.describe(value)[:QUOTED]}, {why}")

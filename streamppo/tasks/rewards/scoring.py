@@ -21,6 +21,7 @@ from streamppo.tasks.rewards.outcome import Outcome, number, too_late
 from streamppo.tasks.rewards.processes import pool
 from streamppo.tasks.rewards.processes.pool import Pool
 from streamppo.tasks.rewards.signature import Columns, Texts
+from streamppo.tasks.time_limit import TooLate, within
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 if TYPE_CHECKING:
@@ -215,14 +216,15 @@ def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
     """Bound `call` by `timeout_s`. Calls in separate processes are bounded by their pool instead."""
 
     async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        begun = EagerCoroutine(call(texts, columns))
+        begun, loop = EagerCoroutine(call(texts, columns)), asyncio.get_running_loop()
+        end_s = begun.at_s + timeout_s
+        late = (too_late(timeout_s),) * len(texts)
         if begun.ended is not None:
-            return begun.ended
+            return late if loop.time() > end_s else begun.ended
         try:
-            async with asyncio.timeout_at(begun.at_s + timeout_s):
-                return await begun
-        except TimeoutError:
-            return (too_late(timeout_s),) * len(texts)
+            return await within(asyncio.timeout_at(end_s), begun)
+        except TooLate:
+            return late
 
     return bounded
 

@@ -140,8 +140,7 @@ def load(name: str, arguments: Mapping[str, object]) -> LoadedReward:
     signature = detect_signature(function, name, arguments)
     try:
         reward = function(**arguments) if inspect.isclass(function) else partial(_called(function, name), **arguments)
-    # A user's constructor may raise any exception.
-    except (Exception, SystemExit) as error:
+    except user_traceback.USER_ERRORS as error:
         raise TaskError(f"reward.function {name!r}: {user_traceback.format_user_error(error)}") from error
     assert callable(reward)
     return LoadedReward(signature, reward)
@@ -156,19 +155,21 @@ def call(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome,
             reason = "returned a coroutine, and is no `async def`: make the function around it one, which awaits it"
             return (Outcome(reason=reason),) * len(texts)
         return _outcomes(reward.signature.style, value, texts)
-    # A user's reward may raise any exception, and so may the inspection of its values.
-    except (Exception, SystemExit) as error:
+    # The inspection of its values may raise too.
+    except user_traceback.USER_ERRORS as error:
         return (failure_of(error),) * len(texts)
 
 
 async def call_async(reward: LoadedReward, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-    """Call an async reward; exceptions become failures, a cancellation is passed on."""
+    """Call an async reward; exceptions become failures, a cancellation of the call is passed on."""
     try:
         value = _invoke(reward, texts, columns)
         assert inspect.isawaitable(value)
         return _outcomes(reward.signature.style, await value, texts)
     # As in `call`.
-    except (Exception, SystemExit) as error:
+    except user_traceback.USER_ERRORS as error:
+        if user_traceback.is_cancellation(error):
+            raise
         return (failure_of(error),) * len(texts)
 
 

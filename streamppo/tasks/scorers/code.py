@@ -226,8 +226,8 @@ def _sandbox(name: str) -> Sandbox:
         return make()
     except TaskError:
         raise
-    # A sandbox may be user code, which may raise any exception.
-    except (Exception, SystemExit) as error:
+    # A sandbox may be user code.
+    except user_traceback.USER_ERRORS as error:
         raise TaskError(f"sandbox {name!r}: {user_traceback.format_user_error(error)}") from error
 
 

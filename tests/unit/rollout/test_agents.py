@@ -145,6 +145,9 @@ FAILURES = {
     "gives_nan": "the agent returned nan, with a value that is not a finite number",
     "raises": "the agent: agents_of_every_kind.py:LINE: ValueError: no such tool; its output ends: 'about to fail'",
     "hangs": "the agent took longer than 0.5 s (environment.timeout_s); its output ends: 'waiting for the browser'",
+    "swallows": "the agent took longer than 0.5 s (environment.timeout_s)",
+    "is_slow": "the agent took longer than 0.5 s (environment.timeout_s)",
+    "cancels": "the agent: agents_of_every_kind.py:LINE: CancelledError: something that it awaits was cancelled",
     "dies": "the agent: its process died: exit code 3",
     "wants_a_column": "the agent asks for the column 'colour'; columns are answer",
 }
@@ -153,8 +156,9 @@ FAILURES = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_run_that_fails_has_its_sentence_and_never_a_reward_of_0(name: str, played: Callable[..., Any]) -> None:
-    reason, tokens, counts = played(name, failing, timeout_s=0.5 if name == "hangs" else 60.0)
-    line = FILE.read_text().splitlines().index('    raise ValueError("no such tool")') + 1
+    reason, tokens, counts = played(name, failing, timeout_s=0.5 if "longer than" in FAILURES[name] else 60.0)
+    fails = "    await client" if name == "cancels" else '    raise ValueError("no such tool")'
+    line = FILE.read_text().splitlines().index(fails) + 1
     assert reason == FAILURES[name].replace("LINE", str(line))
     assert tokens == (3 if name.startswith(("gives", "raises")) else 0)
     assert counts.get("requests", 0) == (tokens > 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,35 @@ def made(folder: Path, template: str) -> Tokenizer:
     return Tokenizer(folder)
 
 
+class Untold(Exception):
+    """An exception, and a value, without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+async def misbehave(how: str) -> Any:
+    match how:
+        case "raise":
+            raise ValueError("no")
+        case "cancel":
+            client = asyncio.get_running_loop().create_future()
+            client.cancel()
+            await client
+        case "swallow":
+            with suppress(BaseException):
+                await asyncio.sleep(60)
+            return Done(1.0)
+        case "untold":
+            raise Untold
+        case "unshown number":
+            return Done(Untold())  # pyright: ignore[reportArgumentType]
+        case _:
+            return Untold()
+
+
 class Echo:
     """Repeats the policy's text twice, with a point for each turn, until it is "bye"."""
 
@@ -46,10 +76,10 @@ class Echo:
         match text:
             case "bye":
                 return Done(10.0, {"polite": 1.0}, "it said bye")
-            case "raise":
-                raise ValueError("no")
             case "hang":
                 await asyncio.sleep(60)
+            case "raise" | "cancel" | "swallow" | "untold" | "unshown" | "unshown number":
+                return await misbehave(text)
             case "nothing":
                 return None
             case "text":
@@ -209,6 +239,11 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
     [
         ("raise", r"step: test_episode\.py:\d+: ValueError: no"),
         ("hang", r"step took more than 0\.05 s"),
+        ("cancel", r"step: test_episode\.py:\d+: CancelledError: something that it awaits was cancelled"),
+        ("swallow", r"step took more than 0\.05 s"),
+        ("untold", r"step: test_episode\.py:\d+: Untold: <str\(\) raised RuntimeError>"),
+        ("unshown", r"not <repr\(\) raised RuntimeError>"),
+        ("unshown number", r"step gave <repr\(\) raised RuntimeError>, with a value that is not a finite number"),
         ("nothing", "says messages or a text that is not empty, not None"),
         ("no number", r"step gave Reward\(score=None.*, with a value that is not a finite number"),
         ("no component", "with a value that is not a finite number"),
@@ -220,6 +255,18 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
 def test_an_environment_that_fails_says_why(tokenizer: Tokenizer, said: str, reason: str) -> None:
     with pytest.raises(EnvironmentFailed, match=reason):
         play(tokenizer, Scripted(tokenizer, said), timeout_s=0.05)
+
+
+def test_a_trajectory_that_is_cancelled_itself_is_cancelled(tokenizer: Tokenizer) -> None:
+    async def story() -> None:
+        player = Player(Scripted(tokenizer, "hang"), tokenizer, Environment(name=f"{HERE}:Echo"))
+        playing = asyncio.create_task(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+        await asyncio.sleep(0.05)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(story())
 
 
 def test_numbers_of_all_kinds_are_rewards_and_components_of_an_environment(tokenizer: Tokenizer) -> None:

@@ -47,6 +47,15 @@ def test_a_number_of_any_library_is_a_score(value: Any) -> None:
     assert check_verl({"score": value, "part": value}, one).reward == Given(score=1.0, components={"part": 1.0})
 
 
+@pytest.mark.parametrize("array", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_arrays_of_numbers_are_rewards_of_tokens_and_turns(array: Any) -> None:
+    answer = text("346")
+    assert check(Given(tokens=array([0.5, 0.0, 2.0])), answer).reward == Given(tokens=(0.5, 0.0, 2.0))
+    assert check(Given(turns=array([0.0])), answer).reward == Given(turns=(0.0,))
+    for short in ([0.0], [1.0, 2.0]):
+        assert check(Given(tokens=array(short)), answer).reason == f"returned {len(short)} rewards for 3 tokens"
+
+
 NO_NUMBERS = [
     None,
     "1",

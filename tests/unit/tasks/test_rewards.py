@@ -18,11 +18,11 @@ from reward_case import FAULTY, TIMEOUT_S, faulty, one_function, processes, star
 from several_rewards import length, no_opinion, per_token
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
-from streamppo.errors import RewardFailed, TaskError
+from streamppo.errors import Retryable, RewardFailed, TaskError
 from streamppo.tasks import plugins
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
-from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
+from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl, failure_of
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.rewards.signature import LoadedReward, call, detect_signature
 from streamppo.types import Prompt, ScoredText, decode, encode
@@ -43,7 +43,11 @@ FAULTS = [
     ("exits", "its process died: exit code 3"),
     ("crashes", "its process died: killed by SIGSEGV"),
     ("allocates", "MemoryError"),
+    ("cancels", r"faulty_rewards\.py:\d+: CancelledError: something that it awaits was cancelled"),
+    ("cannot be told", r"Untold: <str\(\) raised RuntimeError>"),
+    ("cannot be shown", r"returned <repr\(\) raised RuntimeError>, not a finite number"),
 ]
+IN_ACTOR = ("raises", "hangs", "nan", "none", "cancels", "cannot be told")
 
 
 @pytest.mark.sampled(3)
@@ -69,7 +73,7 @@ def test_the_next_call_is_scored_after_any_fault_of_a_reward(
     asyncio.run(story())
 
 
-@pytest.mark.parametrize(("fault", "reason"), [row for row in FAULTS if row[0] in ("raises", "hangs", "nan", "none")])
+@pytest.mark.parametrize(("fault", "reason"), [row for row in FAULTS if row[0] in IN_ACTOR])
 def test_an_async_reward_that_is_trusted_to_the_actor_fails_in_the_same_words(fault: str, reason: str) -> None:
     async def story() -> None:
         async with started(faulty("awaiting", where="actor")) as rewards:
@@ -79,6 +83,39 @@ def test_an_async_reward_that_is_trusted_to_the_actor_fails_in_the_same_words(fa
             assert await total(rewards, "fine") == 1.0
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("where", ["process", "actor"])
+@pytest.mark.parametrize("fault", ["swallows", "blocks"])
+def test_a_call_beyond_its_time_limit_is_never_scored(fault: str, where: str) -> None:
+    async def story() -> None:
+        async with started(faulty("awaiting", where=where)) as rewards:
+            with pytest.raises(RewardFailed, match=f"no score after {TIMEOUT_S:g} s"):
+                await total(rewards, fault)
+
+    asyncio.run(story())
+
+
+def test_a_call_in_the_actor_that_is_cancelled_itself_is_cancelled() -> None:
+    async def story() -> None:
+        async with started(faulty("awaiting", where="actor")) as rewards:
+            call = asyncio.create_task(total(rewards, "hangs"))
+            await asyncio.sleep(0.1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("other", "retryable"), [(Retryable("the judge sleeps"), True), (ValueError("no"), False)])
+def test_a_group_of_errors_is_told_by_them_and_tried_again_if_each_is_retryable(
+    other: Exception, retryable: bool
+) -> None:
+    inner = ExceptionGroup("inner", [Retryable("the judge is busy"), other])
+    failed = failure_of(ExceptionGroup("unhandled errors in a TaskGroup", [inner, Retryable("the judge is busy")]))
+    assert failed.reason == f"Retryable: the judge is busy; {type(other).__name__}: {other}"
+    assert failed.retryable is retryable
 
 
 def nested(depth: int) -> Any:
@@ -198,7 +235,7 @@ def test_a_batch_fails_alone_for_the_trajectory_that_breaks_it() -> None:
             found = await asyncio.gather(*(total(rewards, completion) for completion in wanted), return_exceptions=True)
             assert [value if isinstance(value, float) else str(value) for value in found] == [
                 1.0,
-                "faulty_rewards.py:22: ValueError: no such answer",
+                "faulty_rewards.py:23: ValueError: no such answer",
                 1.0,
                 "returned nan, not a finite number",
                 1.0,

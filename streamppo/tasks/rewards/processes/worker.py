@@ -40,6 +40,7 @@ from streamppo.tasks.rewards.processes.wire import (
     send,
 )
 from streamppo.tasks.rewards.signature import LoadedReward
+from streamppo.tasks.time_limit import TooLate, within
 
 ENDING_S = 5.0
 """A process that does not end within this time after closing its socket is killed."""
@@ -167,9 +168,9 @@ async def _serve_async(channel: socket.socket, page: SharedPage, reward: LoadedR
 
 async def _answer(outbox: Outbox, reward: LoadedReward, call: Call) -> None:
     try:
-        async with asyncio.timeout(call.timeout_s):
-            outcomes = await signature.call_async(reward, call.texts, call.columns)
-    except TimeoutError:
+        limit = asyncio.timeout(call.timeout_s)
+        outcomes = await within(limit, signature.call_async(reward, call.texts, call.columns))
+    except TooLate:
         outcomes = (too_late(call.limit_s),) * len(call.texts)
     outbox.put(frame(ScoringAnswer(number=call.number, outcomes=outcomes)))
 
