@@ -182,7 +182,7 @@ class Agents:
             columns.logprobs[row],
             columns.versions[row],
             columns.mask[row],
-            "length" if session.truncated else "stop",
+            "length" if session.refused or turns[-1].finish == "length" else "stop",
             tuple(ends.tolist()),
             session.row.versions_known,
             tuple(turn.text for turn in turns),

@@ -112,7 +112,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One run with the bounds of `limits`; `counts` are the endpoint's counters by reason."""
+    """One run with the bounds of `limits`. `counts` are the endpoint's, by reason; `refused`: a bound refused a request."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Session:
         *,
         counts: Counter[str],
     ) -> None:
-        self.key, self.ended, self.truncated = key, False, False
+        self.key, self.ended, self.refused = key, False, False
         self.row, self.turns = Row(), list[Turn]()
         self.rewards = list[float]()
         self.failure = ""
@@ -163,7 +163,7 @@ class Session:
             turn.listeners += 1
             return turn
         if self._requests >= self._limits.max_turns:
-            self.truncated = True
+            self.refused = True
             raise refusal.spent(f"the run has made its {self._limits.max_turns} requests (environment.max_turns)")
         if len(self._under_way) >= MOST_UNDER_WAY:
             raise RequestRefused(
@@ -244,7 +244,7 @@ class Session:
         except TaskError as error:
             self._refuse(turn, refusal.bad(str(error)))
         except ModelError as error:
-            self.truncated = True
+            self.refused = True
             self._refuse(turn, refusal.spent(str(error)))
 
     def _over(self, turn: Turn, task: asyncio.Task[None]) -> None:
@@ -344,12 +344,11 @@ class Session:
             self._freed.clear()
             await self._freed.wait()
         if room < 1:
-            self.truncated = True
+            self.refused = True
             raise refusal.spent(
                 f"the run's {limits.max_tokens} tokens (environment.max_tokens) leave no room for this request: it "
                 f"brings {new} new ones to {self.row.length}"
             )
-        self.truncated |= room < most
         return place, new_tokens, min(room, most)
 
     def _render(self, place: TreePlace, request: Request) -> Ints:

@@ -116,6 +116,14 @@ def test_a_run_that_has_spent_its_budget_is_cut_off_and_scored(
     assert episode.turn_rewards[-1] == len(episode.turns)
 
 
+@pytest.mark.parametrize(("say", "max_tokens", "finish"), [("hi", 20, "stop"), ("x" * 500, 4096, "length")])
+def test_a_run_is_cut_off_if_its_last_answer_is_and_not_if_that_had_little_room(
+    say: str, max_tokens: int, finish: str, played: Callable[..., Any]
+) -> None:
+    episode, _ = played("one_turn", once, say=lambda _: say, max_tokens=max_tokens)
+    assert episode.finish == finish
+
+
 @pytest.mark.slow
 def test_a_function_finds_the_endpoint_in_its_environment_too(played: Callable[..., Any]) -> None:
     assert played("reads_the_environment", once)[0].turn_rewards == (1.0,)

@@ -227,7 +227,7 @@ def test_clients_know_our_refusals(tokenizer: Tokenizer) -> None:
             await client.chat.completions.create(model="m", messages=[user("a")])
             with pytest.raises(openai.BadRequestError) as spent:
                 await client.chat.completions.create(model="m", messages=[user("b")])
-            assert spent.value.code == "context_length_exceeded" and case.session.truncated
+            assert spent.value.code == "context_length_exceeded" and case.session.refused
             with pytest.raises(anthropic.BadRequestError, match=r"made its 1 requests"):
                 await anthropic_of(case).messages.create(model="m", max_tokens=5, messages=[user("b")])
             wrong = openai_of(case, api_key="sp-1-guess")

@@ -246,7 +246,7 @@ def test_requests_side_by_side_wait_for_room_in_the_row(tokenizer: Tokenizer) ->
     async def test(case: Case, client: httpx.AsyncClient) -> None:
         answers = await asyncio.gather(*(client.post(CHAT, json=ASKED) for _ in range(6)))
         assert {one.status_code for one in answers} == {200}
-        assert case.session.row.length <= 60 and not case.session.truncated
+        assert case.session.row.length <= 60 and not case.session.refused
 
     run(tokenizer, test, max_tokens=60)
 
@@ -344,7 +344,7 @@ def test_a_turn_that_is_cut_off_says_so_and_the_agent_may_go_on(tokenizer: Token
         more = [*ASKED["messages"], first["message"], {"role": "user", "content": "b"}]  # pyright: ignore
         assert (await client.post(CHAT, json={**ASKED, "messages": more})).status_code == 200
         assert case.row() == "[user]a<eos>[assistant]h<eos>[user]b<eos>[assistant]hi<eos>"
-        assert not case.session.truncated
+        assert not case.session.refused
 
     run(tokenizer, test)
 
