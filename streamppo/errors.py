@@ -102,6 +102,12 @@ class BundleError(StreamppoError):
     """A bundle that is damaged, not of streamppo, or lacks a requested part; the message names the file."""
 
 
+DIVERGENCE_CAUSES = (
+    "the software, the device or the number of ranks differs, or a function of [algorithm] keeps state or draws random "
+    "numbers"
+)
+
+
 class Diverged(StreamppoError):
     """An update redone from the archive gave other weights than the first time."""
 

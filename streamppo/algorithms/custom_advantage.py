@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamppo.algorithms.checks import check_finite
 from streamppo.algorithms.masked import fill, on_last_token, sequence_sum, spread
+from streamppo.algorithms.purity import check_repeatable, leaving_inputs
 
 TRIED_SCORES = ((1.0, 0.0, 0.5), (0.0, 0.0, 0.0))
 """Scores of the trial batch, group by group; in the second group all scores are equal."""
@@ -51,11 +52,13 @@ def custom_advantage(
     """[B, T], the advantages returned by `function`, detached; masked tokens get 0 whatever it returns for them.
 
     With `function = groups.rloo(scores_B, group_ids_B)` this is RLOO. Raises `ValueError` for a result that is not a
-    tensor of [B] or [B, T], and for advantages of unmasked tokens that are not finite.
+    tensor of [B] or [B, T], for advantages of unmasked tokens that are not finite, and for a function that changes its
+    inputs, which belong to the learner.
     """
     rewards_BT = fill(rewards_BT, mask_BT)
     scores_B = sequence_sum(rewards_BT, mask_BT)
-    advantage = function(AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B))
+    inputs = AdvantageInputs(rewards_BT, scores_B, group_ids_B, mask_BT, lag_BT, truncated_B)
+    advantage = leaving_inputs(function, "advantage")(inputs)
     if not isinstance(advantage, Tensor):
         raise ValueError(f"the advantage returned a {type(advantage).__name__}, not a tensor")
     if advantage.shape not in (mask_BT.shape, scores_B.shape):
@@ -67,21 +70,17 @@ def custom_advantage(
 
 
 def try_custom_advantage(function: CustomAdvantage) -> None:
-    """Call an advantage function on a small trial batch, in which one group has equal scores.
+    """Call an advantage function twice on a small trial batch, in which one group has equal scores.
 
     Raises `ValueError` as `custom_advantage` does: such a run would fail at its first update, or at the first group
-    with equal scores.
+    with equal scores. Raises it also for advantages that differ between the two calls.
     """
     scores_B = torch.tensor(TRIED_SCORES).flatten()
     group_ids_B = torch.arange(len(TRIED_SCORES)).repeat_interleave(len(TRIED_SCORES[0]))
     mask_BT = torch.ones(len(scores_B), TRIED_TOKENS, dtype=torch.bool)
     mask_BT[0, -2:] = False
     mask_BT[1, 1] = False
-    custom_advantage(
-        on_last_token(scores_B, mask_BT),
-        group_ids_B,
-        mask_BT,
-        torch.ones(mask_BT.shape, dtype=torch.long),
-        torch.zeros(len(scores_B), dtype=torch.bool),
-        function=function,
-    )
+    truncated_B = torch.arange(len(scores_B)) == 2
+    columns = on_last_token(scores_B, mask_BT), group_ids_B, mask_BT, mask_BT.long(), truncated_B
+    first_BT, again_BT = (custom_advantage(*columns, function=function) for _ in range(2))
+    check_repeatable(first_BT, again_BT, "the advantages change")

@@ -12,6 +12,7 @@ from torch import Tensor
 from streamppo.algorithms.checks import check_finite, refuse
 from streamppo.algorithms.corrections import Correction, log_weights
 from streamppo.algorithms.masked import check_tokens, fill
+from streamppo.algorithms.purity import check_repeatable, leaving_inputs
 from streamppo.algorithms.ratios import bounded_exp
 
 TRIED_BT = (4, 6)
@@ -52,7 +53,8 @@ def custom_correction(
     """The weights returned by `function`, detached; masked tokens get 0 whatever it returns for them.
 
     With `function = ratio_BT.clamp(max=cap)` this is truncation (`corrections.importance_weights`). A sampled token of
-    weight 0 counts as dropped. Raises `ValueError` for a result that is not a [B, T] tensor of finite weights >= 0.
+    weight 0 counts as dropped. Raises `ValueError` for a result that is not a [B, T] tensor of finite weights >= 0, and
+    for a function that changes its inputs, which belong to the learner.
     """
     check_tokens(mask_BT, lag_BT=lag_BT, trained_BT=trained_BT)
     log_ratio_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
@@ -65,7 +67,7 @@ def custom_correction(
         mask_BT=mask_BT,
         trained_BT=trained_BT,
     )
-    found_BT = function(inputs)
+    found_BT = leaving_inputs(function, "correction")(inputs)
     if not isinstance(found_BT, Tensor):
         raise ValueError(f"the correction returned a {type(found_BT).__name__}, not a tensor")
     if found_BT.shape != mask_BT.shape:
@@ -82,8 +84,8 @@ def custom_correction(
 def try_custom_correction(function: CustomCorrection) -> None:
     """Call a correction function on a small trial batch, and again with more padding.
 
-    Raises `ValueError` as `custom_correction` does, for weights that are all 0, for weights that differ between the two
-    calls, and for a function that changes its inputs, which belong to the learner.
+    Raises `ValueError` as `custom_correction` does, for weights that are all 0, and for weights that differ between the
+    two calls.
     """
     generator = torch.Generator().manual_seed(0)
     behavior_BT = -torch.rand(TRIED_BT, generator=generator) - 0.1
@@ -93,22 +95,9 @@ def try_custom_correction(function: CustomCorrection) -> None:
     mask_BT[0, -2:] = mask_BT[1, 1] = False
     trained_BT = mask_BT & (lag_BT < TRIED_BT[0] - 1)
     columns = proximal_BT, behavior_BT, lag_BT, mask_BT, trained_BT
-    weights_BT = custom_correction(*columns, function=_leaving_inputs(function)).weights
+    weights_BT = custom_correction(*columns, function=function).weights
     if not weights_BT.count_nonzero():
         raise ValueError("every weight is 0: the policy would never move")
     wider = [torch.nn.functional.pad(column, (0, 2)) for column in columns]
     again_BT = custom_correction(*wider, function=function).weights[:, : TRIED_BT[1]]
-    if not torch.allclose(weights_BT, again_BT, rtol=1e-4, atol=1e-6):
-        raise ValueError("the weights change with padding, or from call to call: a resume could not repeat an update")
-
-
-def _leaving_inputs(function: CustomCorrection) -> CustomCorrection:
-    def watched(inputs: CorrectionInputs) -> object:
-        before = [column.clone() for column in inputs]
-        correction = function(inputs)
-        for name, old, new in zip(inputs._fields, before, inputs, strict=True):
-            if not torch.equal(old, new):
-                raise ValueError(f"the correction changes its input {name}: work on a copy")
-        return correction
-
-    return watched
+    check_repeatable(weights_BT, again_BT, "the weights change with padding, or")

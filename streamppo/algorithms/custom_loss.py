@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamppo.algorithms.masked import check_tokens, fill
 from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
+from streamppo.algorithms.purity import check_repeatable, leaving_inputs
 from streamppo.algorithms.ratios import bounded_exp
 
 TRIED_BT = (3, 5)
@@ -70,10 +71,11 @@ def custom_loss(
 
 
 def try_custom_loss(function: CustomLoss) -> None:
-    """Call a loss function on a small trial micro-batch, forward and backward.
+    """Call a loss function twice on a small trial micro-batch, forward and backward.
 
     Raises `ValueError` for another shape, for a loss or gradient that is not finite, and if no gradient reaches the
-    log-probs: such a run would not train, or fail at its first update.
+    log-probs: such a run would not train, or fail at its first update. Raises it also for losses that differ between
+    the two calls, and for a function that changes its inputs, which belong to the learner.
     """
     generator = torch.Generator().manual_seed(0)
     proximal_BT = -torch.rand(TRIED_BT, generator=generator) - 0.1
@@ -83,9 +85,11 @@ def try_custom_loss(function: CustomLoss) -> None:
     advantages_BT = torch.randn(TRIED_BT, generator=generator)
     mask_BT = torch.ones(TRIED_BT, dtype=torch.bool)
     mask_BT[0, -2:] = False
-    loss_BT = custom_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=function).loss
+    columns, watched = (logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT), leaving_inputs(function, "loss")
+    loss_BT, again_BT = (custom_loss(*columns, function=watched).loss for _ in range(2))
     if not loss_BT.isfinite().all():
         raise ValueError("the loss is not finite on log-probs between -1.5 and 0")
+    check_repeatable(loss_BT, again_BT, "the losses change")
     gradient_BT = _gradient(loss_BT, logprobs_BT)
     if gradient_BT is None or not gradient_BT.count_nonzero():
         raise ValueError("no gradient reaches logprobs_BT: the policy would never move")

@@ -151,7 +151,8 @@ def sequence_clipped(
         loss_bt = max(-A_b * R_b, -A_b * clamp(R_b, 1 - clip_low, 1 + clip_high))
 
     The bandit form of https://arxiv.org/abs/1707.06347 that small teaching trainers use. Aggregate it with
-    "sequence-mean-token-mean", which counts each response once. One-token responses give `clipped`.
+    "sequence-mean-token-mean", which counts each response once. Its gradient grows with the response's length.
+    One-token responses give `clipped`.
     """
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     ratio_B = bounded_exp(sequence_sum(log_ratio_BT, mask_BT))

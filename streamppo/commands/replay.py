@@ -25,7 +25,7 @@ from streamppo.driver import threads
 from streamppo.driver.ray.actors import make_ranks
 from streamppo.driver.ray.cluster import describe, here, ray_of_command, started_ray
 from streamppo.driver.ray.placement import Placement
-from streamppo.errors import Diverged, JournalError, RunError
+from streamppo.errors import DIVERGENCE_CAUSES, Diverged, JournalError, RunError
 from streamppo.learner.checkpoint import history, manifest, remote
 from streamppo.learner.checkpoint.history import History
 from streamppo.queue import resume_checks
@@ -99,7 +99,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if other and exact:
         raise Diverged(
             f"{len(other)} of {len(digests)} versions differ from the recorded weights, the first is {other[0]}: "
-            "the software, the device or the number of ranks differs"
+            + DIVERGENCE_CAUSES
         )
     return 0
 

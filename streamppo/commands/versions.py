@@ -10,7 +10,7 @@ from msgspec import structs
 from streamppo.commands import replay
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.errors import CheckpointError, Diverged, JournalError
+from streamppo.errors import DIVERGENCE_CAUSES, CheckpointError, Diverged, JournalError
 from streamppo.learner.checkpoint import history as histories
 from streamppo.learner.checkpoint import manifest, remote
 from streamppo.learner.checkpoint.history import ANY, History
@@ -79,7 +79,7 @@ def remake(past: Past, begin: Path | None, into: Path) -> None:
     if past.history.digests[past.version] not in (ANY, digests[past.version]):
         raise Diverged(
             f"version {past.version} was replayed and has other weights ({digests[past.version][:12]}, first "
-            f"{past.digests[past.version][:12]}): the software, the device or the number of ranks differs"
+            f"{past.digests[past.version][:12]}): {DIVERGENCE_CAUSES}"
         )
     past.digests[past.version] = digests[past.version]
 

@@ -31,7 +31,7 @@ from msgspec import structs
 from streamppo import process
 from streamppo.config.diff import learning
 from streamppo.config.sections import Config
-from streamppo.errors import Diverged, QueueError
+from streamppo.errors import DIVERGENCE_CAUSES, Diverged, QueueError
 from streamppo.queue import report, resume_checks
 from streamppo.queue.batch_source import ArchivedRuns
 from streamppo.queue.group_commit import Commits, Transaction
@@ -317,7 +317,7 @@ class QueueActor(ArchivedRuns):
         elif published.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
             raise Diverged(
                 f"version {version} was redone and has other weights ({digest[:12]}, first "
-                f"{published.digest[:12]}): the software, the device or the number of ranks differs"
+                f"{published.digest[:12]}): {DIVERGENCE_CAUSES}"
             )
         await self._commits.commit()
         ledger.publish(described, (encode(described), refs))

@@ -112,7 +112,7 @@ class SampledPolicy(NamedTuple):
 
 
 class Session:
-    """One run with the bounds of `limits`. `counts` are the endpoint's, by reason; `refused`: a bound refused a request."""
+    """One run with the bounds of `limits`. `counts` are the endpoint's; `refused`: a bound refused a request."""
 
     def __init__(
         self,

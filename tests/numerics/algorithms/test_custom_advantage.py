@@ -69,6 +69,19 @@ def test_it_sees_the_mask_and_which_completions_were_cut_off_and_is_a_constant()
     assert seen[0].rewards_BT[~arguments[2]].eq(0).all()
 
 
+BASELINE = [0.0]
+
+
+def moving_average(inputs: AdvantageInputs) -> Tensor:
+    BASELINE[0] = 0.9 * BASELINE[0] + 0.1 * float(inputs.scores_B.mean())
+    return inputs.scores_B - BASELINE[0]
+
+
+def in_place(inputs: AdvantageInputs) -> Tensor:
+    inputs.mask_BT[inputs.truncated_B] = False
+    return inputs.scores_B - inputs.scores_B.mean()
+
+
 WRONG: dict[str, tuple[Callable[[AdvantageInputs], object], str]] = {
     "a number": (lambda inputs: 1.0, "returned a float, not a tensor"),
     "another shape": (
@@ -79,6 +92,9 @@ WRONG: dict[str, tuple[Callable[[AdvantageInputs], object], str]] = {
         lambda inputs: (inputs.scores_B - inputs.scores_B.mean()) / (inputs.scores_B == 1.0),
         r"advantage\[1, 0\] = -inf is not finite",
     ),
+    "state": (moving_average, "the advantages change from call to call: a resume could not repeat an update"),
+    "chance": (lambda inputs: torch.rand(len(inputs.scores_B)), "the advantages change from call to call"),
+    "in place": (in_place, "the advantage changes its input mask_BT: work on a copy"),
 }
 
 
@@ -87,6 +103,11 @@ def test_an_advantage_that_would_end_a_run_later_is_refused_when_it_is_tried(wro
     function, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
         try_custom_advantage(function)
+
+
+def test_an_advantage_that_changes_the_learners_batch_later_is_refused() -> None:
+    with pytest.raises(ValueError, match="the advantage changes its input mask_BT"):
+        custom_advantage(*columns(), function=in_place)
 
 
 def test_a_standard_deviation_without_a_floor_is_refused_for_the_group_of_equal_scores() -> None:

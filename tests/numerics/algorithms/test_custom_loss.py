@@ -73,6 +73,11 @@ def test_a_loss_of_your_own_sees_the_policy_that_sampled() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
+def in_place(inputs: LossInputs) -> Tensor:
+    inputs.mask_BT[:, 0] = False
+    return surrogate(inputs)
+
+
 WRONG: dict[str, tuple[Callable[[LossInputs], object], str]] = {
     "a number": (lambda inputs: 1.0, "returned a float, not a tensor"),
     "one loss for a row": (
@@ -83,6 +88,8 @@ WRONG: dict[str, tuple[Callable[[LossInputs], object], str]] = {
     "a gradient of zero": (lambda inputs: surrogate(inputs) * 0.0, "no gradient reaches logprobs_BT"),
     "not finite": (lambda inputs: surrogate(inputs) / 0.0, "the loss is not finite"),
     "a gradient that is not finite": (lambda inputs: (inputs.log_ratio_BT * 0.0).sqrt(), "gradient is not finite"),
+    "chance": (lambda inputs: surrogate(inputs) * torch.rand(()), "the losses change from call to call"),
+    "in place": (in_place, "the loss changes its input mask_BT: work on a copy"),
 }
 
 
