@@ -24,7 +24,7 @@ def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> T
         True where entropy >= threshold
 
     Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): training on the forking tokens of a chain of
-    thought is enough. With share = 1 these are all tokens.
+    thought is enough. With share = 1 these are all tokens. All tokens at the threshold are among them.
     """
     check_tokens(mask_BT, entropy_BT=entropy_BT)
     entropy_N = entropy_BT[mask_BT]
@@ -78,6 +78,11 @@ def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
     places_N2 = mask_BT.nonzero()
     highest = covariance_BT[mask_BT].sort(descending=True, stable=True).indices[: _number(mask_BT, share)]
     return _at(places_N2[highest], mask_BT)
+
+
+def keep_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
+    """[B, T], the loss with 0 at all but the chosen tokens; all count in the denominator."""
+    return loss_BT.masked_fill(~chosen_BT, 0.0)
 
 
 def drop_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:

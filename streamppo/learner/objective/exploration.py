@@ -33,17 +33,17 @@ def build(choice: choices.Exploration, seed: int) -> Exploration | None:
         case choices.NoExploration():
             return None
         case choices.TopEntropy():
-            return Exploration(partial(_certain, choice), exploration.drop_tokens)
+            return Exploration(partial(_top_entropy, choice), exploration.keep_tokens)
         case choices.ClipCov():
             return Exploration(partial(_clip_cov, choice, seed), exploration.drop_tokens)
         case choices.KlCov(coefficient=coefficient):
             return Exploration(partial(_kl_cov, choice), partial(exploration.penalise_tokens, coefficient=coefficient))
 
 
-def _certain(
+def _top_entropy(
     choice: choices.TopEntropy, batch: PaddedBatch, proximal: PolicyOutput, advantages_BT: Tensor, trained_BT: Tensor
 ) -> Tensor:
-    return trained_BT & ~exploration.high_entropy_mask(proximal.entropy_BT, trained_BT, share=choice.share)
+    return exploration.high_entropy_mask(proximal.entropy_BT, trained_BT, share=choice.share)
 
 
 def _clip_cov(

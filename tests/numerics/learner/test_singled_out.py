@@ -62,11 +62,12 @@ def test_tokens_that_are_not_trained_change_no_choice(folder: Path, kind: str) -
 
 @ALONE
 def test_the_share_of_top_entropy_stays_in_the_loss(folder: Path) -> None:
-    _, found = updated(folder, TOP)
+    updater, found = updated(folder, TOP)
     trained_BT, entropy_BT = found.targets.trained_BT, found.targets.scored.entropy_BT
-    kept_BT = trained_BT & ~chosen(found)
-    assert kept_BT.sum() == math.ceil(0.3 * int(trained_BT.sum()))
-    assert entropy_BT[kept_BT].min() > entropy_BT[chosen(found)].max()
+    kept_BT, n = chosen(found), int(trained_BT.sum())
+    assert kept_BT.sum() == math.ceil(0.3 * n)
+    assert entropy_BT[kept_BT].min() > entropy_BT[trained_BT & ~kept_BT].max()
+    assert updater.metrics(found)["singled_out"] == pytest.approx(math.ceil(0.3 * n) / n)
 
 
 @ALONE
@@ -77,11 +78,13 @@ def test_advantages_of_tokens_that_are_left_out_teach_nothing_and_denominators_k
     """With these advantages at 0 in place of the choice, the plain update is the same one."""
     updater, found = updated(folder, kind)
     plain, batch = _plain(folder)
-    real = plain.objective.advantages
+    real, left_out_BT = plain.objective.advantages, chosen(found)
+    if kind == TOP:
+        left_out_BT = found.targets.trained_BT & ~left_out_BT
 
     def without(*arguments: object):
         estimate = real(*arguments)  # pyright: ignore[reportArgumentType]
-        return estimate._replace(advantages=estimate.advantages.masked_fill(chosen(found), 0.0))
+        return estimate._replace(advantages=estimate.advantages.masked_fill(left_out_BT, 0.0))
 
     plain.objective = plain.objective._replace(advantages=without, scored="policy", anchor=None)
     plain.update(batch)
@@ -169,12 +172,15 @@ def test_a_weight_that_is_steered_weighs_as_the_same_weight_that_is_not(folder: 
 
 @ALONE
 def test_a_policy_that_stands_still_steers_nothing(folder: Path) -> None:
-    warm_up = "algorithm.critic.warmup_updates=4"
-    updater = case.updater(case.config_of("algorithm.entropy=0.1", STEERED, warm_up), folder)
+    kl = "algorithm.kl={reward_beta=0.1, target=6.0, horizon=100}"
+    config = case.config_of("algorithm.entropy=0.1", STEERED, "algorithm.critic.warmup_updates=4", kl)
+    updater = case.updater(config, folder)
+    assert updater.update(pad(case.batch(version=3))).frozen
     case.metrics(updater, pad(case.batch(version=3)))
-    assert updater.bonus == (0.1, 0.1)
+    assert (updater.bonus, updater.beta) == ((0.1, 0.1), 0.1)
     case.metrics(updater, pad(case.batch(version=4)))
     assert updater.bonus == pytest.approx((0.15, 0.15))
+    assert updater.beta < 0.1
 
 
 @ALONE
