@@ -61,8 +61,9 @@ class Adaptive:
         return lr_share(self._lag, lag_histogram(batch))
 
     def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Decide the next lag by the rule."""
-        self._lag = adaptive_lag.lag_after_update(self._config, self._lag, batch.version, metrics, lag_histogram(batch))
+        """Decide the next lag by the rule; the studies have no `queue.segments` for which the policy waits."""
+        lags, frozen = lag_histogram(batch), batch.version < self._config.algorithm.critic.warmup_updates
+        self._lag = adaptive_lag.lag_after_update(self._config, self._lag, metrics, lags, frozen=frozen)
 
 
 class Step(NamedTuple):

@@ -89,9 +89,9 @@ class Learner:
         return scheduled
 
     def steer(
-        self, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int], scheduled: float
+        self, updated: UpdateResult, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int], scheduled: float
     ) -> dict[str, float]:
-        """Update the admitted lag from the `metrics` of the last update.
+        """Update the admitted lag from the `metrics` of an update.
 
         Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
@@ -99,7 +99,9 @@ class Learner:
         if self.lag is not None or adaptive_lag.is_lowered_by_ess(self.config):
             steered["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
         if self.lag is not None:
-            self.lag = adaptive_lag.lag_after_update(self.config, self.lag, self.version, metrics, tokens_by_lag)
+            self.lag = adaptive_lag.lag_after_update(
+                self.config, self.lag, metrics, tokens_by_lag, frozen=updated.frozen
+            )
             steered["admitted_lag"] = float(self.lag.admitted)
         return steered
 

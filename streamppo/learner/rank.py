@@ -131,7 +131,7 @@ class Rank:
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
         metrics, learned = updater.metrics(updated), encode(updater.token_record(updated))
-        metrics |= learner.steer(metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
+        metrics |= learner.steer(updated, metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1
         pushed = learner.push(learned)
         self._follow_history(learner)

@@ -58,7 +58,8 @@ log = logging.getLogger(__name__)
 class UpdateResult(NamedTuple):
     """The result of an update on the rows `chosen` of a batch.
 
-    `age` is the distance between proximal and behavior policy, if the learning rate follows it, else None.
+    `age` is the distance between proximal and behavior policy, if the learning rate follows it, else None. `frozen`:
+    only the critic was trained.
 
     `start` and `scored` are the times, by `time.perf_counter`, at which the update and its first step began.
     """
@@ -71,6 +72,7 @@ class UpdateResult(NamedTuple):
     age: OffPolicy | None
     start: float
     scored: float
+    frozen: bool
 
 
 class Updater:
@@ -173,7 +175,7 @@ class Updater:
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, rows, shares, chosen, frozen=frozen))
         self._warn_empty_steps(batch.version, minibatches)
-        return UpdateResult(objective, batch, chosen, targets, minibatches, age, start, scored)
+        return UpdateResult(objective, batch, chosen, targets, minibatches, age, start, scored, frozen)
 
     @phase("metrics")
     def metrics(self, updated: UpdateResult) -> dict[str, float]:
@@ -196,8 +198,8 @@ class Updater:
             **steps,
             **dropped_shares(self.objective.rules, minibatches, batch, self.group),
             "tokens_idle": float(batch.mask_BT[~updated.chosen.taught_B.to(self.device)].sum()),
-            **self._kl_metrics(batch, targets, scored, passed_B),
-            **self._exploration_metrics(batch.version, targets, steps["entropy"]),
+            **self._kl_metrics(updated, scored, passed_B),
+            **self._exploration_metrics(updated, steps["entropy"]),
             **distances(batch, targets.teacher_BT, targets.right_BT, scored, passed_B),
             **self.policy.routers.metrics(self.device),
             **({} if targets.explained is None else {"outcomes_explained": targets.explained}),
@@ -338,10 +340,9 @@ class Updater:
         else:
             self.bad_steps = in_a_row
 
-    def _kl_metrics(
-        self, batch: PaddedBatch, targets: Targets, learner: PolicyOutput, passed_B: Tensor
-    ) -> dict[str, float]:
-        """The KL of the policy to the reference; adapts `beta` if a target is set."""
+    def _kl_metrics(self, updated: UpdateResult, learner: PolicyOutput, passed_B: Tensor) -> dict[str, float]:
+        """The KL of the policy to the reference; adapts `beta` if a target is set, unless the policy was frozen."""
+        batch, targets = updated.batch, updated.targets
         if targets.reference_BT is None:
             return {}
         config, mask_BT = self.config.algorithm.kl, batch.mask_BT & passed_B[:, None]
@@ -350,7 +351,7 @@ class Updater:
         per_token_BT = per_token_BT * policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
         per_response = (per_token_BT.sum() / passed_B.sum()).item()
         metrics = {"reference_kl": per_response, "kl_beta": self.beta}
-        if config.target:
+        if config.target and not updated.frozen:
             self.beta = next_beta(self.beta, per_response, len(mask_BT), target=config.target, horizon=config.horizon)
         return metrics
 
@@ -360,17 +361,17 @@ class Updater:
             follow(self.reference, self.policy, self.config.algorithm.kl.follow_share)
             self.reference_moved = True
 
-    def _exploration_metrics(self, version: int, targets: Targets, entropy: float) -> dict[str, float]:
+    def _exploration_metrics(self, updated: UpdateResult, entropy: float) -> dict[str, float]:
         """The share of selected tokens, and the weight of the entropy bonus; adapts `bonus` if a target is set."""
-        metrics: dict[str, float] = {}
+        metrics, targets = dict[str, float](), updated.targets
         if targets.chosen_BT is not None:
             metrics["singled_out"] = float(targets.chosen_BT.sum()) / max(1.0, float(targets.trained_BT.sum()))
         control = self.config.algorithm.entropy_control
         if not control.target:
             return metrics
         metrics["entropy_weight"] = self.bonus.weight
-        # During warm-up the bonus cannot change the entropy.
-        if version >= self.config.algorithm.critic.warmup_updates and not targets.policy_waits:
+        # Of a frozen policy the bonus cannot change the entropy.
+        if not updated.frozen:
             coefficient, within = self.bonus.coefficient, control.range
             self.bonus = next_bonus(coefficient, entropy, target=control.target, step=control.step, within=within)
         return metrics

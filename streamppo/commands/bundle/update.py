@@ -118,7 +118,7 @@ def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *
         raise BundleError("its update was left in the debugger")
     tokens = columns_of(learner.config, bundle.batch, updated, rows, model)
     metrics = learner.updater.metrics(updated)
-    metrics |= learner.steer(metrics, lags, scheduled)
+    metrics |= learner.steer(updated, metrics, lags, scheduled)
     return UpdateAgain(digest_of(learner), metrics, tokens)
 
 

@@ -23,14 +23,14 @@ def go_on(config: Config, lag: AdmittedLag | None) -> AdmittedLag | None:
 
 
 def lag_after_update(
-    config: Config, lag: AdmittedLag, version: int, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int]
+    config: Config, lag: AdmittedLag, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int], *, frozen: bool
 ) -> AdmittedLag:
-    """The lag after the update that starts at `version`; `metrics` are those of its batch.
+    """The lag after an update; `metrics` are those of its batch.
 
-    It is unchanged while the policy is frozen (`critic.warmup_updates`): the data is then on-policy at any lag.
+    It is unchanged if the policy was `frozen`: the data is then on-policy at any lag.
     """
     chosen = config.queue.max_lag
-    if not isinstance(chosen, AdaptiveLag) or version < config.algorithm.critic.warmup_updates:
+    if not isinstance(chosen, AdaptiveLag) or frozen:
         return lag
     ess_by_bucket = {name: metrics[f"ess_lag_{name}"] for name in LAG_BUCKETS if f"ess_lag_{name}" in metrics}
     return next_lag(lag, ess_by_bucket, tokens_by_lag, at_most=config.queue.flow_lag, ess=chosen.ess)

@@ -164,6 +164,15 @@ def test_the_policy_waits_for_a_critic_that_knows_no_outcomes_where_a_length_cut
 
 
 @pytest.mark.usefixtures("alone")
+def test_while_the_policy_waits_nothing_that_follows_it_is_steered(folder: Path) -> None:
+    steered = "algorithm.kl={reward_beta=0.1, target=6.0, horizon=100}", "algorithm.entropy_control.target=9.0"
+    updater = case.updater(case.config_of("algorithm.entropy=0.1", CUT_BY_LENGTH, *steered), folder)
+    updated = updater.update(cut_batch(updater, known=False))
+    updater.metrics(updated)
+    assert updated.frozen and (updater.beta, updater.bonus) == (0.1, (0.1, 0.1))
+
+
+@pytest.mark.usefixtures("alone")
 def test_the_policy_goes_on_once_the_critic_knows(folder: Path) -> None:
     told, moved = update(folder, CUT_BY_LENGTH, known=True)
     assert told["outcomes_explained"] > 0.1

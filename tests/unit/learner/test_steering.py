@@ -32,17 +32,15 @@ def test_with_a_window_the_lag_is_at_most_the_one_that_leaves_room_for_it() -> N
     config = case.config_of("queue.max_lag={kind='adaptive', at_most=8}", "queue.too_old=windowed")
     assert (config.queue.flow_lag, config.queue.bound) == (5, 8)
     found = {f"ess_lag_{name}": 1.0 for name in ("0", "5-8")}
-    assert adaptive_lag.lag_after_update(config, AdmittedLag(4), 9, found, {0: 5, 4: 5}).admitted == 5
-    assert adaptive_lag.lag_after_update(config, AdmittedLag(5), 9, found, {0: 5, 5: 5}).admitted == 5
+    assert adaptive_lag.lag_after_update(config, AdmittedLag(4), found, {0: 5, 4: 5}, frozen=False).admitted == 5
+    assert adaptive_lag.lag_after_update(config, AdmittedLag(5), found, {0: 5, 5: 5}, frozen=False).admitted == 5
 
 
 def test_a_policy_that_stands_still_says_nothing_about_lag() -> None:
-    config = case.config_of(ADAPTIVE, "algorithm.critic.warmup_updates=5")
-    for version, admitted in ((4, 1), (5, 3)):
-        assert (
-            adaptive_lag.lag_after_update(config, AdmittedLag(1), version, {"ess_lag_1": 1.0}, {1: 9}).admitted
-            == admitted
-        )
+    config, found = case.config_of(ADAPTIVE), {"ess_lag_1": 1.0}
+    for frozen, admitted in ((True, 1), (False, 3)):
+        lag = adaptive_lag.lag_after_update(config, AdmittedLag(1), found, {1: 9}, frozen=frozen)
+        assert lag.admitted == admitted
 
 
 def test_the_critic_keeps_its_learning_rate() -> None:
@@ -70,8 +68,9 @@ def decisions(ranks: int, folder: Path) -> torch.Tensor:
         found.append([])
         for version in (4, 5, 6):
             batch = pad(case.batch(version=version, min_version=version - 4, seed=version))
-            metrics = updater.metrics(updater.update(batch))
-            lag = adaptive_lag.lag_after_update(config, lag, version, metrics, lag_histogram(batch))
+            updated = updater.update(batch)
+            metrics = updater.metrics(updated)
+            lag = adaptive_lag.lag_after_update(config, lag, metrics, lag_histogram(batch), frozen=updated.frozen)
             found[-1].append([lag.admitted, lag.lr_share])
     mine = torch.tensor(found)
     everyones = [torch.zeros_like(mine) for _ in range(ranks)]
