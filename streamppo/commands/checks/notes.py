@@ -1,8 +1,11 @@
 """Notes about settings that work and are probably not intended."""
 
+from collections.abc import Iterator
+
 from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.correction import NoCorrection, Truncate
+from streamppo.config.algorithm import Algorithm, DrGrpo, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from streamppo.config.correction import NoCorrection, Reject, Topr, Truncate
 from streamppo.config.policy_loss import (
     Cispo,
     Clip,
@@ -25,6 +28,7 @@ def notes(config: Config, task: Task | None) -> Findings:
     yield from _cuts(config)
     yield from _loss(config)
     yield from _out_of_the_loss(config)
+    yield from _without_effect(config)
     for name, updates in (("learner", learner), ("algorithm.critic", config.algorithm.critic)):
         if updates.warmup_updates >= config.updates:
             yield _note(f"{name}.warmup_updates ({updates.warmup_updates}) is the whole run ({config.updates} updates)")
@@ -46,20 +50,22 @@ def _age(config: Config) -> Findings:
     """Note old data whose correction gives no weights."""
     algorithm, max_lag = config.algorithm, config.queue.bound
     steps = config.learner.epochs * config.learner.minibatches
-    if isinstance(algorithm.correction, NoCorrection) and algorithm.proximal != "behavior" and max_lag:
-        if steps > 1:
-            yield _note(
-                f'algorithm.correction is "off" with max_lag ({max_lag}) and {steps} steps on each batch: old tokens '
-                "count as new ones, and such runs learn less"
-            )
-        if algorithm.kl.loss_beta:
-            yield _note(
-                f'algorithm.kl.loss_beta ({algorithm.kl.loss_beta:g}) with correction "off" and max_lag ({max_lag}): '
-                "the KL to the reference is then that of the behavior policy, not the learner's"
-            )
-    if isinstance(algorithm.correction, Truncate) and algorithm.correction.cap < 1:
+    correction, kind = algorithm.correction, algorithm.correction.__struct_config__.tag
+    is_old = algorithm.proximal != "behavior" and max_lag > 0
+    if is_old and isinstance(correction, NoCorrection) and steps > 1:
         yield _note(
-            f"algorithm.correction.cap ({algorithm.correction.cap:g}) is below 1: fresh tokens lose weight too, as by "
+            f'algorithm.correction is "off" with max_lag ({max_lag}) and {steps} steps on each batch: old tokens '
+            "count as new ones, and such runs learn less"
+        )
+    if is_old and isinstance(correction, NoCorrection | Reject | Topr) and algorithm.kl.loss_beta:
+        where = ", where advantages are not negative," if isinstance(correction, Topr) else ""
+        yield _note(
+            f'algorithm.kl.loss_beta ({algorithm.kl.loss_beta:g}) with correction "{kind}" and max_lag ({max_lag}): '
+            f"the KL to the reference is then{where} that of the behavior policy, not the learner's"
+        )
+    if isinstance(correction, Truncate) and correction.cap < 1:
+        yield _note(
+            f"algorithm.correction.cap ({correction.cap:g}) is below 1: fresh tokens lose weight too, as by "
             "a smaller learning rate"
         )
 
@@ -109,16 +115,50 @@ def _loss(config: Config) -> Findings:
 def _out_of_the_loss(config: Config) -> Findings:
     """Note groups that are excluded although they have a gradient."""
     algorithm = config.algorithm
-    if algorithm.zero_variance != "keep" and algorithm.kl.reward_beta:
-        yield _note(
-            f"algorithm.zero_variance is {algorithm.zero_variance!r}: groups of equal scores are not trained on, "
-            f"though the KL in the reward (reward_beta {algorithm.kl.reward_beta:g}) tells their samples apart"
-        )
-    if algorithm.curriculum is not None and algorithm.kl.reward_beta:
-        yield _note(
-            "algorithm.curriculum skips rows of equal scores, though the KL in the reward (reward_beta "
-            f"{algorithm.kl.reward_beta:g}) tells their samples apart"
-        )
+    for signal in _signals_of_equal_scores(algorithm):
+        if algorithm.zero_variance != "keep":
+            yield _note(
+                f"algorithm.zero_variance is {algorithm.zero_variance!r}: groups of equal scores are not trained on, "
+                f"though {signal}"
+            )
+        if algorithm.curriculum is not None:
+            yield _note(f"algorithm.curriculum skips rows of equal scores, though {signal}")
+
+
+def _signals_of_equal_scores(algorithm: Algorithm) -> Iterator[str]:
+    if algorithm.kl.reward_beta:
+        yield f"the KL in the reward (reward_beta {algorithm.kl.reward_beta:g}) tells their samples apart"
+    if isinstance(algorithm.advantage, DrGrpo) and algorithm.advantage.baseline_shift:
+        yield f"baseline_shift ({algorithm.advantage.baseline_shift:g}) gives their samples an advantage"
+    if algorithm.positive_nll:
+        yield f"positive_nll ({algorithm.positive_nll:g}) trains on their right answers"
+
+
+def _without_effect(config: Config) -> Findings:
+    """Note settings away from their defaults that have no effect."""
+    algorithm = config.algorithm
+    kl, whiten, control = algorithm.kl, algorithm.whiten, algorithm.entropy_control
+    kind = algorithm.advantage.__struct_config__.tag
+    one_step = config.learner.epochs * config.learner.minibatches == 1 and algorithm.proximal == "recompute"
+    whitens = isinstance(algorithm.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
+    is_off = whiten.over == "off" or (whiten.over == "auto" and not algorithm.has_critic)
+    has_none, whitens_itself = f"advantage {kind!r} has no critic", f"advantage {kind!r} whitens over the batch itself"
+    steered, of_loss = ("step", "range"), ("loss_estimator", "straight_through")
+    for name, section, fields, idle, why in (
+        ("critic.", algorithm.critic, ("lr", "coefficient", "clip", "huber"), not algorithm.has_critic, has_none),
+        ("", algorithm, ("target_kl",), one_step, "an update is one step from the proximal policy"),
+        ("whiten.", whiten, ("shift_mean", "unbiased"), is_off and not whitens, "advantages are not whitened"),
+        ("whiten.", whiten, ("over", "shift_mean", "unbiased"), is_off and whitens, whitens_itself),
+        ("entropy_control.", control, steered, not control.target, "entropy_control.target is 0"),
+        ("kl.", kl, ("horizon",), not kl.target, "kl.target is 0"),
+        ("kl.", kl, ("reward_estimator",), not kl.reward_beta, "kl.reward_beta is 0"),
+        ("kl.", kl, of_loss, not kl.loss_beta, "kl.loss_beta is 0"),
+        ("kl.", kl, ("allow_both",), not (kl.reward_beta and kl.loss_beta), "one of both weights is 0"),
+    ):
+        default = type(section)()
+        for field in fields:
+            if idle and (value := getattr(section, field)) != getattr(default, field):
+                yield _note(f"algorithm.{name}{field} ({value}) has no effect: {why}")
 
 
 def _note_repeats(config: Config, task: Task | None) -> Findings:

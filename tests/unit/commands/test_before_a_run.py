@@ -189,6 +189,43 @@ NOTES = {
         "algorithm.zero_variance=mask",
         "algorithm.kl.reward_beta=0.1",
     ],
+    "algorithm.zero_variance is 'mask': groups of equal scores are not trained on, though baseline_shift (-0.1)": [
+        "algorithm.advantage={kind='dr_grpo', baseline_shift=-0.1}",
+        "algorithm.zero_variance=mask",
+    ],
+    "algorithm.curriculum skips rows of equal scores, though positive_nll (0.1) trains on their right answers": [
+        "algorithm.advantage.kind=rloo",
+        "algorithm.curriculum={}",
+        "algorithm.positive_nll=0.1",
+    ],
+    'algorithm.kl.loss_beta (0.1) with correction "reject" and max_lag (2)': [
+        "algorithm.correction={kind='reject', reject=[{kind='token', band=[0.5, 2.0]}]}",
+        "algorithm.kl.loss_beta=0.1",
+    ],
+    'algorithm.kl.loss_beta (0.1) with correction "topr" and max_lag (2): the KL to the reference is then, where': [
+        "algorithm.correction.kind=topr",
+        "algorithm.kl.loss_beta=0.1",
+    ],
+    "algorithm.critic.lr (0.01) has no effect: advantage 'rloo' has no critic": [
+        "algorithm.advantage.kind=rloo",
+        "algorithm.critic.lr=0.01",
+    ],
+    "algorithm.target_kl (0.1) has no effect: an update is one step": ["algorithm.target_kl=0.1"],
+    "algorithm.whiten.unbiased (True) has no effect: advantages are not whitened": [
+        "algorithm.whiten={over='off', unbiased=true}",
+    ],
+    "algorithm.whiten.over (off) has no effect: advantage 'reinforce_plus_plus' whitens over the batch itself": [
+        "algorithm.advantage.kind=reinforce_plus_plus",
+        "algorithm.whiten.over=off",
+    ],
+    "algorithm.entropy_control.step (0.1) has no effect: entropy_control.target is 0": [
+        "algorithm.entropy_control.step=0.1",
+    ],
+    "algorithm.kl.horizon (5) has no effect: kl.target is 0": ["algorithm.kl.horizon=5"],
+    "algorithm.kl.loss_estimator (k2) has no effect: kl.loss_beta is 0": ["algorithm.kl.loss_estimator=k2"],
+    "algorithm.kl.allow_both (True) has no effect: one of both weights is 0": [
+        "algorithm.kl={reward_beta=0.1, allow_both=true}",
+    ],
     "learner.warmup_updates (9) is the whole run (9 updates)": ["updates=9", "learner.warmup_updates=9"],
     "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
     "rollout.in_flight (5) is below rollout.slots (512)": ["rollout.in_flight=5"],
@@ -202,6 +239,9 @@ MEANT = [
     ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "algorithm.kl.loss_beta=0.1"],
     ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "algorithm.policy_loss.kind=dppo_tv"],
     ["algorithm.policy_loss.kind=reinforce"],
+    ["algorithm.critic.lr=0.01", "algorithm.whiten.shift_mean=false"],
+    ["algorithm.target_kl=0.1", "learner.minibatches=2"],
+    ["algorithm.kl={reward_beta=0.1, loss_beta=0.1, allow_both=true, target=6.0, horizon=100}"],
     ["algorithm.correction.kind=off", "algorithm.kl.loss_beta=0.1", "queue.max_lag=0"],
 ]
 
