@@ -30,6 +30,7 @@ from streamppo.config.task import DataTask
 from streamppo.errors import UNREADABLE, CheckpointError, RunError
 
 INPUTS = "inputs.json"
+PACKAGE = "__init__.py"
 WHOLE_BYTES = 2**30
 PLACES, PIECE = 64, 2**20
 
@@ -137,11 +138,13 @@ def _named_inputs(config: Config, folder: Path) -> Iterator[NamedInput]:
 
 
 def _source(name: str) -> str:
-    """The file of `package.module:name` or `path/file.py:name`, found without importing it."""
+    """The file of `package.module:name`, `package:name` or `path/file.py:name`, found without importing it."""
     where = name.rpartition(":")[0]
-    relative = where if where.endswith(".py") else f"{where.replace('.', '/')}.py"
-    candidates = (Path(folder) / relative for folder in ("", *sys.path))
-    return str(next((path for path in candidates if path.is_file()), relative))
+    module = where.replace(".", "/")
+    # In one folder an import prefers a package to a module.
+    relative = [where] if where.endswith(".py") else [f"{module}/{PACKAGE}", f"{module}.py"]
+    candidates = (Path(folder) / name for folder in ("", *sys.path) for name in relative)
+    return str(next((path for path in candidates if path.is_file()), relative[-1]))
 
 
 def _find_input(named: NamedInput) -> Input:
@@ -167,12 +170,17 @@ def fingerprint(path: Path) -> str:
     return f"pieces {digest.hexdigest()}"
 
 
+def _name(path: str) -> str:
+    """The name of a file or folder; of a package's `__init__.py` that of the package."""
+    return Path(path).parent.name if Path(path).name == PACKAGE else Path(path).name
+
+
 def _change(before: Input | None, present: Input) -> str:
     """Describe how an input has changed; "" if it is unchanged, or if the configuration names another file.
 
     A moved file or folder has another path and the same name: it counts as the same input.
     """
-    if before is None or Path(before.path).name != Path(present.path).name:
+    if before is None or _name(before.path) != _name(present.path):
         return ""
     if not present.files:
         return f"{present.path} is gone"

@@ -246,6 +246,24 @@ def test_a_changed_reward_is_a_note_and_other_data_named_on_purpose_are_none(
     preflight.verify(math_config(other, "model.path=model", "reward={function='mine.py:score'}"), Path("run"))
 
 
+def test_a_changed_reward_in_the_init_of_a_package_is_a_note_and_one_of_another_package_is_none(
+    math_config: Load, logged: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for package in ("mine", "theirs"):
+        Path(package).mkdir()
+        Path(package, "__init__.py").write_text("def score(trajectory): return 1.0\n")
+    config = math_config("reward={function='mine:score'}")
+    preflight.verify(config, Path("run"))
+    Path("mine/__init__.py").write_text("def score(trajectory): return 0.0\n")
+    preflight.verify(config, Path("run"))
+    assert "mine/__init__.py has changed since the run began: changed: __init__.py" in logged.text
+    logged.clear()
+    preflight.verify(math_config("reward={function='theirs:score'}"), Path("run"))
+    assert "has changed" not in logged.text
+
+
 def test_a_large_file_is_known_by_pieces_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from streamppo.driver import inputs
 
