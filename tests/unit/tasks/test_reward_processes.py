@@ -1,11 +1,12 @@
 """A call that holds the process of an async reward costs the calls beside it nothing but a new beginning."""
 
 import asyncio
+from pathlib import Path
 from typing import cast
 
 import pytest
 from faulty_rewards import TOGETHER
-from reward_case import faulty, processes, started, total
+from reward_case import faulty, one_function, processes, started, total
 
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks.rewards.processes import forks, output
@@ -103,6 +104,29 @@ def test_a_template_that_dies_is_replaced(
             assert await total(rewards, "fine") == 1.0
         assert processes() == []
         assert sum("has died: it is replaced" in line for line in caplog.messages) == forks.DEATHS + 2
+
+    asyncio.run(story())
+
+
+DRAWS = """
+import random, time
+import numpy, torch
+
+def score(trajectory):
+    time.sleep(0.5)
+    draw = {"python": random.random, "numpy": numpy.random.rand, "torch": lambda: torch.rand(())}
+    return float(draw[trajectory.completion]())
+"""
+
+
+def test_processes_of_a_sync_reward_draw_different_random_numbers(tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text(DRAWS)
+
+    async def story() -> None:
+        async with started(one_function(function=f"{tmp_path}/draws.py:score", processes=2)) as rewards:
+            for library in ("python", "numpy", "torch"):
+                first, second = await asyncio.gather(total(rewards, library), total(rewards, library))
+                assert first != second, library
 
     asyncio.run(story())
 

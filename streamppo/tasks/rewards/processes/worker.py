@@ -119,6 +119,7 @@ def _live(
         die_with_parent()
         if os.getppid() != template:
             os._exit(1)
+        _seed_anew()
         _limit_memory(memory_mib)
         if reward.signature.is_async:
             asyncio.run(_serve_async(channel, page, reward))
@@ -132,6 +133,14 @@ def _live(
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
+
+
+def _seed_anew() -> None:
+    """Draw new random states: those of numpy and torch are the template's. Python draws its own after a fork."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
 
 
 def _limit_memory(memory_mib: int) -> None:
