@@ -143,7 +143,7 @@ def test_a_short_run_learns_asynchronously_and_leaves_what_it_promises(tmp_path:
     assert 0.1 < start < 0.35
     assert final >= start + 0.15
     assert found["reward"]["final"] > found["reward"]["start"]
-    assert 0 < found["lag"]["mean"] <= found["lag"]["max"] <= 2
+    assert 0 < found["lag"]["mean"] <= found["lag"]["max"] <= 8
     assert found["trajectories"] == 60 * 512
     for name in ("wall_s", "first_update_s", "tokens_trained", "push_ms"):
         assert found[name] > 0, name
@@ -154,7 +154,7 @@ def test_a_short_run_learns_asynchronously_and_leaves_what_it_promises(tmp_path:
     assert found["seed"] == 1
     kept = archive.open(tmp_path / "math").columns(59)
     assert np.isfinite(kept["advantages"]).all() and np.std(kept["advantages"]) > 0.1
-    # The learner is at most two versions ahead of the policy that sampled.
+    # The learner is a few versions ahead of the policy that sampled.
     assert np.median(np.abs(kept["proximal_logprobs"] - kept["logprobs"])) < 0.2
     assert found["dropped"].keys() >= {"too_old", "abandoned"}
     assert found["versions"]["torch"]
