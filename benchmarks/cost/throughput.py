@@ -58,6 +58,7 @@ def overrides(options: argparse.Namespace, max_lag: int) -> list[str]:
     """The overrides of `--config` in the runs of one `max_lag`, for any reward latency."""
     return [
         f"queue.max_lag={max_lag}",
+        "queue.ahead=max_lag",
         f"rollout.engine.kind={options.engine}",
         f"updates={options.updates}",
         *waiting(options.in_flight),

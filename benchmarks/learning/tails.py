@@ -98,6 +98,7 @@ def overrides(model: Path, case: Case, updates: int) -> list[str]:
         f"model.path={model}",
         *lengths.overrides(case.lengths),
         f"queue.max_lag={case.max_lag}",
+        "queue.ahead=max_lag",
         *(
             ["queue.too_old=mask", "queue.segments={}"]
             if case.too_old == SEGMENTS
