@@ -106,7 +106,7 @@ def all_accounted(run: Path) -> chaos.Trial:
         ),
         pytest.param(
             ["queue", "rollout", "learner", "driver", "rollout", "queue"],
-            ("rollout.actors=2", "queue.segments={}", "queue.too_old=mask"),
+            ("rollout.actors=2", "queue.max_lag=2", "queue.segments={}", "queue.too_old=mask"),
             id="segments",
             marks=pytest.mark.slow,
         ),
@@ -144,7 +144,7 @@ def all_accounted(run: Path) -> chaos.Trial:
         ),
         pytest.param(
             ["shard", "rollout", "queue", "shard", "driver"],
-            ("queue.shards=2", "rollout.actors=2", "queue.segments={}", "queue.too_old=mask"),
+            ("queue.shards=2", "rollout.actors=2", "queue.max_lag=2", "queue.segments={}", "queue.too_old=mask"),
             id="segments-in-shards",
             marks=pytest.mark.slow,
         ),
