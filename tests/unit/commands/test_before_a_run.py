@@ -159,15 +159,15 @@ def test_neither_torch_nor_transformers_nor_ray_is_imported_for_a_mistake() -> N
 
 
 NOTES = {
-    'algorithm.correction is "off" with max_lag (2) and 2 steps': [
+    'algorithm.correction is "off" with max_lag (8) and 2 steps': [
         "algorithm.correction.kind=off",
         "learner.minibatches=2",
     ],
-    'algorithm.kl.loss_beta (0.1) with correction "off" and max_lag (2)': [
+    'algorithm.kl.loss_beta (0.1) with correction "off" and max_lag (8)': [
         "algorithm.correction.kind=off",
         "algorithm.kl.loss_beta=0.1",
     ],
-    "queue.admission is 'mean': queue.max_lag (2) bounds the mean age of completions, and no token's": [
+    "queue.admission is 'mean': queue.max_lag (8) bounds the mean age of completions, and no token's": [
         "queue.admission=mean",
         "queue.too_old=keep",
     ],
@@ -198,11 +198,11 @@ NOTES = {
         "algorithm.curriculum={}",
         "algorithm.positive_nll=0.1",
     ],
-    'algorithm.kl.loss_beta (0.1) with correction "reject" and max_lag (2)': [
+    'algorithm.kl.loss_beta (0.1) with correction "reject" and max_lag (8)': [
         "algorithm.correction={kind='reject', reject=[{kind='token', band=[0.5, 2.0]}]}",
         "algorithm.kl.loss_beta=0.1",
     ],
-    'algorithm.kl.loss_beta (0.1) with correction "topr" and max_lag (2): the KL to the reference is then, where': [
+    'algorithm.kl.loss_beta (0.1) with correction "topr" and max_lag (8): the KL to the reference is then, where': [
         "algorithm.correction.kind=topr",
         "algorithm.kl.loss_beta=0.1",
     ],
