@@ -311,7 +311,7 @@ def test_more_gpus_are_divided_between_ranks_and_engines_and_train_more_tokens(
     half_billion: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two, eight = (on_gpus(half_billion, tmp_path / f"{gpus}.json", gpus)[-1] for gpus in (2, 8))
-    assert eight["tokens_per_s"] > 2 * two["tokens_per_s"]
+    assert eight["tokens_per_s"] > 1.8 * two["tokens_per_s"]
     settings = dict(one.split("=") for one in eight["overrides"])
     assert int(settings["learner.ranks"]) + int(settings["rollout.actors"]) <= 8
     shown = capsys.readouterr().out

@@ -192,4 +192,4 @@ def test_updates_are_as_quick_as_at_the_full_lag_on_younger_data(rate: float, re
     if rate > 1:
         assert row["full lag"] > 14, "the learner is slower than its engines"
         assert row["needed lag"] < 4 + reward_s
-    assert row["needed lost"] <= row["full lost"]
+    assert row["needed lost"] <= row["full lost"] + 0.01
