@@ -206,10 +206,8 @@ def fall_back(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]")
 
 
 def _flash_refusal(name: str, config: "PretrainedConfig") -> str:
-    from transformers import MODEL_MAPPING
-
     text = config.get_text_config()
-    model = MODEL_MAPPING.get(type(text), None)
+    model = varlen.model_class(text)
     if not getattr(model, "_supports_flash_attn", True):
         return f"transformers has no flash-attn for {text.model_type} models"
     # In place of another one, transformers would load the first of these.
@@ -232,9 +230,7 @@ def _sdpa_refusal(config: "PretrainedConfig") -> str:
 
 def has_sdpa(text: "PretrainedConfig") -> bool:
     """True if transformers computes the attention of a model of the configuration `text` with SDPA."""
-    from transformers import MODEL_MAPPING
-
-    return getattr(MODEL_MAPPING.get(type(text), None), "_supports_sdpa", True)
+    return getattr(varlen.model_class(text), "_supports_sdpa", True)
 
 
 def _leak_words(transformer: "PreTrainedModel") -> str:

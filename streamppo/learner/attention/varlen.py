@@ -64,10 +64,8 @@ def register() -> str:
 
 def refusal(config: "PretrainedConfig") -> str:
     """The reason why it cannot compute the attention of a model of transformers' `config`; "" if it can."""
-    from transformers import MODEL_MAPPING
-
     text = config.get_text_config()
-    if not getattr(MODEL_MAPPING.get(type(text), None), "_supports_attention_backend", False):
+    if not getattr(model_class(text), "_supports_attention_backend", False):
         return f"{text.model_type} models have attention of their own, in place of which {KERNEL} cannot be put"
     if reason := width_refusal(text, KERNEL):
         return reason
@@ -76,6 +74,13 @@ def refusal(config: "PretrainedConfig") -> str:
     if text.model_type in SINKS:
         return f"the model's attention has sinks, which {KERNEL} leaves out"
     return ""
+
+
+def model_class(text: "PretrainedConfig") -> object:
+    """transformers' class for a model of the configuration `text`; its flags say what it supports. None if unknown."""
+    from transformers import MODEL_MAPPING
+
+    return MODEL_MAPPING.get(type(text), None)
 
 
 def width_refusal(text: "PretrainedConfig", kernel: str) -> str:
