@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import inspect
 
-from streamppo.config.describe import describe_type, format_value
+from streamppo.config.convert import describe_type, format_value
 from streamppo.config.sections import Config
 from streamppo.telemetry import catalogue
 from tests.architecture import REPOSITORY
@@ -54,7 +54,7 @@ SIGNS = {
     r" below ": " <",
     r"(?<=[\[ ])(?:int|number) (?=[≥>])(?=.*\])": "",
 }
-"""How the page writes the words of `config.describe.describe_type`, in this order."""
+"""How the page writes the words of `config.convert.describe_type`, in this order."""
 PLAIN = re.compile(r"^(?:int|number|bool|text)\b")
 """Types that a default shows."""
 

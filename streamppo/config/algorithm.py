@@ -16,9 +16,8 @@ from streamppo.config.correction import (
     Truncate,
     repeated_filters,
 )
-from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
-from streamppo.config.kl import Kl
 from streamppo.config.policy_loss import Clip, CustomLoss, PolicyLoss, Reinforce, SequenceClip
+from streamppo.config.regularisation import EntropyControl, Exploration, Kl, NoExploration
 from streamppo.config.teacher import Teacher
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 from msgspec import NODEFAULT, inspect
 
 from streamppo.config import hints
-from streamppo.config.describe import describe_type, format_value
+from streamppo.config.hints import join_names
 from streamppo.config.overrides import Tree
 from streamppo.config.sections import Config
 
@@ -33,6 +33,8 @@ BITS = 63
 """Integers are sent as signed 64-bit."""
 MOST = 2**BITS - 1
 """The largest."""
+BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of at most {}"}
+"""The words of a bound."""
 
 
 def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
@@ -193,3 +195,45 @@ def _is_scalar(node: inspect.Type) -> bool:
 def _within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
     above = (node.gt is None or value > node.gt) and (node.ge is None or value >= node.ge)
     return above and (node.lt is None or value < node.lt) and (node.le is None or value <= node.le)
+
+
+# --- words ---------------------------------------------------------------------------------------------------
+
+
+def describe_type(node: inspect.Type) -> str:
+    """The values of a type: "a number above 0"."""
+    match node:
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.StrType():
+            return "a text"
+        case inspect.IntType():
+            return _bounded("a whole number", node)
+        case inspect.FloatType():
+            return _bounded("a number", node)
+        case inspect.LiteralType(values=values):
+            return join_names([f'"{value}"' for value in values], "or")
+        case inspect.TupleType(item_types=types):
+            return f"a list of {len(types)}: {join_names([describe_type(item) for item in types])}"
+        case inspect.VarTupleType(item_type=item):
+            return f"a list, each of it {describe_type(item)}"
+        case inspect.UnionType(types=types):
+            words = [describe_type(option) for option in types if not isinstance(option, inspect.NoneType)]
+            return join_names(list(dict.fromkeys(words)), "or")
+        case _:
+            return "a table"
+
+
+def format_value(value: object) -> str:
+    """A value as written in the file; a table becomes "a table"."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _bounded(noun: str, node: inspect.IntType | inspect.FloatType) -> str:
+    bounds = {"gt": node.gt, "ge": node.ge, "lt": node.lt, "le": node.le}
+    words = [BOUNDS[name].format(f"{bound:g}") for name, bound in bounds.items() if bound is not None]
+    return " ".join([noun, " and ".join(words)]) if words else noun

@@ -7,13 +7,12 @@ algorithm.advantage.lam  kind "gae" and kind "vtrace" have it        a field of 
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple, cast
 
 from msgspec import inspect
 
-from streamppo.config.describe import join_names
 from streamppo.config.sections import Config
 
 TYPO, NEAR, ELSEWHERE = 0.85, 0.5, 0.8
@@ -150,6 +149,11 @@ def nearest(name: str, known: Iterable[str], cutoff: float = NEAR) -> str:
     """The end of a sentence about the unknown `name`: the most similar of `known`; empty if none is similar."""
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
     return f": did you mean {near[0]!r}?" if near else ""
+
+
+def join_names(names: Sequence[str], last: str = "and") -> str:
+    """Join names for a sentence: "a, b and c"."""
+    return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _sentence(name: str, hint: str) -> str:

@@ -1,157 +1,32 @@
 """The configuration tree. It is frozen; unknown fields are errors; a required field has no default.
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
-function that builds the object. file.py reads files and overrides; the mathematics is in algorithm.py, data in task.py,
-the queue in queue.py, rewards in reward.py, engines in engine.py, ranks in learner.py, files in storage.py.
+function that builds the object. file.py reads files and overrides. A large section has its own file: model.py, task.py,
+reward.py, rollout.py, queue.py, algorithm.py, learner.py.
 """
 
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
 from streamppo.config.algorithm import Algorithm
-from streamppo.config.base import (
-    MOST_PROCESSES,
-    Count,
-    Fraction,
-    Machine,
-    Positive,
-    PositiveFloat,
-    Processes,
-    Seconds,
-    Section,
-)
-from streamppo.config.engine import EmbeddedEngine, SGLangEngine
-from streamppo.config.exploration import KlCov
+from streamppo.config.base import MOST_PROCESSES, Count, Kind, Positive, Seconds, Section
 from streamppo.config.learner import Learner
-from streamppo.config.lora import Lora
-from streamppo.config.origin import Origin
+from streamppo.config.model import BUILTIN, JOINED, Model
 from streamppo.config.queue import Queue
+from streamppo.config.regularisation import KlCov
 from streamppo.config.reward import Reward
-from streamppo.config.storage import Archive, Checkpoint
+from streamppo.config.rollout import Rollout
 from streamppo.config.task import AgentEnvironment, AnyEnvironment, ArithmeticTask, DataTask, Task
-from streamppo.config.telemetry import Telemetry
 
-BUILTIN = "builtin:tiny"
-"""The model.path of a small model that the run makes itself."""
-HEAD_WIDTH = 8
-"""Width of an attention head of builtin:tiny."""
-JOINED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen")
-"""Attention kernels for packed rows, without padding, in 16 bits, on a GPU; the last is torch's own."""
-
-# --- the model -----------------------------------------------------------------------------------------------
-
-
-class Tiny(Section, frozen=True):
-    """The model "builtin:tiny": its size, and the supervised warm-up that teaches it the format and weak answers."""
-
-    hidden_size: Positive = 64
-    """Width; every attention head is 8 wide."""
-    layers: Annotated[int, Meta(ge=1, le=128)] = 2
-    """Layers."""
-    max_steps: Count = 200
-    """Maximum supervised steps before reinforcement."""
-    target_accuracy: Fraction = 0.22
-    """Greedy accuracy on training problems that ends the warm-up."""
-
-    def contradictions(self) -> Iterator[str]:
-        """The heads must divide the width."""
-        if self.hidden_size % HEAD_WIDTH:
-            yield f"hidden_size ({self.hidden_size}) must be a multiple of {HEAD_WIDTH}, the width of a head"
-
-
-class Model(Section, frozen=True):
-    """The policy."""
-
-    path: str
-    """Folder or hub name of a causal LM, or "builtin:tiny"."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameters and activations of learner and engine."""
-    float32_head: bool = True
-    """Compute logits in float32 in learner and engine (arXiv:2506.13585)."""
-    attention: Literal[
-        "auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"
-    ] = "auto"
-    """The learner's; auto: for bfloat16 on a GPU flash-attn, or torch's own (varlen), else sdpa."""
-    share_prompts: bool = True
-    """Compute a prompt once for its samples in a micro-batch; not with eager."""
-    float32_router: bool = False
-    """The learner computes expert scores in float32."""
-    gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
-    """Recompute activations from layers' inputs ("offloaded": kept in CPU memory); auto: full if a GPU is too small."""
-    compile: bool = False
-    """Compile the learner's layers with torch.compile: a warm-up of minutes."""
-    lora: Lora | None = None
-    """Train adapters on frozen weights; `{}` takes their defaults."""
-    clock: str = ""
-    """Time for chat templates (2026-01-31T12:00); empty is the run's start."""
-    tiny: Tiny = Tiny()
-    """The model behind "builtin:tiny"."""
-
-    def contradictions(self) -> Iterator[str]:
-        """Attention over packed rows needs bfloat16, float32_router needs compile off, clock must be a time."""
-        if self.clock and not _is_time(self.clock):
-            yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
-        if self.attention in JOINED and self.dtype != "bfloat16":
-            yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
-        if self.compile and self.float32_router:
-            yield "float32_router = true needs single operations, and compile = true fuses them"
-
-    def refuses(self, what: str) -> Iterator[str]:
-        """Yield a sentence for every choice that excludes `what`, which needs the learner's own attention."""
-        for name, refused in {"attention": self.attention == "eager", "compile": self.compile}.items():
-            if refused:
-                yield f"{what} is not possible with model.{name} = {getattr(self, name)!r}"
-
-
-# --- rollout -------------------------------------------------------------------------------------------------
-
-
-class Rollout(Machine, frozen=True):
-    """The actors that generate."""
-
-    engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
-    """The engine that samples the tokens."""
-    threads: Positive = 1
-    """CPU threads."""
-    actors: Processes = 1
-    """Rollout actors; `streamppo scale` changes their number."""
-    in_flight: Positive = 64
-    """Trajectories of one actor in flight, rewards included."""
-    slots: Positive = 64
-    """Completions that one engine decodes at once."""
-    max_tokens: Positive = 256
-    """Maximum tokens of one completion."""
-    stop: tuple[str, ...] = ()
-    """Further stops: names of added tokens, and strings."""
-    limit: str = ""
-    """`package.module:name` or `path/file.py:name`: (prompt, identity) -> a lower max_tokens."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature, of the learner's log-probs too."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training; below 1, log-probs are over the candidates."""
-    top_k: Count = 0
-    """Top-k sampling in training, as with top_p; 0 is off."""
-
-    @property
-    def cuts(self) -> bool:
-        """True if top-p or top-k exclude tokens of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0
-
-    def contradictions(self) -> Iterator[str]:
-        """Sampling without a training signal, or that the engine does not support."""
-        if "" in self.stop:
-            yield 'stop has "", which would end a completion at its first token'
-        if self.top_k == 1:
-            yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
-        if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
-            yield refused
-
-
-# --- around --------------------------------------------------------------------------------------------------
+LONGEST_NAME = 200
+"""Longest name of a run in bytes: file systems take 255, and a number may be appended."""
+LOCAL = "local"
+"""The address of a Ray that the run starts here for itself."""
+Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class Evaluation(Section, frozen=True):
@@ -165,10 +40,26 @@ class Evaluation(Section, frozen=True):
     """Actors that only evaluate, each as one of [rollout]; 0: the rollout actors answer beside their samples."""
 
 
-LONGEST_NAME = 200
-"""Longest name of a run in bytes: file systems take 255, and a number may be appended."""
-LOCAL = "local"
-"""The address of a Ray that the run starts here for itself."""
+class Checkpoint(Section, frozen=True):
+    """State on disk to resume from."""
+
+    every: Count = 50
+    """Updates between two checkpoints; 0: only the last one."""
+    keep: Positive = 2
+    """Newest checkpoints kept on disk."""
+    keep_every: Count = 0
+    """Versions divisible by this keep their checkpoint; 0 is off."""
+    remote: str = ""
+    """An fsspec address (s3://bucket/runs) for copies."""
+
+
+class Archive(Section, frozen=True):
+    """Trained batches on disk."""
+
+    keep: Count = 0
+    """Newest batches that are kept, besides all after the oldest checkpoint; 0 is all."""
+    numbers: bool = True
+    """Store each token's learner's log-prob and advantage, for `watch` and `inspect`."""
 
 
 class Cluster(Section, frozen=True):
@@ -199,6 +90,46 @@ class Watchdog(Section, frozen=True):
     """Restarts within restarts_s; one more death ends the run."""
     restarts_s: Seconds = 600.0
     """Time window in which restarts are counted."""
+
+
+class Endpoint(Kind, frozen=True, tag="endpoint"):
+    """A server on 127.0.0.1 that Prometheus scrapes."""
+
+    port: Port
+    """Its port; the path is /metrics."""
+
+
+class RayMetrics(Kind, frozen=True, tag="ray"):
+    """Ray's metrics; needs ray[default] on the nodes."""
+
+
+class Telemetry(Section, frozen=True):
+    """Other programs that get the run's metrics. None of them can stop a run or slow it down."""
+
+    trackers: tuple[Tracker, ...] = ()
+    """Trackers of metrics and configuration."""
+    project: str = "streamppo"
+    """Project or experiment of the trackers."""
+    prometheus: Endpoint | RayMetrics | None = None
+    """How Prometheus gets the metrics; none by default."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Each tracker at most once, and a project name."""
+        if len(set(self.trackers)) < len(self.trackers):
+            yield f"trackers ({', '.join(self.trackers)}) must name each tracker once"
+        if not self.project:
+            yield "project must have a name"
+
+
+class Origin(Section, frozen=True):
+    """The version of another run from which a fork begins; `streamppo fork` writes it, and a run does not read it."""
+
+    run: str
+    """The folder of the run that was forked."""
+    version: Count
+    """The last version that both have."""
+    digest: str
+    """The hash of its weights."""
 
 
 class Config(Section, frozen=True):
@@ -334,14 +265,6 @@ def _proximal(config: Config) -> Iterator[str]:
             f"'behavior' and queue.max_lag ({max_lag}) that includes the age of the data: it would end updates "
             "without a step"
         )
-
-
-def _is_time(text: str) -> bool:
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _names_folder(name: str) -> bool:

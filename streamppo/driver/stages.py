@@ -24,7 +24,8 @@ from ray.exceptions import RayActorError, RayError
 
 from streamppo import durable
 from streamppo.config import file as configfile
-from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import LOCAL, Config, model_path
 from streamppo.driver.folder import lock
 from streamppo.driver.ray import nodes
 from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, make_shards

@@ -20,7 +20,8 @@ from msgspec import structs
 
 from streamppo import process
 from streamppo.config import file as configfile
-from streamppo.config.sections import BUILTIN, LOCAL, Config, Model
+from streamppo.config.model import BUILTIN, Model
+from streamppo.config.sections import LOCAL, Config
 from streamppo.errors import ModelError
 from streamppo.weights.models import headers
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from streamppo.config.sections import Config, Model, longest_row
+from streamppo.config.model import Model
+from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError
 from streamppo.learner import memory
 from streamppo.weights.models.settings import read_settings

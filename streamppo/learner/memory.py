@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.algorithms.chunked_head import PIECE
-from streamppo.config.sections import JOINED, Config, Model, longest_completion
+from streamppo.config.model import JOINED, Model
+from streamppo.config.sections import Config, longest_completion
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention

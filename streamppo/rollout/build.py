@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import positions

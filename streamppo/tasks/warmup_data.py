@@ -5,7 +5,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.tasks import task as tasks
 from streamppo.tasks.task import Task

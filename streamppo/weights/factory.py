@@ -7,8 +7,8 @@ from zlib import crc32
 from msgspec import structs
 
 from streamppo import durable
+from streamppo.config.learner import Folder, Nixl, ObjectStore
 from streamppo.config.sections import LOCAL, Config
-from streamppo.config.transport import Folder, Nixl, ObjectStore
 from streamppo.errors import RunError
 from streamppo.weights.transport import Receiver, Sender
 

@@ -19,7 +19,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from streamppo import durable
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError
 
 PAUSES_S = (1.0, 10.0, 60.0)

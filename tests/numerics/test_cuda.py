@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.chunked_head import LogitShape, chunked_logprobs_entropy
-from streamppo.config.sections import JOINED
+from streamppo.config.model import JOINED
 from streamppo.learner import device, scorer, update
 from streamppo.learner.attention import attention, prefix_kv, prefix_sharing, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad

@@ -12,7 +12,7 @@ import torch
 from streamppo.commands.bundle import file, make, update
 from streamppo.commands.bundle.file import Bundle, Facts
 from streamppo.config import file as configfile
-from streamppo.config.mesh import Mesh
+from streamppo.config.learner import Mesh
 from streamppo.learner import device
 from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.learner import build

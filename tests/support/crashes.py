@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from conftest import trajectory
 
-from streamppo.config.storage import Checkpoint
+from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError, JournalError
 from streamppo.learner.checkpoint import checkpoint, manifest
 from streamppo.learner.checkpoint.manifest import CheckpointState

@@ -19,7 +19,8 @@ from replay_case import Actor, without_ray
 from benchmarks.lib import draw
 from streamppo.config import consent
 from streamppo.config import file as configfile
-from streamppo.config.sections import BUILTIN, model_path
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import model_path
 from streamppo.tasks.library import arithmetic
 from streamppo.types import QueueReport, ScoredText, UpdateReport, decode
 

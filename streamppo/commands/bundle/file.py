@@ -25,9 +25,9 @@ from torch import Tensor
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import CRITICS
-from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.reward import FunctionScorer, Reward
-from streamppo.config.sections import Config, Rollout
+from streamppo.config.rollout import EmbeddedEngine, Rollout, SGLangEngine
+from streamppo.config.sections import Config
 from streamppo.config.task import ArithmeticTask
 from streamppo.config.teacher import Teacher
 from streamppo.errors import BundleError, ConfigError

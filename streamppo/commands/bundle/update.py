@@ -18,9 +18,9 @@ from streamppo.commands.bundle import file
 from streamppo.commands.bundle.file import Bundle
 from streamppo.commands.bundle.tokens import Columns, columns_of
 from streamppo.config import consent
-from streamppo.config.mesh import Mesh
-from streamppo.config.sections import JOINED, Config
-from streamppo.config.transport import ObjectStore
+from streamppo.config.learner import Mesh, ObjectStore
+from streamppo.config.model import JOINED
+from streamppo.config.sections import Config
 from streamppo.errors import BundleError, ConfigError, StreamppoError
 from streamppo.learner import device
 from streamppo.learner.batch.fetch import lag_histogram

@@ -6,8 +6,9 @@ from decimal import Decimal
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.task import ROWS
 from streamppo.commands.start.project import policy, sizes
+from streamppo.config.model import BUILTIN
 from streamppo.config.reward import FunctionScorer, Scorer
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.sections import Config
 from streamppo.tasks import warmup_data
 from streamppo.tasks.scorers import readers
 from streamppo.tasks.task import Task

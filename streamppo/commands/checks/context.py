@@ -10,7 +10,8 @@ from streamppo.commands.checks import task as tasks
 from streamppo.commands.checks.finding import Findings
 from streamppo.commands.checks.folder import find
 from streamppo.commands.checks.task import ROWS
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.tasks.task import Task
 from streamppo.types import Prompt

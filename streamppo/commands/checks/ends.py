@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.folder import find
 from streamppo.commands.checks.task import ROWS
-from streamppo.config.engine import EmbeddedEngine
+from streamppo.config.rollout import EmbeddedEngine
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import positions

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.algorithm import Critic
-from streamppo.config.engine import FAMILIES, EmbeddedEngine
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.model import BUILTIN
+from streamppo.config.rollout import FAMILIES, EmbeddedEngine
+from streamppo.config.sections import Config
 from streamppo.config.teacher import Teacher
 from streamppo.errors import CheckpointError, JournalError, ModelError
 from streamppo.weights.models import folder as folders

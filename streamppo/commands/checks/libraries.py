@@ -3,9 +3,8 @@
 from importlib.util import find_spec
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.sections import Config
-from streamppo.config.telemetry import Endpoint
-from streamppo.config.transport import Nixl
+from streamppo.config.learner import Nixl
+from streamppo.config.sections import Config, Endpoint
 
 EXTRAS = {"trackio": "trackio"}
 """Libraries in an extra other than `tracking`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config, shares_gpus
 from streamppo.driver import threads
 from streamppo.driver.ray import placement

@@ -6,9 +6,9 @@ The 1 to 3 GiB of CUDA and SGLang's graphs are not counted.
 import math
 from typing import NamedTuple
 
-from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.learner import ObjectStore
+from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config
-from streamppo.config.transport import ObjectStore
 from streamppo.learner.memory import MASTER, MOMENTS, ModelSizes, RankMemory, routes, state
 
 VERSIONS = 3

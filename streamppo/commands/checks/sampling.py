@@ -7,7 +7,8 @@ from pathlib import Path
 from streamppo import durable
 from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.commands.checks.folder import find
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import Config
 
 NEUTRAL: Mapping[str, object] = {
     "temperature": 1.0,

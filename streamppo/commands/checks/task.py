@@ -12,8 +12,9 @@ from typing import NamedTuple
 from streamppo.commands.checks.finding import Finding, Findings, reward_subject
 from streamppo.commands.checks.folder import find, looks_like_path, weights
 from streamppo.commands.checks.rows import Faults, is_for
+from streamppo.config.model import BUILTIN
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment, DataTask, Environment
 from streamppo.errors import StreamppoError, TaskError
 from streamppo.tasks import agent, dataset_files, environments, length_limit, warmup_data

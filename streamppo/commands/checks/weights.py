@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.folder import OWN_CRITICS, find
-from streamppo.config.engine import FAMILIES, EmbeddedEngine, SGLangEngine
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.model import BUILTIN
+from streamppo.config.rollout import FAMILIES, EmbeddedEngine, SGLangEngine
+from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.learner.model import hf_files
 from streamppo.rollout.embedded import decoder

@@ -23,7 +23,7 @@ from streamppo.commands.models.archived import ArchivedCompletion
 from streamppo.commands.models.eval import estimate
 from streamppo.commands.models.weights import Weights
 from streamppo.commands.trial import Continued, Trial, TrialQuestion, VersionTrial
-from streamppo.config.engine import EmbeddedEngine
+from streamppo.config.rollout import EmbeddedEngine
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import inputs
 from streamppo.errors import JournalError, RunError

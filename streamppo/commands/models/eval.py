@@ -26,7 +26,8 @@ from streamppo.commands import standalone
 from streamppo.commands.checks import folder as folders
 from streamppo.commands.console import console, echo, log_to_stderr, table
 from streamppo.commands.models import weights
-from streamppo.config.sections import BUILTIN, Config, model_path
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import Config, model_path
 from streamppo.errors import ConfigError, TaskError
 from streamppo.learner.model import tiny
 from streamppo.rollout import build

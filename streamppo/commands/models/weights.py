@@ -8,7 +8,8 @@ from msgspec import structs
 from torch import Tensor
 
 from streamppo.commands.console import echo
-from streamppo.config.sections import Config, Model, model_path
+from streamppo.config.model import Model
+from streamppo.config.sections import Config, model_path
 from streamppo.errors import CheckpointError, JournalError
 from streamppo.learner.checkpoint import distcp, history, manifest, remote
 from streamppo.learner.checkpoint.history import History

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from streamppo.commands.plan.roofline import NODE
 from streamppo.config import file as configfile
-from streamppo.config.mesh import Mesh
+from streamppo.config.learner import Mesh
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError
 from streamppo.learner.parallel import context_parallel, tensor_parallel

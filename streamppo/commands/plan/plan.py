@@ -20,7 +20,8 @@ from streamppo.commands.plan.roofline import GpuType
 from streamppo.commands.plan.simulation import Prediction, skipped
 from streamppo.commands.plan.workload import StageCosts
 from streamppo.config import file as configfile
-from streamppo.config.sections import BUILTIN, Config, longest_row
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ConfigError, RunError
 from streamppo.learner import checkpointing, memory
 from streamppo.queue.rules.state import settings_of

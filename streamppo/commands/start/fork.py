@@ -29,8 +29,7 @@ from streamppo.commands.models import weights
 from streamppo.commands.versions import Past
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
-from streamppo.config.origin import Origin
-from streamppo.config.sections import Config, model_path
+from streamppo.config.sections import Config, Origin, model_path
 from streamppo.driver import inputs
 from streamppo.driver.folder import disk
 from streamppo.errors import ConfigError, RunError

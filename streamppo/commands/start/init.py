@@ -21,8 +21,8 @@ from streamppo.commands.checks.machine import memory_mib
 from streamppo.commands.console import console, echo
 from streamppo.commands.start.project import policy, rows, sizes, text
 from streamppo.config import file as configfile
-from streamppo.config.engine import FAMILIES
 from streamppo.config.reward import FunctionScorer
+from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
 from streamppo.terminal import harmless, wrap

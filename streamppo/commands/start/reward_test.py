@@ -15,7 +15,8 @@ from msgspec import structs
 from streamppo.commands import standalone
 from streamppo.commands.console import console, echo, log_to_stderr, table
 from streamppo.commands.models import weights
-from streamppo.config.sections import BUILTIN, Config, model_path
+from streamppo.config.model import BUILTIN
+from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.learner.model import tiny

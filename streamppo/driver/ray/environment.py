@@ -13,8 +13,8 @@ from pathlib import Path
 from ray._private import ray_constants
 
 from streamppo import process
-from streamppo.config.engine import SGLangEngine
 from streamppo.config.reward import Remote
+from streamppo.config.rollout import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.driver.ray.orphans import MARK
 

@@ -15,10 +15,11 @@ from uuid import uuid4
 
 from streamppo import durable
 from streamppo.config.algorithm import CRITICS
+from streamppo.config.learner import Folder
+from streamppo.config.model import BUILTIN
 from streamppo.config.reward import FunctionScorer, ModelScorer
-from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
-from streamppo.config.transport import Folder
 from streamppo.driver.ray import environment
 from streamppo.errors import RunError
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.config.engine import FAMILIES
-from streamppo.config.sections import JOINED, Model
+from streamppo.config.model import JOINED, Model
+from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.learner.attention import varlen
 from streamppo.learner.device import to_device

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from streamppo.config.sections import Model
+from streamppo.config.model import Model
 from streamppo.errors import ModelError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from streamppo.config.engine import FAMILIES
+from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers
 from streamppo.learner.attention.attention import CPU, ContextPass, Reading

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from streamppo import durable
-from streamppo.config.storage import Checkpoint
+from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError
 from streamppo.learner.checkpoint import distcp, manifest
 from streamppo.learner.checkpoint.distcp import METADATA

@@ -18,8 +18,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import structs
 
-from streamppo.config.sections import Config
-from streamppo.config.storage import Checkpoint
+from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import UNREADABLE, CheckpointError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import History

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from streamppo import durable
-from streamppo.config.lora import Lora
+from streamppo.config.model import Lora
 from streamppo.errors import ModelError
 
 NAME = "default"

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from streamppo.config.algorithm import CRITICS
-from streamppo.config.lora import Lora
-from streamppo.config.sections import Model
+from streamppo.config.model import Lora, Model
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, short_rows
 from streamppo.learner.model import adapters, hf_files, lm_head, norms, weight_files

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamppo.config.engine import FAMILIES
+from streamppo.config.rollout import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

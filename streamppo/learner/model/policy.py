@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
-from streamppo.config.lora import Lora
-from streamppo.config.sections import JOINED
+from streamppo.config.model import JOINED, Lora
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, shared_keys, tree
 from streamppo.learner.attention.attention import Layout, Reading

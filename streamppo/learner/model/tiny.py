@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from streamppo import process
-from streamppo.config.sections import BUILTIN, HEAD_WIDTH, Config, Model, Tiny
+from streamppo.config.model import BUILTIN, HEAD_WIDTH, Model, Tiny
+from streamppo.config.sections import Config
 from streamppo.learner.model import hf_files
 from streamppo.tasks import warmup_data
 from streamppo.tasks.tokenizer import END, PADDING, character_tokenizer

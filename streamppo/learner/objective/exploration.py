@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from streamppo.algorithms import exploration
-from streamppo.config import exploration as choices
+from streamppo.config import regularisation as choices
 from streamppo.learner.batch.padded import PaddedBatch, row_order
 from streamppo.learner.model.policy import PolicyOutput
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from streamppo.algorithms.groups import zero_variance
 from streamppo.config import algorithm as choices
-from streamppo.config.exploration import NoExploration
 from streamppo.config.policy_loss import CustomLoss
 from streamppo.config.queue import AdaptiveLag
+from streamppo.config.regularisation import NoExploration
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.objective import build_correction

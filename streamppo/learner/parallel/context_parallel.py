@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
 
-from streamppo.config.engine import FAMILIES
-from streamppo.config.mesh import Mesh
-from streamppo.config.sections import JOINED
+from streamppo.config.learner import Mesh
+from streamppo.config.model import JOINED
+from streamppo.config.rollout import FAMILIES
 from streamppo.learner.attention import attention
 from streamppo.learner.attention.attention import Reading
 from streamppo.learner.device import everybody

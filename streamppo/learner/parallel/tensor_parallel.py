@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from streamppo.config.mesh import Mesh
+from streamppo.config.learner import Mesh
 from streamppo.errors import ModelError
 from streamppo.learner.parallel import expert_parallel
 from streamppo.learner.parallel.routing import experts_of

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamppo.config.engine import FAMILIES
+from streamppo.config.rollout import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.process import phase
 from streamppo.rollout.embedded import parameters

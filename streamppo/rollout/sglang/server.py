@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from streamppo.config.engine import SGLangEngine
+from streamppo.config.rollout import SGLangEngine
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.client import HEALTH_S, Answer

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from streamppo import process
-from streamppo.config.engine import SGLangEngine
+from streamppo.config.rollout import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError

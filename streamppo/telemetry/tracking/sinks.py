@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamppo.config import diff
-from streamppo.config.sections import Config
-from streamppo.config.telemetry import Endpoint, RayMetrics
+from streamppo.config.sections import Config, Endpoint, RayMetrics
 from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.tracking import process
 from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun

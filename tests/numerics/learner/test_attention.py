@@ -29,7 +29,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from streamppo.config.sections import JOINED
+from streamppo.config.model import JOINED
 from streamppo.errors import ConfigError, ModelError
 from streamppo.learner.attention import attention, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad

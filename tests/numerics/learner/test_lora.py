@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from streamppo.config.lora import Lora
+from streamppo.config.model import Lora
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, WeightsError
 from streamppo.learner.batch.padded import PaddedBatch, pad

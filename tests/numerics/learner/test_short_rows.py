@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from streamppo.config.sections import Model
+from streamppo.config.model import Model
 from streamppo.learner.attention import layers, short_rows
 from streamppo.learner.attention.layers import Checkpointing
 from streamppo.learner.model import load_policy

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import MixtralConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from streamppo.config.mesh import Mesh
+from streamppo.config.learner import Mesh
 from streamppo.errors import ConfigError, ModelError
 from streamppo.learner.attention import attention, prefix_sharing, varlen
 from streamppo.learner.batch.padded import PaddedBatch, pad

@@ -19,7 +19,7 @@ from streamppo.commands.plan.shared_cores import SharedCores
 from streamppo.commands.plan.simulation import Prediction, simulate
 from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.config import file as configfile
-from streamppo.config.mesh import Mesh
+from streamppo.config.learner import Mesh
 from streamppo.config.sections import Config
 from streamppo.learner import memory
 from streamppo.queue.rules.state import settings_of

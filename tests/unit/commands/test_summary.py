@@ -13,8 +13,7 @@ from rich.console import Console
 from streamppo import cli
 from streamppo.commands.look import summary
 from streamppo.config import file as configfile
-from streamppo.config.origin import Origin
-from streamppo.config.sections import Config
+from streamppo.config.sections import Config, Origin
 from streamppo.driver.folder import lock
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.summary import queue_counts

@@ -12,7 +12,7 @@ from msgspec import inspect
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Gae, Grpo, VTrace
 from streamppo.config.correction import FilterTruncated, NoCorrection
-from streamppo.config.engine import SGLangEngine
+from streamppo.config.rollout import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 from streamppo.errors import ConfigError

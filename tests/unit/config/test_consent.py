@@ -25,7 +25,8 @@ from streamppo.commands import run_argument
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.reward import FunctionScorer, Reward, Scorer, ServiceScorer
-from streamppo.config.sections import Config, Rollout
+from streamppo.config.rollout import Rollout
+from streamppo.config.sections import Config
 from streamppo.errors import ConfigError
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks import plugins

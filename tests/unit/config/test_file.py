@@ -20,7 +20,7 @@ from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm, Clip
 from streamppo.config.correction import FilterOffPolicyNegative, FilterTruncated, NoCorrection, RejectK3, Topr, Truncate
-from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 from streamppo.driver import preflight

@@ -12,7 +12,8 @@ from benchmarks.lib.runs import PLAIN
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.reward import Scorer
-from streamppo.config.sections import Config, Rollout
+from streamppo.config.rollout import Rollout
+from streamppo.config.sections import Config
 from streamppo.config.task import Task
 
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))

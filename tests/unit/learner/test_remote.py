@@ -12,8 +12,7 @@ from checkpoint_files import copied, written
 
 from streamppo import durable
 from streamppo.commands.checks import folder as checks
-from streamppo.config.sections import Config
-from streamppo.config.storage import Checkpoint
+from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError, ConfigError
 from streamppo.learner.checkpoint import manifest, remote
 from streamppo.learner.checkpoint.manifest import DamagedFile

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 from streamppo import durable
 from streamppo.commands.checks import folder as folders
 from streamppo.commands.start.project.rows import PromptView
-from streamppo.config.sections import BUILTIN
+from streamppo.config.model import BUILTIN
 from streamppo.errors import ConfigError, ModelError, TaskError
 from streamppo.tasks import warmup_data
 from streamppo.weights.models import headers

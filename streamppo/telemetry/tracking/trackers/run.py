@@ -6,7 +6,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from streamppo.config.telemetry import Tracker as Library
+from streamppo.config.sections import Tracker as Library
 from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.tracking.points import Point
 

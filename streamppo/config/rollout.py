@@ -1,4 +1,4 @@
-"""The engines of the configuration, and the rules of each.
+"""The `[rollout]` section of the configuration: the actors that generate, their engines, and the rules of each engine.
 
 Other packages call an engine's methods and never test which engine it is.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from msgspec import Meta, field, structs
 
-from streamppo.config.base import Count, Kind, Seconds
+from streamppo.config.base import Count, Kind, Machine, Positive, PositiveFloat, Processes, Seconds
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of model_type supported by the embedded engine."""
@@ -187,3 +187,44 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             return self.max_total_tokens or row_tokens
         filled = fit(self.mem_fraction_static)
         return min(filled, self.max_total_tokens or filled)
+
+
+class Rollout(Machine, frozen=True):
+    """The actors that generate."""
+
+    engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
+    """The engine that samples the tokens."""
+    threads: Positive = 1
+    """CPU threads."""
+    actors: Processes = 1
+    """Rollout actors; `streamppo scale` changes their number."""
+    in_flight: Positive = 64
+    """Trajectories of one actor in flight, rewards included."""
+    slots: Positive = 64
+    """Completions that one engine decodes at once."""
+    max_tokens: Positive = 256
+    """Maximum tokens of one completion."""
+    stop: tuple[str, ...] = ()
+    """Further stops: names of added tokens, and strings."""
+    limit: str = ""
+    """`package.module:name` or `path/file.py:name`: (prompt, identity) -> a lower max_tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature, of the learner's log-probs too."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Nucleus sampling in training; below 1, log-probs are over the candidates."""
+    top_k: Count = 0
+    """Top-k sampling in training, as with top_p; 0 is off."""
+
+    @property
+    def cuts(self) -> bool:
+        """True if top-p or top-k exclude tokens of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
+
+    def contradictions(self) -> Iterator[str]:
+        """Sampling without a training signal, or that the engine does not support."""
+        if "" in self.stop:
+            yield 'stop has "", which would end a completion at its first token'
+        if self.top_k == 1:
+            yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
+        if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
+            yield refused

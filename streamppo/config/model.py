@@ -1,0 +1,115 @@
+"""The `[model]` section of the configuration: the policy, its adapters, and the small built-in model."""
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from streamppo.config.base import Count, Fraction, Positive, Section
+from streamppo.config.regularisation import Kl
+
+BUILTIN = "builtin:tiny"
+"""The model.path of a small model that the run makes itself."""
+HEAD_WIDTH = 8
+"""Width of an attention head of builtin:tiny."""
+JOINED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen")
+"""Attention kernels for packed rows, without padding, in 16 bits, on a GPU; the last is torch's own."""
+
+
+class Lora(Section, frozen=True):
+    """Low-rank adapters (arXiv:2106.09685): W + alpha / rank * B A; only A and B are trained and pushed."""
+
+    rank: Positive = 16
+    """Rows of A and columns of B."""
+    alpha: Positive = 32
+    """The product B A is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Name suffixes of the linear layers with an adapter; empty is all but the head, experts and their routers."""
+
+    @property
+    def scale(self) -> float:
+        """The LoRA scale: W + scale * B A."""
+        return self.alpha / self.rank
+
+    def contradictions(self) -> Iterator[str]:
+        """Targets must be distinct names; an empty one would match every module."""
+        if "" in self.targets or len(set(self.targets)) < len(self.targets):
+            yield f"targets ({', '.join(self.targets)}) must be names, each once"
+
+    def refuses(self, kl: Kl) -> Iterator[str]:
+        """Yield a sentence for every choice that needs separate reference weights: here it is the frozen policy."""
+        if kl.follow_every:
+            yield f"algorithm.kl.follow_every ({kl.follow_every}) moves the reference, which model.lora keeps frozen"
+        if kl.offload:
+            yield "algorithm.kl.offload: with model.lora the reference is the policy itself, without its adapters"
+
+
+class Tiny(Section, frozen=True):
+    """The model "builtin:tiny": its size, and the supervised warm-up that teaches it the format and weak answers."""
+
+    hidden_size: Positive = 64
+    """Width; every attention head is 8 wide."""
+    layers: Annotated[int, Meta(ge=1, le=128)] = 2
+    """Layers."""
+    max_steps: Count = 200
+    """Maximum supervised steps before reinforcement."""
+    target_accuracy: Fraction = 0.22
+    """Greedy accuracy on training problems that ends the warm-up."""
+
+    def contradictions(self) -> Iterator[str]:
+        """The heads must divide the width."""
+        if self.hidden_size % HEAD_WIDTH:
+            yield f"hidden_size ({self.hidden_size}) must be a multiple of {HEAD_WIDTH}, the width of a head"
+
+
+class Model(Section, frozen=True):
+    """The policy."""
+
+    path: str
+    """Folder or hub name of a causal LM, or "builtin:tiny"."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters and activations of learner and engine."""
+    float32_head: bool = True
+    """Compute logits in float32 in learner and engine (arXiv:2506.13585)."""
+    attention: Literal[
+        "auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+    ] = "auto"
+    """The learner's; auto: for bfloat16 on a GPU flash-attn, or torch's own (varlen), else sdpa."""
+    share_prompts: bool = True
+    """Compute a prompt once for its samples in a micro-batch; not with eager."""
+    float32_router: bool = False
+    """The learner computes expert scores in float32."""
+    gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
+    """Recompute activations from layers' inputs ("offloaded": kept in CPU memory); auto: full if a GPU is too small."""
+    compile: bool = False
+    """Compile the learner's layers with torch.compile: a warm-up of minutes."""
+    lora: Lora | None = None
+    """Train adapters on frozen weights; `{}` takes their defaults."""
+    clock: str = ""
+    """Time for chat templates (2026-01-31T12:00); empty is the run's start."""
+    tiny: Tiny = Tiny()
+    """The model behind "builtin:tiny"."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Attention over packed rows needs bfloat16, float32_router needs compile off, clock must be a time."""
+        if self.clock and not _is_time(self.clock):
+            yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
+        if self.attention in JOINED and self.dtype != "bfloat16":
+            yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
+        if self.compile and self.float32_router:
+            yield "float32_router = true needs single operations, and compile = true fuses them"
+
+    def refuses(self, what: str) -> Iterator[str]:
+        """Yield a sentence for every choice that excludes `what`, which needs the learner's own attention."""
+        for name, refused in {"attention": self.attention == "eager", "compile": self.compile}.items():
+            if refused:
+                yield f"{what} is not possible with model.{name} = {getattr(self, name)!r}"
+
+
+def _is_time(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
