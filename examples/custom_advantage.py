@@ -12,7 +12,7 @@ single trajectories in order of arrival instead of whole groups.
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.custom_advantage import AdvantageInputs
+from streamppo.algorithms.custom_functions import AdvantageInputs
 
 
 def advantage(inputs: AdvantageInputs) -> Tensor:

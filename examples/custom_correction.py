@@ -10,7 +10,7 @@ weights of at least 0, which multiply the policy loss as constants; a token of w
 
 from torch import Tensor
 
-from streamppo.algorithms.custom_correction import CorrectionInputs
+from streamppo.algorithms.custom_functions import CorrectionInputs
 
 CAP = 2.0
 """The largest weight."""

@@ -10,7 +10,7 @@ each token; the trainer adds aggregation, importance weights, entropy and KL as 
 
 from torch import Tensor
 
-from streamppo.algorithms.custom_loss import LossInputs
+from streamppo.algorithms.custom_functions import LossInputs
 
 RANGE = 0.2
 """The ratio may differ from 1 by this much without a penalty."""

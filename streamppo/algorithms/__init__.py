@@ -1,21 +1,23 @@
 """The mathematics of the update: pure functions of tensors, masks and numbers; no other part of streamppo is imported.
 
-masked        sums, means and placement over the unmasked tokens of padded responses; shape checks
-ratios        exp of a log-ratio, bounded
-scan          the backward recurrence behind every multi-step estimate
-advantages    GAE, its length-adaptive lambda, the sequence-level form, whitening
-vtrace        off-policy returns
-groups        GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL: advantages without a critic
-corrections   proximal / behavior: truncate, mask, second moment
-rejections    rules that drop tokens or responses by proximal / behavior
-filters       responses that leave the loss: truncated, or negative and far off-policy
-proximal      proximal log-probs without a second forward pass
-policy_losses current / proximal: PPO, CISPO, GSPO, sequence PPO, REINFORCE, DPPO, SAPO
-value_losses  the critic's loss and its explained variance
-kl            estimators, reward and loss forms, the adaptive coefficient
-aggregate     one number from many tokens, additive over any split
-chunked_head  log-probs and entropy from hidden states, without holding all logits
-head_kernels  the same on a GPU, with one pass over logits in each direction
-diagnostics   distances between the three policies, before any truncation
-checks        refuses NaN and impossible log-probs at the boundary
+masked              checks, sums and ratios of masked response tokens
+scan                the backward recurrence behind every multi-step estimate
+advantages          GAE, its length-adaptive lambda, the sequence-level form, whitening
+vtrace              off-policy returns
+groups              GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL: advantages without a critic
+corrections         proximal / behavior: truncate, mask, second moment; proximal log-probs without a forward pass
+rejections          rules that leave tokens or responses out of the loss
+policy_losses       current / proximal of a token: PPO, CISPO, REINFORCE, SAPO
+sequence_losses     current / proximal of a response: GSPO, sequence PPO, GMPO, VESPO
+probability_losses  bounds on probabilities: DPPO, IPO
+value_losses        the critic's loss and its explained variance
+kl                  estimators; in the reward, the loss and the advantages; the adaptive coefficient
+exploration         entropy control: selected tokens, an adaptive bonus
+custom_functions    a user's advantage, correction and loss
+lag                 the adaptive lag
+aggregate           one number from many tokens, additive over any split
+chunked_head        log-probs and entropy from hidden states, without holding all logits
+head_kernels        the same on a GPU, with one pass over logits in each direction
+candidates          the tokens left by top-p and top-k
+diagnostics         distances between the three policies, before any truncation
 """

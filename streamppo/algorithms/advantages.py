@@ -33,18 +33,18 @@ class AdvantageEstimate(NamedTuple):
     returns: Tensor
 
 
-def check_fraction(**knobs: float | Tensor) -> None:
+def check_fraction(**numbers: float | Tensor) -> None:
     """Refuse discounts and lambdas outside [0, 1] (ValueError); NaN is outside."""
-    for name, knob in knobs.items():
-        inside = (knob >= 0) & (knob <= 1)
+    for name, number in numbers.items():
+        inside = (number >= 0) & (number <= 1)
         if not bool(torch.as_tensor(inside).all()):
-            raise ValueError(f"{name} must lie in [0, 1], got {knob}")
+            raise ValueError(f"{name} must lie in [0, 1], got {number}")
 
 
-def column(knob: float | Tensor, like_BT: Tensor) -> Tensor:
+def column(number: float | Tensor, like_BT: Tensor) -> Tensor:
     """Make one number, or one number per sequence [B], broadcast over [B, T]."""
-    knob_ = torch.as_tensor(knob, dtype=like_BT.dtype, device=like_BT.device)
-    return knob_[:, None] if knob_.dim() == 1 else knob_
+    tensor = torch.as_tensor(number, dtype=like_BT.dtype, device=like_BT.device)
+    return tensor[:, None] if tensor.dim() == 1 else tensor
 
 
 def gae(
@@ -125,8 +125,8 @@ def outcomes_explained(
     is the difference of two values: it is noise if these explain nothing.
     """
     check_sequences(mask_BT, known_B=known_B)
-    known_BT, nothing_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
-    outcomes_BT = gae(rewards_BT, values_BT, known_BT, nothing_B, gamma=gamma, lam=1.0).returns
+    known_BT, bootstrap_B = mask_BT & known_B[:, None], torch.zeros_like(values_BT[:, 0])
+    outcomes_BT = gae(rewards_BT, values_BT, known_BT, bootstrap_B, gamma=gamma, lam=1.0).returns
     return explained_variance(values_BT, outcomes_BT, known_BT)
 
 

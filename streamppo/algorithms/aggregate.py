@@ -24,17 +24,20 @@ Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-t
 
 
 class Prompts(NamedTuple):
-    """The number of a minibatch's prompts with tokens; sorted by prompt, each sequence's prompt and prompt's tokens."""
+    """`num_prompts`: a minibatch's prompts with tokens. `prompt_B`: the prompt of each sequence, sorted.
 
-    prompts: float
-    number_B: Tensor
+    `tokens_B`: the tokens of that prompt, in the same order.
+    """
+
+    num_prompts: float
+    prompt_B: Tensor
     tokens_B: Tensor
 
 
 class Denominators(NamedTuple):
     """The counts by which a minibatch's losses are divided; `constant` is a fixed length, not a count.
 
-    `right` are the tokens of right answers, for `distillation.positive_nll`.
+    `right` are the tokens of right answers, for `policy_losses.positive_nll`.
     """
 
     tokens: float
@@ -103,9 +106,9 @@ def aggregate(
     if kind == "prompt-mean":
         if denominators.prompts is None or prompt_B is None:
             raise ValueError("prompt-mean needs the prompt of every sequence")
-        prompts, number_B, tokens_B = denominators.prompts
-        own_B = tokens_B[torch.searchsorted(number_B, prompt_B)]
-        return (sums_B / own_B.clamp(min=1).to(sums_B)).sum() / prompts
+        num_prompts, sorted_B, tokens_B = denominators.prompts
+        tokens_B = tokens_B[torch.searchsorted(sorted_B, prompt_B)]
+        return (sums_B / tokens_B.clamp(min=1).to(sums_B)).sum() / num_prompts
     if kind != "sequence-mean-token-mean":
         raise ValueError(f"unknown aggregation {kind!r}")
     return (sums_B / at_least_float32(lengths_B).clamp(min=1).to(sums_B)).sum() / denominators.sequences

@@ -46,8 +46,8 @@ class LogitShape(NamedTuple):
     soft_cap: float = 0.0
 
 
-AS_IT_IS = LogitShape()
-"""The identity: products are logits."""
+IDENTITY = LogitShape()
+"""Products are logits."""
 PIECE = 3 * 2**26
 """Logits that exist at one time in a GPU's head; with their gradients they take 1.5 GiB."""
 
@@ -58,7 +58,7 @@ class Extent(NamedTuple):
     chunk: int
     candidates: Candidates | None
     products: Products = PLAIN
-    shape: LogitShape = AS_IT_IS
+    shape: LogitShape = IDENTITY
 
 
 class HeadContext(FunctionCtx):
@@ -244,7 +244,7 @@ def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -
 
 
 def split(gradient_CV: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
-    """Split `gradient_CV` into a sum of `parts` tensors of `dtype`, each the rounded rest; overwrites the input."""
+    """`parts` tensors of `dtype` whose sum is `gradient_CV`, each the rounded remainder; overwrites the input."""
     terms = [gradient_CV.to(dtype)]
     for _ in range(1, parts):
         terms.append(gradient_CV.sub_(terms[-1]).to(dtype))
@@ -339,7 +339,7 @@ def chunked_logprobs_entropy(
     float32_matmul: bool = True,
     candidates: Candidates | None = None,
     bias_V: Tensor | None = None,
-    shape: LogitShape = AS_IT_IS,
+    shape: LogitShape = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_N, entropy_N) of a linear head, differentiable in hidden, weight and bias.
 

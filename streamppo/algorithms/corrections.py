@@ -1,9 +1,10 @@
 """Correction for data older than the proximal policy: weights = proximal / behavior, truncated, masked or off.
 
-Rules that reject tokens or responses in addition to a weight are in `rejections`.
+At the end: proximal log-probs without a separate forward pass. Rules that reject tokens or responses in addition to a
+weight are in `rejections`.
 
-B sequences, T response tokens (padded), M unmasked tokens. Every function returns a `Correction` whose detached
-`weights` multiply the per-token loss. A dropped token has weight 0 and still counts in the denominators
+B sequences, T response tokens (padded), M unmasked tokens. A correction has detached `weights`, which multiply the
+per-token loss. A dropped token has weight 0 and still counts in the denominators
 (`aggregate`), so dropping shrinks the step and never inflates the other tokens.
 """
 
@@ -15,8 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.masked import check_tokens, fill, sequence_mean, sequence_sum, spread
-from streamppo.algorithms.ratios import bounded_exp
+from streamppo.algorithms.masked import bounded_exp, check_tokens, fill, sequence_mean, sequence_sum, spread
 from streamppo.algorithms.scan import running_sum
 
 Level = Literal["token", "sequence", "geometric"]
@@ -167,3 +167,40 @@ def second_moment_mask(
     keep_BT = torch.zeros_like(mask_BT).masked_scatter(mask_BT, kept_M)
     weights_BT = bounded_exp(log_w_BT).masked_fill(~keep_BT, 0.0)
     return Correction(weights_BT, keep_BT, {"second_moment": mask_BT & ~keep_BT})
+
+
+# --- proximal log-probs --------------------------------------------------------------------------------------
+
+
+def current_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: in an update of one step the proximal policy is the current one, detached."""
+    check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
+    return fill(logprobs_BT.detach(), mask_BT)
+
+
+def loglinear_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: interpolate the proximal policy between behavior and current; it is one version before current.
+
+        weight_t   = 1 / (lag_t + 1)
+        proximal_t = weight_t * behavior_logprobs_t + (1 - weight_t) * logprobs_t        (detached)
+
+    A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d with d = lag + 1, the number of versions
+    from the token's to the one being made. At lag 0 the behavior policy is the proximal one; for large lag the result
+    approaches the current policy and the ratio 1.
+    """
+    check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
+    behavior_BT, current_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(logprobs_BT.detach(), mask_BT)
+    weight_BT = 1 / (fill(lag_BT, mask_BT).clamp(min=0).to(current_BT.dtype) + 1)
+    return weight_BT * behavior_BT + (1 - weight_BT) * current_BT
+
+
+def behavior_as_proximal(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: the behavior policy as anchor, so that one ratio covers both lag and the update's movement.
+
+        ratio_t = exp(logprobs_t - behavior_logprobs_t)
+
+    Plain PPO, https://arxiv.org/abs/1707.06347; DPPO's anchor, https://arxiv.org/abs/2602.04879.
+    At lag 0 and with an exact engine this is the learner's policy before the first step.
+    """
+    check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
+    return fill(behavior_logprobs_BT.detach(), mask_BT)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms.corrections import log_weights
-from streamppo.algorithms.masked import check_tokens, fill, sequence_count
-from streamppo.algorithms.ratios import bounded_exp
+from streamppo.algorithms.masked import bounded_exp, check_tokens, fill, sequence_count
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65+")
 LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16, 32, 64)

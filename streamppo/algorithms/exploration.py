@@ -1,8 +1,7 @@
-"""Entropy control: select the few tokens of a batch that determine its entropy, and change their loss; an adaptive
-bonus.
+"""Entropy control: a selection of a batch's tokens, whose loss is changed, and an adaptive entropy bonus.
 
-B trajectories of a whole batch, T response tokens (padded). Tokens are chosen once per batch, before its first step, so
-that the choice does not depend on micro-batches and ranks. `mask_BT` are the tokens that are trained on.
+B trajectories of a whole batch, T response tokens (padded). Tokens are selected once per batch, before its first step:
+the selection does not depend on micro-batches and ranks. `mask_BT` are the tokens that are trained on.
 """
 
 import math
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms.kl import K3_BOUND
-from streamppo.algorithms.masked import check_tokens, fill
-from streamppo.algorithms.ratios import LOG_RATIO_BOUND
+from streamppo.algorithms.masked import LOG_RATIO_BOUND, check_tokens, fill
 
 
 def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
@@ -62,12 +60,12 @@ def clip_cov(
     """[B, T] bool, Clip-Cov: max(1, floor(share * n)) tokens, drawn from those with band[0] < covariance < band[1].
 
     https://arxiv.org/abs/2505.22617 (share = 2e-4, band = [1, 5]), where their gradient is stopped. `order(k)` is a
-    permutation of k, whose first entries are drawn. An empty band chooses no token.
+    permutation of k; its first entries are drawn. An empty band chooses no token.
     """
     inside_BT = mask_BT & (covariance_BT > band[0]) & (covariance_BT < band[1])
     places_K2 = inside_BT.nonzero()
-    drawn = order(len(places_K2))[: _number(mask_BT, share)].to(places_K2.device)
-    return _at(places_K2[drawn], mask_BT)
+    drawn = order(len(places_K2))[: _count(mask_BT, share)].to(places_K2.device)
+    return _mask_of(places_K2[drawn], mask_BT)
 
 
 def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
@@ -76,8 +74,8 @@ def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
     https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B). Among equal covariances the first are taken.
     """
     places_N2 = mask_BT.nonzero()
-    highest = covariance_BT[mask_BT].sort(descending=True, stable=True).indices[: _number(mask_BT, share)]
-    return _at(places_N2[highest], mask_BT)
+    highest = covariance_BT[mask_BT].sort(descending=True, stable=True).indices[: _count(mask_BT, share)]
+    return _mask_of(places_N2[highest], mask_BT)
 
 
 def keep_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
@@ -104,11 +102,11 @@ def penalise_tokens(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *,
     return loss_BT + coefficient * (distance_BT.expm1() - distance_BT).clamp(max=K3_BOUND)
 
 
-def _number(mask_BT: Tensor, share: float) -> int:
+def _count(mask_BT: Tensor, share: float) -> int:
     return max(1, math.floor(share * int(mask_BT.sum())))
 
 
-def _at(places_K2: Tensor, mask_BT: Tensor) -> Tensor:
+def _mask_of(places_K2: Tensor, mask_BT: Tensor) -> Tensor:
     chosen_BT = torch.zeros_like(mask_BT)
     chosen_BT[places_K2[:, 0], places_K2[:, 1]] = True
     return chosen_BT

@@ -1,4 +1,6 @@
-"""KL divergence estimated from sampled tokens: a penalty in the reward, a term of the loss, an early stop.
+"""KL divergence estimated from sampled tokens, to a reference or a teacher: in the reward, the loss or the advantages.
+
+Also its adaptive coefficient, and the early stop of an update.
 
 B sequences, T response tokens (padded). All estimate KL(current || reference) from tokens sampled by the current
 policy; tokens of another policy are weighted by `policy_weights`.
@@ -8,8 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from streamppo.algorithms.masked import check_tokens, fill
-from streamppo.algorithms.ratios import LOG_RATIO_BOUND, bounded_exp
+from streamppo.algorithms.masked import LOG_RATIO_BOUND, bounded_exp, check_tokens, fill
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -107,6 +108,29 @@ def kl_loss(
         return value_BT
     gradient_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind="k2")
     return value_BT.detach() + gradient_BT - gradient_BT.detach()
+
+
+def kl_advantages(
+    advantages_BT: Tensor,
+    logprobs_BT: Tensor,
+    teacher_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    weight: float,
+    others: float = 1.0,
+) -> Tensor:
+    """[B, T] advantages, minus the weighted reverse KL to the teacher of each token, with discount 0.
+
+        others * advantages_t - weight * (logprobs_t - teacher_logprobs_t)
+
+    On-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation/: in expectation over the policy's
+    own tokens this is minus the gradient of KL(policy || teacher) for each of them. Detached; the difference is clamped
+    to +-20. With teacher == policy, or weight 0, only the other advantages are left. Raises ValueError on shapes that
+    do not fit.
+    """
+    check_tokens(mask_BT, advantages_BT=advantages_BT)
+    distance_BT = kl(logprobs_BT.detach(), teacher_logprobs_BT, mask_BT, kind="k1")
+    return others * fill(advantages_BT, mask_BT) - weight * distance_BT
 
 
 def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target: float, horizon: int) -> float:

@@ -1,14 +1,22 @@
-"""Basic operations on masked response tokens.
+"""Checks, sums and ratios of masked response tokens.
 
 B sequences, T response tokens (padded on the right).
 
-`mask_BT` is bool, and True only for tokens that the policy sampled and that are trained on. A masked place may hold
-anything, NaN included: it is replaced before use, never multiplied by zero.
+`mask_BT` is bool, and True only for tokens that the policy sampled and that are trained on. A masked entry may be any
+number, NaN included: it is replaced before use, never multiplied by zero.
 Sums run along the padded rows: they are deterministic on a GPU, unlike scattered additions.
 """
 
 import torch
 from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to +-20 before they are exponentiated: e^20 is 5e8, and float32 still holds its square."""
+ABOVE_ZERO = 1e-3
+"""The largest log-probability above 0 that counts as rounding."""
+
+
+# --- checks --------------------------------------------------------------------------------------------------
 
 
 def check_tokens(mask_BT: Tensor, **tensors_BT: Tensor) -> None:
@@ -27,6 +35,44 @@ def check_sequences(mask_BT: Tensor, **tensors_B: Tensor) -> None:
     for name, tensor in tensors_B.items():
         if tensor.shape != mask_BT.shape[:1]:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({mask_BT.shape[0]},)")
+
+
+def check_finite(mask: Tensor, **tensors: Tensor) -> None:
+    """Refuse NaN and infinity at unmasked entries: ValueError with the name, the count and the first index.
+
+    Tensors may have any shape that is the mask's. Each check reads its result back from the device once: call it once
+    per batch, not once per micro-batch.
+    """
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}")
+        refuse(name, tensor, mask & ~tensor.isfinite(), "not finite")
+
+
+def check_logprobs(mask: Tensor, **logprobs: Tensor) -> None:
+    """Refuse log-probs that are NaN, infinite or positive beyond rounding at unmasked entries: ValueError."""
+    check_finite(mask, **logprobs)
+    for name, tensor in logprobs.items():
+        refuse(name, tensor, mask & (tensor > ABOVE_ZERO), "above 0, so not a log-probability")
+
+
+def check_any(mask: Tensor) -> None:
+    """Refuse a batch in which every token is masked (ValueError): it has no training signal."""
+    if not bool(mask.any()):
+        raise ValueError(f"every token of the batch is masked (mask has shape {tuple(mask.shape)})")
+
+
+def refuse(name: str, tensor: Tensor, bad: Tensor, why: str) -> None:
+    """Raise ValueError with the first entry of `tensor` that is `bad`, if any, and the reason `why`."""
+    if not bool(bad.any()):
+        return
+    index = tuple(int(i) for i in torch.nonzero(bad)[0])
+    raise ValueError(
+        f"{name}{list(index)} = {float(tensor[index])} is {why} ({int(bad.sum())} of {bad.numel()} places)"
+    )
+
+
+# --- sums, and ratios ----------------------------------------------------------------------------------------
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -70,3 +116,8 @@ def on_last_token(x_B: Tensor, mask_BT: Tensor) -> Tensor:
     check_tokens(mask_BT)
     check_sequences(mask_BT, x_B=x_B)
     return spread(x_B, last_token(mask_BT))
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(log_ratio, -20, 20)), of any shape: a ratio without overflow; beyond the bound the gradient is zero."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

@@ -16,8 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.masked import check_tokens, fill, sequence_mean, sequence_sum, spread
-from streamppo.algorithms.ratios import LOG_RATIO_BOUND, bounded_exp
+from streamppo.algorithms.masked import (
+    bounded_exp,
+    check_tokens,
+    fill,
+)
 
 
 class TokenLoss(NamedTuple):
@@ -110,57 +113,6 @@ def cispo(
     return TokenLoss(loss_BT, (weight_BT != ratio_BT) & mask_BT, ratio_BT)
 
 
-def gspo(
-    logprobs_BT: Tensor,
-    proximal_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> TokenLoss:
-    """GSPO: one ratio for the response, as the reward is, normalised by its length.
-
-        s_b   = exp(mean_t(logprobs_bt - proximal_logprobs_bt))
-        s_bt  = stop(s_b) * r_bt / stop(r_bt)
-        loss  = max(-A * s_bt, -A * clamp(s_bt, 1 - clip_low, 1 + clip_high))
-
-    The token form (GSPO-token) of https://arxiv.org/abs/2507.18071: value and gradient equal the sequence
-    form under "sequence-mean-token-mean", and advantages may differ by token. One-token responses give `clipped`.
-    """
-    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
-    mean_B = sequence_mean(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio_BT = spread(mean_B, mask_BT).exp() * (log_ratio_BT - log_ratio_BT.detach()).exp()
-    loss_BT, clipped_BT = clip_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
-    return TokenLoss(loss_BT.masked_fill(~mask_BT, 0.0), clipped_BT & mask_BT, ratio_BT.detach())
-
-
-def sequence_clipped(
-    logprobs_BT: Tensor,
-    proximal_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> TokenLoss:
-    """PPO on whole responses: the ratio is that of the response's probability, the product over its tokens.
-
-        R_b     = exp(clamp(sum_t(logprobs_bt - proximal_logprobs_bt), -20, 20))
-        A_b     = mean_t(A_bt)
-        loss_bt = max(-A_b * R_b, -A_b * clamp(R_b, 1 - clip_low, 1 + clip_high))
-
-    The bandit form of https://arxiv.org/abs/1707.06347 that small teaching trainers use. Aggregate it with
-    "sequence-mean-token-mean", which counts each response once. Its gradient grows with the response's length.
-    One-token responses give `clipped`.
-    """
-    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
-    ratio_B = bounded_exp(sequence_sum(log_ratio_BT, mask_BT))
-    advantages_B = sequence_mean(advantages_BT, mask_BT)
-    loss_B, clipped_B = clip_surrogate(ratio_B, advantages_B, clip_low, clip_high)
-    return TokenLoss(spread(loss_B, mask_BT), spread(clipped_B, mask_BT), spread(ratio_B.detach(), mask_BT))
-
-
 def reinforce(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> TokenLoss:
     """Plain policy gradient; the ratio is reported and not used.
 
@@ -190,33 +142,6 @@ def importance_weighted(
     return TokenLoss(loss_BT, torch.zeros_like(mask_BT), ratio_BT.detach())
 
 
-def dppo_tv(
-    logprobs_BT: Tensor,
-    proximal_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    delta: float = 0.15,
-) -> TokenLoss:
-    """DPPO bounds the PROBABILITY: a token is dropped once it has moved by more than delta in A's direction.
-
-        shift = exp(logprobs) - exp(proximal_logprobs)
-        loss  = 0 if shift * sign(A) > delta else -A * r
-
-    The binary total-variation form of https://arxiv.org/abs/2602.04879. The paper's own has two policies and bounds the
-    move from the behavior policy: `proximal.behavior` is that anchor. Ratio clipping bounds rare tokens tightly and
-    likely ones loosely; this does the reverse. delta = 1 gives `importance_weighted`.
-    """
-    if delta < 0:
-        raise ValueError(f"delta must not be negative, got {delta}")
-    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
-    shift_BT = fill(logprobs_BT.detach(), mask_BT).exp() - fill(proximal_logprobs_BT.detach(), mask_BT).exp()
-    dropped_BT = mask_BT & (shift_BT * advantages_BT.sign() > delta)
-    ratio_BT = bounded_exp(log_ratio_BT)
-    loss_BT = (-advantages_BT * ratio_BT).masked_fill(~mask_BT | dropped_BT, 0.0)
-    return TokenLoss(loss_BT, dropped_BT, ratio_BT.detach())
-
-
 def sapo(
     logprobs_BT: Tensor,
     proximal_logprobs_BT: Tensor,
@@ -244,3 +169,15 @@ def sapo(
     passed_BT = (4 * gate_BT * (1 - gate_BT)).detach()
     loss_BT = (-advantages_BT * gate_BT * 4 / tau_BT).masked_fill(~mask_BT, 0.0)
     return TokenLoss(loss_BT, mask_BT & (passed_BT < 0.5), ratio_BT.detach())
+
+
+def positive_nll(logprobs_BT: Tensor, right_BT: Tensor, count: float) -> Tensor:
+    """A micro-batch's share of the mean negative log-likelihood of the tokens of right answers; differentiable.
+
+        -sum(logprobs_t over right) / count
+
+    VAPO, section 4.3, https://arxiv.org/abs/2504.05118, there with the weight mu = 0.1. `count` is the number of
+    tokens of right answers in the whole minibatch; without any the term is 0.
+    """
+    check_tokens(right_BT, logprobs_BT=logprobs_BT)
+    return -fill(logprobs_BT, right_BT).sum() / max(count, 1.0)

@@ -1,4 +1,4 @@
-"""Policy losses that bound probabilities instead of ratios: DPPO's binary KL, and IPO. See `policy_losses.dppo_tv` too.
+"""Policy losses that bound probabilities instead of ratios: DPPO by total variation and by binary KL, and IPO.
 
 Symbols, shapes and rules are those of policy_losses.py; p and q are the proximal and the current probability of a
 token. A dropped token has loss 0 and still counts in the denominator.
@@ -6,12 +6,35 @@ token. A dropped token has loss 0 and still counts in the denominator.
 
 from torch import Tensor
 
-from streamppo.algorithms.masked import fill
+from streamppo.algorithms.masked import bounded_exp, fill
 from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
-from streamppo.algorithms.ratios import bounded_exp
 
 REST_FLOOR = 1e-8
 """Lower bound of 1 - p in a logarithm: a token may have all of the probability."""
+
+
+def dppo_tv(
+    logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    delta: float = 0.15,
+) -> TokenLoss:
+    """DPPO bounds the PROBABILITY: a token is dropped once it has moved by more than delta in A's direction.
+
+        shift = exp(logprobs) - exp(proximal_logprobs)
+        loss  = 0 if shift * sign(A) > delta else -A * r
+
+    The binary total-variation form of https://arxiv.org/abs/2602.04879. The paper bounds the move from the behavior
+    policy, as here with `corrections.behavior_as_proximal`. Ratio clipping bounds rare tokens tightly and likely ones
+    loosely; this does the reverse. delta = 1 gives `policy_losses.importance_weighted`.
+    """
+    if delta < 0:
+        raise ValueError(f"delta must not be negative, got {delta}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    shift_BT = fill(logprobs_BT.detach(), mask_BT).exp() - fill(proximal_logprobs_BT.detach(), mask_BT).exp()
+    return _drop_tokens(log_ratio_BT, advantages_BT, mask_BT, shift_BT * advantages_BT.sign() > delta)
 
 
 def dppo_kl(
@@ -28,7 +51,7 @@ def dppo_kl(
         loss  = 0 if KL > delta and (q - p) * A > 0 else -A * r
 
     The binary KL form of https://arxiv.org/abs/2602.04879, with the proximal policy as anchor; the paper's anchor is
-    the behavior policy. Unlike `policy_losses.dppo_tv` it bounds moves near 0 and 1 more tightly than those near 1/2.
+    the behavior policy. Unlike `dppo_tv` it bounds moves near 0 and 1 more tightly than those near 1/2.
     An infinite delta gives `policy_losses.importance_weighted`.
     """
     if delta < 0:
@@ -38,7 +61,7 @@ def dppo_kl(
     rest_q_BT, rest_p_BT = ((-x_BT.expm1()).clamp(min=REST_FLOOR) for x_BT in (log_q_BT, log_p_BT))
     kl_BT = log_p_BT.exp() * (log_p_BT - log_q_BT) + rest_p_BT * (rest_p_BT / rest_q_BT).log()
     outwards_BT = (log_q_BT - log_p_BT) * advantages_BT > 0
-    return _without(log_ratio_BT, advantages_BT, mask_BT, (kl_BT > delta) & outwards_BT)
+    return _drop_tokens(log_ratio_BT, advantages_BT, mask_BT, (kl_BT > delta) & outwards_BT)
 
 
 def ipo(
@@ -54,17 +77,18 @@ def ipo(
         loss  = 0 if abs(q - p) > eps else -A * r
 
     https://docs.primeintellect.ai/prime-rl/ipo; there p is the behavior policy's. It drops moves in both directions,
-    whatever the sign of A; `policy_losses.dppo_tv` drops only moves in A's direction. eps = 1 gives
+    whatever the sign of A; `dppo_tv` drops only moves in A's direction. eps = 1 gives
     `policy_losses.importance_weighted`. Not related to the preference loss of the same name.
     """
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     shift_BT = fill(logprobs_BT.detach(), mask_BT).exp() - fill(proximal_logprobs_BT.detach(), mask_BT).exp()
-    return _without(log_ratio_BT, advantages_BT, mask_BT, shift_BT.abs() > eps)
+    return _drop_tokens(log_ratio_BT, advantages_BT, mask_BT, shift_BT.abs() > eps)
 
 
-def _without(log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, dropped_BT: Tensor) -> TokenLoss:
+def _drop_tokens(log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, dropped_BT: Tensor) -> TokenLoss:
+    """-A * r, and 0 at the tokens `dropped_BT`."""
     ratio_BT = bounded_exp(log_ratio_BT)
     loss_BT = (-advantages_BT * ratio_BT).masked_fill(~mask_BT | dropped_BT, 0.0)
     return TokenLoss(loss_BT, mask_BT & dropped_BT, ratio_BT.detach())

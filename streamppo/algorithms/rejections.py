@@ -1,7 +1,11 @@
-"""Rules that drop tokens or responses by the distance of proximal from behavior; the weights of the rest stay.
+"""Rules that leave tokens or responses out of the policy's loss.
 
-B sequences, T response tokens (padded), N rules. w_bt = proximal / behavior of a token. A rejected token has weight 0
-and still counts in the denominators (`aggregate`). Every rule keeps NaN, so that it leads to a bad step.
+    rejection    by proximal / behavior: part of a correction, which gives the token weight 0
+    filter       of a whole response: truncated, or negative and far off-policy
+
+B sequences, T response tokens (padded), N rules. w_bt = proximal / behavior of a token. A token that is left out still
+counts in the denominators (`aggregate`), and its reward in its group's mean. Every rule keeps NaN, so that it leads to
+a bad step.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from streamppo.algorithms.corrections import Correction, in_band, log_weights
-from streamppo.algorithms.masked import sequence_mean, spread
-from streamppo.algorithms.ratios import bounded_exp
+from streamppo.algorithms.masked import bounded_exp, check_sequences, check_tokens, sequence_mean, spread
 
 
 class RejectionRule(NamedTuple):
@@ -28,7 +31,7 @@ def rejecting(
     mask_BT: Tensor,
     rules_N: Sequence[RejectionRule],
 ) -> Correction:
-    """Drop the tokens that at least one rule rejects; the weights of the rest stay.
+    """Drop the tokens that at least one rule rejects; the weights of the others stay.
 
         weights_bt = weights_bt if every rule keeps bt else 0
 
@@ -62,7 +65,7 @@ def geometric_in_band(
     """[B, T] bool: lo <= prod_t(w_bt)^(1 / n_b) <= hi, n_b the unmasked tokens of the response.
 
     It does not depend on the length of the response. Deviations of opposite signs cancel; `outlier_free` and `mean_k3`
-    detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages it is `filters.off_policy_negative`.
+    detect them. With `lo = exp(-delta)`, no `hi` and only negative advantages it is `off_policy_negative`.
     """
     return in_band(log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="geometric"), lo, hi)
 
@@ -91,3 +94,39 @@ def mean_k3(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT:
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
     k3_B = sequence_mean(bounded_exp(log_w_BT) - 1 - log_w_BT, mask_BT)
     return ~(spread(k3_B, mask_BT) > at_most)
+
+
+# --- filters -------------------------------------------------------------------------------------------------
+
+
+def truncated_tokens(truncated_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T] bool, True at the unmasked tokens of truncated completions: their reward is noise.
+
+        left_out_bt = truncated_b
+
+    Overlong filtering, section 3.4 of DAPO, https://arxiv.org/abs/2503.14476. Without truncated completions it is all
+    False.
+    """
+    check_tokens(mask_BT)
+    check_sequences(mask_BT, truncated_B=truncated_B)
+    return mask_BT & truncated_B[:, None]
+
+
+def off_policy_negative(
+    logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, delta: float
+) -> Tensor:
+    """[B, T] bool, True at responses with a negative advantage that have become unlikely under the current policy.
+
+        left_out_bt = mean_t(advantages_bt) < 0 and mean_t(behavior_logprobs_bt - logprobs_bt) > delta
+
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: the engine's log-probs against the
+    current policy's, so that lag, numerics and the steps of this update all count. In the paper a response has one
+    advantage; the mean equals it, and gives one decision if a response's tokens have different ones. Both means are
+    over unmasked tokens. An infinite delta filters nothing. Raises ValueError if delta is not positive.
+    """
+    if not delta > 0:
+        raise ValueError(f"delta must be positive, got {delta}")
+    check_tokens(mask_BT, advantages_BT=advantages_BT)
+    drift_B = -sequence_mean(log_weights(logprobs_BT, behavior_logprobs_BT, mask_BT, level="token"), mask_BT)
+    left_out_B = (sequence_mean(advantages_BT, mask_BT) < 0) & (drift_B > delta)
+    return mask_BT & left_out_B[:, None]

@@ -1,14 +1,68 @@
-"""Policy losses with one weight per response: GMPO and VESPO. Symbols, shapes and rules as in policy_losses.py."""
+"""Policy losses with one ratio per response: GSPO, sequence PPO, GMPO and VESPO.
+
+Symbols, shapes and rules are those of policy_losses.py.
+"""
 
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.masked import fill, sequence_mean, sequence_sum, spread
-from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
-from streamppo.algorithms.ratios import LOG_RATIO_BOUND, bounded_exp
+from streamppo.algorithms.masked import LOG_RATIO_BOUND, bounded_exp, fill, sequence_mean, sequence_sum, spread
+from streamppo.algorithms.policy_losses import TokenLoss, clip_surrogate, token_log_ratio
 
 FADED = 0.5
 """A token counts as clipped if VESPO keeps less than this share of its gradient."""
+
+
+def gspo(
+    logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> TokenLoss:
+    """GSPO: one ratio for the response, as the reward is, normalised by its length.
+
+        s_b   = exp(mean_t(logprobs_bt - proximal_logprobs_bt))
+        s_bt  = stop(s_b) * r_bt / stop(r_bt)
+        loss  = max(-A * s_bt, -A * clamp(s_bt, 1 - clip_low, 1 + clip_high))
+
+    The token form (GSPO-token) of https://arxiv.org/abs/2507.18071: value and gradient equal the sequence
+    form under "sequence-mean-token-mean", and advantages may differ by token. One-token responses give
+    `policy_losses.clipped`.
+    """
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    mean_B = sequence_mean(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio_BT = spread(mean_B, mask_BT).exp() * (log_ratio_BT - log_ratio_BT.detach()).exp()
+    loss_BT, clipped_BT = clip_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
+    return TokenLoss(loss_BT.masked_fill(~mask_BT, 0.0), clipped_BT & mask_BT, ratio_BT.detach())
+
+
+def sequence_clipped(
+    logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> TokenLoss:
+    """PPO on whole responses: the ratio is that of the response's probability, the product over its tokens.
+
+        R_b     = exp(clamp(sum_t(logprobs_bt - proximal_logprobs_bt), -20, 20))
+        A_b     = mean_t(A_bt)
+        loss_bt = max(-A_b * R_b, -A_b * clamp(R_b, 1 - clip_low, 1 + clip_high))
+
+    The bandit form of https://arxiv.org/abs/1707.06347 that small teaching trainers use. Aggregate it with
+    "sequence-mean-token-mean", which counts each response once. Its gradient grows with the response's length.
+    One-token responses give `policy_losses.clipped`.
+    """
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    ratio_B = bounded_exp(sequence_sum(log_ratio_BT, mask_BT))
+    advantages_B = sequence_mean(advantages_BT, mask_BT)
+    loss_B, clipped_B = clip_surrogate(ratio_B, advantages_B, clip_low, clip_high)
+    return TokenLoss(spread(loss_B, mask_BT), spread(clipped_B, mask_BT), spread(ratio_B.detach(), mask_BT))
 
 
 def gmpo(
@@ -28,7 +82,7 @@ def gmpo(
         g_bt  = stop(G_b) * exp(c_bt) / stop(exp(c_bt))
         loss  = -A * g_bt
 
-    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. The token form, as in `policy_losses.gspo`:
+    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. The token form, as in `gspo`:
     under "sequence-mean-token-mean" value and gradient are those of the paper, and advantages may differ by token.
     Without bounds this is GSPO without bounds; one-token responses give `policy_losses.clipped` with a ratio in
     [e^-log_low, e^log_high].

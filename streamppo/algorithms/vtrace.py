@@ -11,8 +11,7 @@ from torch import Tensor
 
 from streamppo.algorithms.advantages import AdvantageEstimate, check_fraction, column
 from streamppo.algorithms.corrections import log_weights
-from streamppo.algorithms.masked import check_sequences, check_tokens, fill
-from streamppo.algorithms.ratios import bounded_exp
+from streamppo.algorithms.masked import bounded_exp, check_sequences, check_tokens, fill
 from streamppo.algorithms.scan import next_unmasked, reverse_scan, running_sum
 
 BLOCK_ELEMENTS = 2**22

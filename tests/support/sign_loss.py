@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.custom_loss import LossInputs
+from streamppo.algorithms.custom_functions import LossInputs
 
 
 def loss(inputs: LossInputs) -> Tensor:

@@ -5,7 +5,7 @@ import time
 
 from torch import Tensor
 
-from streamppo.algorithms.custom_loss import LossInputs
+from streamppo.algorithms.custom_functions import LossInputs
 
 SLOW_CALL = 4
 SLOW_S = 20.0

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from streamppo.algorithms import corrections, custom_correction, filters, rejections
+from streamppo.algorithms import corrections, custom_functions, rejections
 from streamppo.algorithms.corrections import Correction
 from streamppo.config import correction as drops
 from streamppo.tasks import plugins
@@ -66,9 +66,9 @@ def build(choice: drops.Correction) -> Correct:
             )
         case drops.CustomCorrection(function=name):
             function = plugins.load_and_try(
-                name, "algorithm.correction.function", custom_correction.try_custom_correction
+                name, "algorithm.correction.function", custom_functions.try_custom_correction
             )
-            own_weights = partial(custom_correction.custom_correction, function=function)
+            own_weights = partial(custom_functions.custom_correction, function=function)
             return lambda proximal_BT, behavior_BT, _advantages, *rest: own_weights(proximal_BT, behavior_BT, *rest)
 
 
@@ -110,9 +110,9 @@ def filters_of(choices: Sequence[drops.Filter]) -> dict[str, Filter]:
 def _filter(choice: drops.Filter) -> Filter:
     match choice:
         case drops.FilterTruncated():
-            return lambda truncated_B, _logprobs, _behavior, _advantages, mask_BT: filters.truncated(
+            return lambda truncated_B, _logprobs, _behavior, _advantages, mask_BT: rejections.truncated_tokens(
                 truncated_B, mask_BT
             )
         case drops.FilterOffPolicyNegative(delta=delta):
-            negative = partial(filters.off_policy_negative, delta=delta)
+            negative = partial(rejections.off_policy_negative, delta=delta)
             return lambda _truncated, *columns: negative(*columns)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms import distillation
 from streamppo.algorithms.aggregate import Denominators, aggregate
 from streamppo.algorithms.corrections import Correction, by_sign
 from streamppo.algorithms.diagnostics import update_sums
 from streamppo.algorithms.kl import kl_loss, policy_weights
+from streamppo.algorithms.policy_losses import positive_nll
 from streamppo.algorithms.value_losses import value_loss
 from streamppo.config.algorithm import Algorithm
 from streamppo.learner.batch.padded import PaddedBatch
@@ -112,7 +112,7 @@ class _MicroBatch(NamedTuple):
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
         if self.whole.targets.right_BT is not None:
             right_bT = self.slice_rows(self.whole.targets.right_BT)
-            total = total + config.positive_nll * distillation.positive_nll(logprobs_bT, right_bT, self.counts.right)
+            total = total + config.positive_nll * positive_nll(logprobs_bT, right_bT, self.counts.right)
         logprobs_bT = logprobs_bT.detach()
         token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, terms.clipped_bT)
         sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())

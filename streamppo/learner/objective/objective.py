@@ -12,13 +12,12 @@ from torch import Tensor
 
 from streamppo.algorithms import (
     advantages,
-    custom_advantage,
-    custom_loss,
-    filters,
+    corrections,
+    custom_functions,
     groups,
     policy_losses,
     probability_losses,
-    proximal,
+    rejections,
     sequence_losses,
     vtrace,
 )
@@ -128,11 +127,11 @@ def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
     """The function of proximal log-probs in a step's own pass; None if they need a pass before the first step."""
     match choice.proximal:
         case "loglinear":
-            return proximal.loglinear
+            return corrections.loglinear_proximal
         case "behavior":
-            return proximal.behavior
+            return corrections.behavior_as_proximal
         case "recompute":
-            return proximal.single_step if one_step and not choice.needs_proximal_first else None
+            return corrections.current_as_proximal if one_step and not choice.needs_proximal_first else None
 
 
 def _epochs(config: Config) -> tuple[Epoch, ...]:
@@ -201,7 +200,7 @@ def _advantages(choice: choices.Advantage) -> Advantages:
         case choices.CustomAdvantage(function=name):
             return partial(
                 _custom_advantage,
-                plugins.load_and_try(name, "algorithm.advantage.function", custom_advantage.try_custom_advantage),
+                plugins.load_and_try(name, "algorithm.advantage.function", custom_functions.try_custom_advantage),
             )
 
 
@@ -262,10 +261,10 @@ def _gdpo(
 
 
 def _custom_advantage(
-    function: custom_advantage.CustomAdvantage, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+    function: custom_functions.CustomAdvantage, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
 ) -> AdvantageEstimate:
     columns = rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B
-    return _no_critic(custom_advantage.custom_advantage(*columns, function=function))
+    return _no_critic(custom_functions.custom_advantage(*columns, function=function))
 
 
 def _no_critic(advantages_BT: Tensor) -> AdvantageEstimate:
@@ -285,15 +284,15 @@ def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
     if config.zero_variance == "mask":
         trained_BT = trained_BT & ~groups.zero_variance(batch.reward_B, batch.prompt_B)[:, None]
     if any(isinstance(choice, FilterTruncated) for choice in config.filters):
-        trained_BT = trained_BT & ~filters.truncated(batch.truncated_B, batch.mask_BT)
+        trained_BT = trained_BT & ~rejections.truncated_tokens(batch.truncated_B, batch.mask_BT)
     return trained_BT
 
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
     if isinstance(config.policy_loss, losses.CustomLoss):
         field = "algorithm.policy_loss.function"
-        function = plugins.load_and_try(config.policy_loss.function, field, custom_loss.try_custom_loss)
-        return partial(custom_loss.custom_loss, function=function)
+        function = plugins.load_and_try(config.policy_loss.function, field, custom_functions.try_custom_loss)
+        return partial(custom_functions.custom_loss, function=function)
     ratio_loss = _ratio_loss(config.policy_loss)
     return lambda logprobs_BT, proximal_BT, _behavior, *rest: ratio_loss(logprobs_BT, proximal_BT, *rest)
 
@@ -311,7 +310,7 @@ def _ratio_loss(choice: losses.RatioLoss) -> RatioLoss:
         case losses.ImportanceWeighted():
             return policy_losses.importance_weighted
         case losses.DppoTv(delta=delta):
-            return partial(policy_losses.dppo_tv, delta=delta)
+            return partial(probability_losses.dppo_tv, delta=delta)
         case losses.DppoKl(delta=delta):
             return partial(probability_losses.dppo_kl, delta=delta)
         case losses.Ipo(eps=eps):
@@ -324,10 +323,10 @@ def _sequence_loss(choice: losses.SequenceLoss) -> RatioLoss:
     """The loss function of a `choice` whose ratio is of a whole response."""
     match choice:
         case losses.Gspo(range=(low, high)):
-            return partial(policy_losses.gspo, clip_low=low, clip_high=high)
+            return partial(sequence_losses.gspo, clip_low=low, clip_high=high)
         case losses.Gmpo(range=(low, high)):
             return partial(sequence_losses.gmpo, log_low=low, log_high=high)
         case losses.Vespo(positive=positive, negative=negative):
             return partial(sequence_losses.vespo, positive=positive, negative=negative)
         case losses.SequenceClip(range=(low, high)):
-            return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
+            return partial(sequence_losses.sequence_clipped, clip_low=low, clip_high=high)

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms import distillation
 from streamppo.algorithms.advantages import AdvantageEstimate, outcomes_explained
-from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.corrections import Correction
-from streamppo.algorithms.kl import kl_reward
+from streamppo.algorithms.kl import kl_advantages, kl_reward
+from streamppo.algorithms.masked import check_any, check_finite, check_logprobs
 from streamppo.config.algorithm import Algorithm, Bootstrapped
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch, flatten_column
@@ -168,7 +167,7 @@ def _taught(
     """The estimate, with the teacher's advantages mixed in if teacher.signal is "advantage"."""
     if frozen.teacher_BT is None or config.teacher.signal != "advantage":
         return estimate
-    mixed_BT = distillation.with_teacher(
+    mixed_BT = kl_advantages(
         estimate.advantages,
         scored.logprobs_BT,
         frozen.teacher_BT,

@@ -9,7 +9,7 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms import groups
-from streamppo.algorithms.custom_advantage import AdvantageInputs, custom_advantage, try_custom_advantage
+from streamppo.algorithms.custom_functions import AdvantageInputs, custom_advantage, try_custom_advantage
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, TaskError
 from streamppo.learner.objective import objective

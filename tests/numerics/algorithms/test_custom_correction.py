@@ -8,7 +8,7 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms.corrections import importance_weights
-from streamppo.algorithms.custom_correction import CorrectionInputs, custom_correction, try_custom_correction
+from streamppo.algorithms.custom_functions import CorrectionInputs, custom_correction, try_custom_correction
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.learner.objective import objective

@@ -9,7 +9,7 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms.corrections import by_sign, topr
-from streamppo.algorithms.custom_loss import LossInputs, custom_loss, try_custom_loss
+from streamppo.algorithms.custom_functions import LossInputs, custom_loss, try_custom_loss
 from streamppo.algorithms.policy_losses import importance_weighted
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError

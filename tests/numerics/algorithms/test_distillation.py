@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from streamppo.algorithms.distillation import positive_nll, with_teacher
+from streamppo.algorithms.kl import kl_advantages
+from streamppo.algorithms.policy_losses import positive_nll
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 ADVANTAGES = torch.tensor([[1.0, -2.0, math.nan], [0.5, math.nan, 0.0]])
@@ -14,15 +15,15 @@ TEACHER = torch.tensor([[-0.5, -2.0, 9.0], [-3.0, math.nan, 0.0]])
 
 
 def test_each_token_gets_minus_the_reverse_kl_beside_its_weighted_advantage_and_no_gradient() -> None:
-    found_BT = with_teacher(ADVANTAGES, LOGPROBS, TEACHER, MASK, weight=2.0, others=0.5)
+    found_BT = kl_advantages(ADVANTAGES, LOGPROBS, TEACHER, MASK, weight=2.0, others=0.5)
     assert found_BT.tolist() == [[0.5 + 2 * 0.5, -1.0 - 2 * 1.75, 0.0], [0.25, 0.0, 0.0]]
     assert not found_BT.requires_grad
 
 
 def test_without_others_the_teacher_is_alone_and_one_like_the_policy_teaches_nothing() -> None:
-    alone_BT = with_teacher(ADVANTAGES, LOGPROBS, TEACHER, MASK, weight=1.0, others=0.0)
+    alone_BT = kl_advantages(ADVANTAGES, LOGPROBS, TEACHER, MASK, weight=1.0, others=0.0)
     assert alone_BT.tolist() == [[0.5, -1.75, 0.0], [0.0, 0.0, 0.0]]
-    same_BT = with_teacher(ADVANTAGES, LOGPROBS, LOGPROBS, MASK, weight=3.0)
+    same_BT = kl_advantages(ADVANTAGES, LOGPROBS, LOGPROBS, MASK, weight=3.0)
     assert same_BT.tolist() == [[1.0, -2.0, 0.0], [0.5, 0.0, 0.0]]
 
 
@@ -33,7 +34,7 @@ def test_its_expected_policy_gradient_is_that_of_the_exact_reverse_kl() -> None:
     logp_V = logits_V.log_softmax(-1)
     (exact_V,) = torch.autograd.grad((logp_V.exp() * (logp_V - teacher_V)).sum(), logits_V, retain_graph=True)
     ones = torch.ones(1, 4) > 0
-    advantages_BT = with_teacher(torch.zeros(1, 4), logp_V[None], teacher_V[None], ones, weight=1.0)
+    advantages_BT = kl_advantages(torch.zeros(1, 4), logp_V[None], teacher_V[None], ones, weight=1.0)
     loss = -(logp_V.detach().exp() * advantages_BT[0] * logp_V).sum()
     (found_V,) = torch.autograd.grad(loss, logits_V)
     torch.testing.assert_close(found_V, exact_V)

@@ -122,11 +122,11 @@ LOSSES: dict[str, tuple[Fast, Slow]] = {
     "clipped": (partial(policy_losses.clipped, clip_low=0.1, clip_high=0.2), slow_clipped),
     "dual": (partial(policy_losses.clipped, clip_low=0.1, clip_high=0.2, dual_clip=1.25), slow_dual),
     "cispo": (partial(policy_losses.cispo, clip_low=0.1, clip_high=0.2), slow_cispo),
-    "gspo": (partial(policy_losses.gspo, clip_low=0.02, clip_high=0.03), slow_gspo),
-    "sequence": (partial(policy_losses.sequence_clipped, clip_low=0.2, clip_high=0.3), slow_sequence),
+    "gspo": (partial(sequence_losses.gspo, clip_low=0.02, clip_high=0.03), slow_gspo),
+    "sequence": (partial(sequence_losses.sequence_clipped, clip_low=0.2, clip_high=0.3), slow_sequence),
     "reinforce": (policy_losses.reinforce, slow_reinforce),
     "importance_weighted": (policy_losses.importance_weighted, slow_weighted),
-    "dppo_tv": (partial(policy_losses.dppo_tv, delta=0.05), slow_dppo),
+    "dppo_tv": (partial(probability_losses.dppo_tv, delta=0.05), slow_dppo),
     "dppo_kl": (partial(probability_losses.dppo_kl, delta=0.005), slow_dppo_kl),
     "ipo": (partial(probability_losses.ipo, eps=0.05), slow_ipo),
     "gmpo": (partial(sequence_losses.gmpo, log_low=0.1, log_high=0.2), slow_gmpo),
@@ -227,7 +227,7 @@ def test_gspo_under_sequence_mean_token_mean_has_the_gradient_of_the_sequence_fo
     proximal = torch.tensor([[-1.0, -2.0, -0.5]], dtype=torch.float64)
     logprobs = torch.tensor([[-1.1, -1.8, -0.6]], dtype=torch.float64, requires_grad=True)
     mask, one = torch.ones(1, 3).bool(), torch.ones(1, 3, dtype=torch.float64)
-    policy_losses.gspo(logprobs, proximal, one, mask, clip_low=1, clip_high=1).loss.mean().backward()
+    sequence_losses.gspo(logprobs, proximal, one, mask, clip_low=1, clip_high=1).loss.mean().backward()
     token_form = logprobs.grad
     again = logprobs.detach().clone().requires_grad_()
     (-(again - proximal).mean().exp()).backward()
@@ -241,7 +241,7 @@ def test_wide_bounds_turn_clipped_and_dppo_into_the_plain_surrogate() -> None:
     args = (padded.tensor(near(rows, 7)), padded.tensor(rows), padded.tensor(random_rows(mask, 6)), padded.mask)
     plain = policy_losses.importance_weighted(*args).loss
     assert torch.equal(policy_losses.clipped(*args, clip_low=1e9, clip_high=1e9).loss, plain)
-    assert torch.equal(policy_losses.dppo_tv(*args, delta=1.0).loss, plain)
+    assert torch.equal(probability_losses.dppo_tv(*args, delta=1.0).loss, plain)
     assert torch.equal(probability_losses.dppo_kl(*args, delta=1e9).loss, plain)
     assert torch.equal(probability_losses.ipo(*args, eps=1.0).loss, plain)
 
@@ -273,7 +273,7 @@ def test_without_bounds_gmpo_is_gspo_and_on_single_tokens_it_is_clipped_in_log_s
     padded, rows = Padded(mask), logprob_rows(mask, 3)
     args = (padded.tensor(near(rows, 7)), padded.tensor(rows), padded.tensor(random_rows(mask, 6)), padded.mask)
     wide = sequence_losses.gmpo(*args, log_low=1e9, log_high=1e9).loss
-    torch.testing.assert_close(wide, policy_losses.gspo(*args, clip_low=1.0, clip_high=1e9).loss)
+    torch.testing.assert_close(wide, sequence_losses.gspo(*args, clip_low=1.0, clip_high=1e9).loss)
     args, low, high = single(), 1 - math.exp(-0.1), math.exp(0.2) - 1
     found = LOSSES["gmpo"][0](*args)
     ours = policy_losses.clipped(*args, clip_low=low, clip_high=high)
@@ -325,7 +325,7 @@ def test_dppo_drops_outward_moves_alone_and_ipo_both() -> None:
     assert probability_losses.ipo(*args, eps=0.3).clipped.tolist() == [[True, True, True, True, False, False]]
     # KL(0.99 || 0.9) is 0.071, though the probability moved by 0.09 only; KL(0.01 || 0.02) is 0.003.
     assert probability_losses.dppo_kl(*args).clipped.tolist() == [[True, False, False, True, True, False]]
-    assert policy_losses.dppo_tv(*args).clipped.tolist() == [[True, False, False, True, False, False]]
+    assert probability_losses.dppo_tv(*args).clipped.tolist() == [[True, False, False, True, False, False]]
 
 
 def test_a_token_that_had_all_of_the_probability_has_a_finite_kl() -> None:
@@ -363,7 +363,7 @@ def test_bad_knobs_are_refused() -> None:
         policy_losses.clipped(*args, clip_low=-0.1)
     with pytest.raises(ValueError, match="temperatures"):
         policy_losses.sapo(*args, tau_positive=0.0)
-    for dppo in (policy_losses.dppo_tv, probability_losses.dppo_kl):
+    for dppo in (probability_losses.dppo_tv, probability_losses.dppo_kl):
         with pytest.raises(ValueError, match="delta"):
             dppo(*args, delta=-0.1)
     with pytest.raises(ValueError, match="eps"):

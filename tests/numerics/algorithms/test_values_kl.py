@@ -8,9 +8,9 @@ import pytest
 import torch
 from padded_rows import Padded, assert_rows, compact, logprob_rows, near, ragged_mask, random_rows
 
-from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
+from streamppo.algorithms.corrections import current_as_proximal, loglinear_proximal
 from streamppo.algorithms.kl import Estimator, kl, kl_loss, kl_reward, next_beta, stop_early
-from streamppo.algorithms.proximal import loglinear, single_step
+from streamppo.algorithms.masked import check_any, check_finite, check_logprobs
 from streamppo.algorithms.value_losses import ValueKind, explained_variance, value_loss
 
 
@@ -139,24 +139,24 @@ def test_an_update_stops_early_when_its_kl_passes_the_target_or_is_not_a_number(
 def test_the_interpolated_proximal_policy_is_behavior_at_lag_0_and_nears_the_current_one() -> None:
     behavior, current = torch.tensor([[-2.0, -2.0, -2.0, float("nan")]]), torch.full((1, 4), -1.0, requires_grad=True)
     mask = torch.tensor([[True, True, True, False]])
-    got = loglinear(behavior, current, torch.tensor([[0, 1, 3, 5]]), mask)
+    got = loglinear_proximal(behavior, current, torch.tensor([[0, 1, 3, 5]]), mask)
     assert got.tolist() == [[-2.0, -1.5, -1.25, 0.0]]
     assert not got.requires_grad
     with pytest.raises(ValueError, match="lag_BT has shape"):
-        loglinear(behavior, current, torch.zeros(1, 3), mask)
+        loglinear_proximal(behavior, current, torch.zeros(1, 3), mask)
 
 
 def test_in_an_update_of_one_step_the_proximal_policy_is_the_current_one_as_a_constant() -> None:
     behavior, current = torch.full((1, 3), -2.0), torch.tensor([[-1.0, -3.0, float("nan")]], requires_grad=True)
     mask = torch.tensor([[True, True, False]])
-    got = single_step(behavior, current, torch.tensor([[0, 4, 0]]), mask)
+    got = current_as_proximal(behavior, current, torch.tensor([[0, 4, 0]]), mask)
     assert got.tolist() == [[-1.0, -3.0, 0.0]]
     assert not got.requires_grad
     with pytest.raises(ValueError, match="behavior_logprobs_BT has shape"):
-        single_step(behavior[:, :2], current, torch.zeros(1, 3), mask)
+        current_as_proximal(behavior[:, :2], current, torch.zeros(1, 3), mask)
 
 
-@pytest.mark.parametrize("anchor", [loglinear, single_step])
+@pytest.mark.parametrize("anchor", [loglinear_proximal, current_as_proximal])
 def test_the_proximal_policy_equals_its_definition_at_every_unmasked_token(anchor: Callable[..., torch.Tensor]) -> None:
     mask = ragged_mask(5)
     behavior, current = logprob_rows(mask, 1), logprob_rows(mask, 2)
@@ -165,7 +165,7 @@ def test_the_proximal_policy_equals_its_definition_at_every_unmasked_token(ancho
     got = anchor(padded.tensor(behavior), padded.tensor(current), padded.tensor(lag), padded.mask)
 
     def between(b: float, c: float, age: float) -> float:
-        return c if anchor is single_step else b / (age + 1) + c * age / (age + 1)
+        return c if anchor is current_as_proximal else b / (age + 1) + c * age / (age + 1)
 
     rows = zip(*(compact(rows, mask) for rows in (behavior, current, lag)), strict=True)
     assert_rows(padded.unmasked(got), [[between(*numbers) for numbers in zip(*row, strict=True)] for row in rows])
