@@ -33,9 +33,7 @@ from streamppo import durable, process
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import inputs, preflight, rebuild_metrics, report, threads
-from streamppo.driver.evaluation import evaluate
-from streamppo.driver.folder import disk
+from streamppo.driver import inputs, preflight, rebuild_metrics, report, run_folder, threads
 from streamppo.driver.ray.cluster import ray_session
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.stages import Stages
@@ -79,8 +77,8 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     other outcome summary.json is written. Raises `StreamppoError`.
     """
     process.log_to_stdout()
-    disk.refuse_network(folder)
-    config = threads.chosen(inputs.with_clock(config, folder), folder)
+    run_folder.refuse_network(folder)
+    config = threads.with_chosen(inputs.with_clock(config, folder), folder)
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
@@ -122,7 +120,7 @@ def _write_summary(record: RunRecord, config: Config) -> Generator[list[Reports]
         raise
     finally:
         queue, engines = reports[-1] if reports else (None, [])
-        summary = record.close(outcome, queue, engines, attempts=report.attempts(record.folder, config))
+        summary = record.close(outcome, queue, engines, attempts=report.count_attempts(record.folder, config))
         report.write_after(record.folder)
     log.info(final_line(summary))
 
@@ -141,7 +139,7 @@ def train(stages: Stages, record: RunRecord) -> Reports:
         try:
             start = stages.start_learner(checkpoint)
             record.begin(start)
-            rebuild_metrics.lost_lines(record, stages.folder)
+            rebuild_metrics.write_lost_lines(record, stages.folder)
             pending: deque[PendingUpdate] = deque()
             for version in range(start + 1, config.updates + 1):
                 pending.append(PendingUpdate(version, [rank.update.remote() for rank in stages.ranks]))
@@ -150,7 +148,7 @@ def train(stages: Stages, record: RunRecord) -> Reports:
             _record(stages, record, pending, left=0)
             return _finish(stages, record)
         except LearnerLost as lost:
-            stages.note(RunStage.LEARNER, str(lost))
+            stages.note_restart(RunStage.LEARNER, str(lost))
             checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.history())
 
 
@@ -199,7 +197,7 @@ def _finish(stages: Stages, record: RunRecord) -> Reports:
     exporting = [rank.export.remote(str(folder / "final")) for rank in ranks]
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
     stages.fetch_final()
-    rebuild_metrics.lost_lines(record, folder)
+    rebuild_metrics.write_lost_lines(record, folder)
     # The version may be above `updates`: a run may be resumed with fewer updates than it has made.
     _evaluate(stages, record, record.version)
     stages.calls.drain(RunStage.EVALUATION)
@@ -210,9 +208,8 @@ def _evaluate(stages: Stages, record: RunRecord, version: int) -> None:
     """Start the evaluation of `version`, unless it was done, as for the last version of a resumed run."""
     if version in record.evaluated:
         return
-    prompts = stages.config.evaluation.prompts
-    crew = stages.evaluators if stages.config.evaluation.actors else stages.crew
-    evaluate(stages.calls, crew, prompts, version, lambda parts: record.evaluation(version, parts))
+    pool = stages.evaluators if stages.config.evaluation.actors else stages.rollouts
+    pool.evaluate(stages.config.evaluation.prompts, version, lambda parts: record.evaluation(version, parts))
 
 
 def _due(every: int, version: int) -> bool:
@@ -224,7 +221,7 @@ def new_folder(config: Config, runs: Path) -> Path:
 
     Raises `RunError` if it cannot be made, or must not be made there, as on a network file system.
     """
-    disk.refuse_network(runs)
+    run_folder.refuse_network(runs)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
     with durable.naming(runs / config.name, RunError):
         runs.mkdir(parents=True, exist_ok=True)

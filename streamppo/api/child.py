@@ -24,8 +24,7 @@ from streamppo.commands.checks import light_checks
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, threads
-from streamppo.driver.folder import lock
+from streamppo.driver import run_folder, threads
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import StreamppoError
 
@@ -78,9 +77,9 @@ def _begin(request: RunRequest, channel: socket.socket) -> int:
 
 def _resume(request: RunRequest, channel: socket.socket) -> int:
     folder = configfile.existing(Path(request.folder))
-    config = threads.kept(configfile.load(folder / configfile.CONFIG, request.overrides), folder)
-    with lock.driver_lock(folder):
-        if complete := completion.sentence(config, folder):
+    config = threads.with_recorded(configfile.load(folder / configfile.CONFIG, request.overrides), folder)
+    with run_folder.driver_lock(folder):
+        if complete := run_folder.nothing_to_do(config, folder):
             channel.sendall(line(RunReply(folder=str(folder))))
             log.info(complete)
             return 0
@@ -96,7 +95,7 @@ def _resume(request: RunRequest, channel: socket.socket) -> int:
 def _train(request: RunRequest, config: Config, folder: Path, channel: socket.socket, interrupts: Interrupts) -> int:
     from streamppo import loop
 
-    with lock.driver_lock(folder):
+    with run_folder.driver_lock(folder):
         channel.sendall(line(RunReply(folder=str(folder))))
         changes = request.accept_changes
         return loop.run(config, folder, started=STARTED, interrupts=interrupts, accept_changes=changes)

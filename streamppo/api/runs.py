@@ -112,9 +112,9 @@ class Run:
     @property
     def is_running(self) -> bool:
         """True if a driver process is running it."""
-        from streamppo.driver.folder import lock
+        from streamppo.driver import run_folder
 
-        return lock.is_running(self.folder)
+        return run_folder.is_running(self.folder)
 
 
 def run(

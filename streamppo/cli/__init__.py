@@ -36,8 +36,7 @@ from streamppo.commands.console import complain, echo, flush
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, inputs, threads
-from streamppo.driver.folder import lock
+from streamppo.driver import inputs, run_folder, threads
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import ConfigError, RunError, StreamppoError
 
@@ -127,7 +126,7 @@ def run(
     from streamppo import loop
 
     folder = loop.new_folder(loaded, runs.resolve())
-    with lock.driver_lock(folder):
+    with run_folder.driver_lock(folder):
         return loop.run(loaded, folder, started=STARTED, interrupts=interrupts)
 
 
@@ -156,9 +155,9 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
 
     The checks for another driver and for a complete run come before torch and Ray are imported.
     """
-    config = threads.kept(config, folder)
-    with lock.driver_lock(folder):
-        if complete := completion.sentence(config, folder):
+    config = threads.with_recorded(config, folder)
+    with run_folder.driver_lock(folder):
+        if complete := run_folder.nothing_to_do(config, folder):
             log.info(complete)
             return 0
         changes = run_argument.changes(folder, config)

@@ -23,7 +23,7 @@ from streamppo.config.diff import moved_paths
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import threads
 from streamppo.driver.ray.actors import make_ranks
-from streamppo.driver.ray.cluster import describe, here, ray_of_command, started_ray
+from streamppo.driver.ray.cluster import command_ray, describe, here, started_ray
 from streamppo.driver.ray.placement import Placement
 from streamppo.errors import DIVERGENCE_CAUSES, Diverged, JournalError, RunError
 from streamppo.learner.checkpoint import history, manifest, remote
@@ -34,7 +34,7 @@ from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
-from streamppo.types import UpdateReport, decode
+from streamppo.types import UpdateReport, decode, encode
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -107,7 +107,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
     """A recorded configuration with `changes`, and with the `present` paths of moved files."""
     places = [f"{name}={json.dumps(place)}" for name, place in moved_paths(recorded, present).items()]
-    return threads.resolved(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
+    return threads.with_number(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
 Export: TypeAlias = Callable[[Path], None]
@@ -132,7 +132,7 @@ def remake(
     past = structs.replace(past, configs=configs)
     first = past.at(int(begin.name) if begin else 0)
     try:
-        with ray_of_command(lambda mark: started_ray(first, mark)):
+        with command_ray(lambda mark: started_ray(first, mark)):
             return _remake(run, past, begin, last, checkpoints, until)
     except RayError as error:
         raise RunError(f"the learner: {describe(error)}") from error
@@ -151,7 +151,7 @@ def _remake(
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
-    encoded = history.encode(past)
+    encoded = encode(past)
     resume_from = str(begin) if begin else None
     start = ray.get([rank.setup.remote(address, model_path(first, run), resume_from, encoded) for rank in ranks])[0]
     reports: list[UpdateReport] = []

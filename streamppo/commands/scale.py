@@ -4,7 +4,7 @@ from pathlib import Path
 
 from streamppo.commands.console import echo
 from streamppo.config import file as configfile
-from streamppo.driver.folder import lock
+from streamppo.driver import run_folder
 from streamppo.errors import RunError
 
 
@@ -18,7 +18,7 @@ def scale(folder: Path, rollouts: int) -> int:
     before = configfile.load(path).rollout.actors
     # An invalid number never reaches the run.
     configfile.load(path, [f"rollout.actors={rollouts}"])
-    lock.scale(folder, rollouts)
+    run_folder.scale(folder, rollouts)
     present = configfile.load(path).rollout.actors
     if present != rollouts:
         raise RunError(f"{folder}: the run has {present} rollout actors, not {rollouts}: its output says why")

@@ -45,7 +45,7 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
 
     @contextmanager
     def started(mark: str) -> Generator[None]:
-        with environment.of_own_ray(mark, cluster.tell_origins()):
+        with environment.own_ray_environment(mark, cluster.show_origins()):
             ray.init(
                 address=LOCAL,
                 include_dashboard=False,
@@ -54,5 +54,5 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
             )
         yield
 
-    with cluster.ray_of_command(started):
+    with cluster.command_ray(started):
         yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})

@@ -2,9 +2,9 @@
 
 RUN/inputs.json    the SHA-256 of every file, as computed by the newest driver
 
-A prompt's number is the number of its data row, so changed data would put other rows under the same numbers. A run
-therefore keeps its data and models, unless the user accepts a change. A reward, or a custom function in `[algorithm]`,
-may change; the change is logged. Data sets and models that are names on a hub have no files here and are not checked.
+A prompt's number stands for a data row, and with changed data for another row. A run therefore keeps its data and
+models, unless the user accepts a change. A reward, or a custom function in `[algorithm]`, may change; the change is
+logged. Data sets and models on a hub have no files here and are not checked.
 The fingerprint of a file above `WHOLE_BYTES` covers its size and `PLACES` evenly spread pieces of 1 MiB.
 """
 
@@ -45,7 +45,7 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class NamedInput(NamedTuple):
-    """The file or folder named by the configuration field `field`; a change of a `kept` one is refused."""
+    """The file or folder that the configuration names in `field`; a change of a `kept` one is refused."""
 
     field: str
     path: str
@@ -55,7 +55,7 @@ class NamedInput(NamedTuple):
 def with_clock(config: Config, folder: Path) -> Config:
     """Set an empty `model.clock` to the clock of the run in `folder`, or to the present time for a new run.
 
-    A chat template may write the date: a resumed run must render the same prompts on a later day.
+    A chat template may write the date, and a resumed run must render the same prompts on a later day.
     """
     if config.model.clock:
         return config
@@ -87,14 +87,14 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
 
 
 def changes(config: Config, folder: Path) -> dict[str, str]:
-    """What has changed of the recorded inputs of the run in `folder`, by field; empty text if nothing has."""
+    """The changes of the recorded inputs of the run in `folder`, by field; "" for an unchanged input."""
     return _compare(config, folder)[3]
 
 
 def _compare(
     config: Config, folder: Path
 ) -> tuple[list[NamedInput], dict[str, Input], dict[str, Input], dict[str, str]]:
-    """(all inputs by name, the recorded ones, the present ones, how each has changed)."""
+    """(the named inputs, the recorded ones, the present ones, the change of each)."""
     named, before = list(_named_inputs(config, folder)), _recorded_inputs(folder)
     present = {entry.field: _find_input(entry) for entry in named}
     changed = {entry.field: _change(before.get(entry.field), present[entry.field]) for entry in named}
@@ -176,9 +176,9 @@ def _name(path: str) -> str:
 
 
 def _change(before: Input | None, present: Input) -> str:
-    """Describe how an input has changed; "" if it is unchanged, or if the configuration names another file.
+    """Describe the change of an input; "" if it is unchanged, or if the configuration names another file.
 
-    A moved file or folder has another path and the same name: it counts as the same input.
+    A moved file or folder, of another path and the same name, counts as the same input.
     """
     if before is None or _name(before.path) != _name(present.path):
         return ""

@@ -15,10 +15,10 @@ from streamppo.queue.store import snapshot
 from streamppo.queue.store.journal import Journal
 
 OTHERS = ("model", "wandb")
-"""Folders of a run that may have links: those with files that are only read, and those of wandb, which makes links."""
+"""Folders of a run that may have links: of the model, whose files are only read, and of wandb, which makes links."""
 
 EDITORS = ".#"
-"""Prefix of an editor's lock, a link of which no run writes the name."""
+"""Prefix of an editor's lock, a link whose name no run writes."""
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
@@ -50,10 +50,9 @@ def _verify_journal(config: Config, folder: Path) -> None:
 
 
 def _links(run: Path) -> Iterator[Path]:
-    """Links through which a run would change files outside its folder: links to files, and at the temporary names of
-    folders.
+    """Links by which a run would change files outside its folder: to files, and at the temporary names of folders.
 
-    Links to folders, such as checkpoints on another disk, are the user's.
+    Other links to folders, such as checkpoints on another disk, are the user's.
     """
     for place, folders, files in os.walk(run):
         if Path(place) == run:

@@ -1,8 +1,7 @@
 """Rebuilds lost lines of metrics.jsonl from the archived batches.
 
 A batch has the rewards, lengths, tokens and lags of its update. Losses, gradients and times are lost with the line;
-`streamppo replay` computes losses and gradients again. A line that cannot be rebuilt is logged and does not stop the
-run.
+`streamppo replay` recomputes losses and gradients. A line that cannot be rebuilt is logged; the run continues.
 """
 
 import logging
@@ -21,7 +20,7 @@ from streamppo.types import Batch
 log = logging.getLogger(__name__)
 
 
-def lost_lines(record: RunRecord, folder: Path) -> None:
+def write_lost_lines(record: RunRecord, folder: Path) -> None:
     """Write the missing line of each update up to `record.version`, and log which lines were lost."""
     recorded = metrics_file.recorded_versions(metrics_file.read(folder))
     lost_versions = [version for version in range(1, int(record.version) + 1) if version not in recorded]
@@ -35,7 +34,7 @@ def lost_lines(record: RunRecord, folder: Path) -> None:
     except JournalError as error:
         log.info("%s: the lines of updates %s are lost: %s", metrics_file.METRICS, _ranges(lost_versions), error)
         return
-    remade = [version for version in lost_versions if _remake(record, archive, configs, version)]
+    remade = [version for version in lost_versions if _rebuild_line(record, archive, configs, version)]
     if remade:
         log.info(
             "%s: the lines of updates %s were lost, and are recomputed from their batches, without losses and times",
@@ -44,7 +43,7 @@ def lost_lines(record: RunRecord, folder: Path) -> None:
         )
 
 
-def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
+def _rebuild_line(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
     """Rebuild the line of update `version`. Returns False, with a log line, if its batch cannot be read."""
     try:
         batch = archive.batch(version - 1)
@@ -56,7 +55,7 @@ def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], 
 
 
 def batch_numbers(config: Config, batch: Batch) -> tuple[dict[str, float], dict[int, int]]:
-    """The metrics of an update that its batch gives, and its tokens by lag; `config` is that of the update."""
+    """An update's metrics that follow from its batch, and its tokens by lag; `config` is the update's."""
     # Imported here because these import torch and lines are seldom lost.
     from streamppo.learner.batch.fetch import lag_histogram
     from streamppo.learner.batch.padded import pad

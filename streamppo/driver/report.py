@@ -27,10 +27,18 @@ from streamppo.queue.store import archive, snapshot
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
-from streamppo.telemetry.attempts import AttemptTable
+from streamppo.telemetry.attempts import AttemptTable, first_line
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
-from streamppo.telemetry.report.view import NamedNumber, RunsTable, TextPiece, TrainedSample, View, attempt
+from streamppo.telemetry.report.view import (
+    NamedNumber,
+    RunsTable,
+    TextPiece,
+    TrainedSample,
+    View,
+    make_part,
+    or_dash,
+)
 from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
@@ -48,7 +56,7 @@ log = logging.getLogger(__name__)
 
 def write_after(folder: Path) -> None:
     """Write the report of a run that has ended. A failure is a warning; the run's outcome stays."""
-    path, why = attempt(lambda: write([folder], folder / REPORT))
+    path, why = make_part(lambda: write([folder], folder / REPORT))
     if path is None:
         log.warning("%s: not written: %s", folder / REPORT, why)
     else:
@@ -56,56 +64,57 @@ def write_after(folder: Path) -> None:
 
 
 def write(
-    found: Sequence[Path],
-    to: Path,
-    told: "Sequence[RunDifference]" = (),
+    paths: Sequence[Path],
+    target: Path,
+    differences: "Sequence[RunDifference]" = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> Path:
-    """Write the report of some runs, by their folders, and of replays, by their files, to `to`.
+    """Write a report on folders of runs and files of replays to `target`.
 
-    It shows the `differences`, and what was `predicted` of each run. Raises `RunError`.
+    It shows the `differences` of the runs, and the `predicted` values of each. Raises `RunError`.
     """
-    views = [replay(path) if path.is_file() else _run(path) for path in found]
-    text = page.render(views, [_difference_table(one) for one in told], predicted).encode(errors="replace")
-    if to in [folder / REPORT for folder in found]:
-        # A link there may be another's, in a run that came from elsewhere: it is replaced.
-        with durable.naming(to, RunError):
-            durable.write(to, text)
+    views = [replay_view(path) if path.is_file() else _run_view(path) for path in paths]
+    tables = [_difference_table(difference) for difference in differences]
+    text = page.render(views, tables, predicted).encode(errors="replace")
+    if target in [folder / REPORT for folder in paths]:
+        # A run from elsewhere may have a link of this name: it is replaced.
+        with durable.naming(target, RunError):
+            durable.write(target, text)
     else:
-        durable.write_output(to, text, RunError)
-    return to
+        durable.write_output(target, text, RunError)
+    return target
 
 
-def attempts(folder: Path, config: Config) -> AttemptTable | None:
-    """The outcome of every attempt of a run; None, with a log line, if journal or archive cannot be read."""
-    found, why = attempt(lambda: queue_attempts.table(folder, config, metrics_file.read(folder)))
-    if found is None:
+def count_attempts(folder: Path, config: Config) -> AttemptTable | None:
+    """The attempts of a run by outcome; None, with a log line, if journal or archive cannot be read."""
+    table, why = make_part(lambda: queue_attempts.table(folder, config, metrics_file.read(folder)))
+    if table is None:
         log.info("attempts are not counted: %s", why)
-    return found
+    return table
 
 
 class RunDifference(NamedTuple):
-    """Two runs, by their names, that are equal up to `version`, and their differences after it (queue/pairs.py)."""
+    """Two runs, by name, with equal versions up to `version`, and their differences after it (queue/pairs.py)."""
 
-    one: str
-    other: str
+    first: str
+    second: str
     version: int
     rows: Sequence[PairedDifference]
 
     def sentence(self) -> str:
-        """The whole difference with its uncertainty, two standard errors."""
-        whole = self.rows[0] if self.rows else None
-        begin = f"{self.other} less {self.one} since version {self.version}"
-        if whole is None or whole.difference is None or whole.error is None:
+        """The difference over all updates, with two standard errors."""
+        total = self.rows[0] if self.rows else None
+        begin = f"{self.second} less {self.first} since version {self.version}"
+        if total is None or total.difference is None or total.error is None:
             return f"{begin}: no two prompts that both trained on"
-        told = f"reward {whole.difference:+.4f} ± {2 * whole.error:.4f}"
-        apart = f", ± {2 * whole.unpaired:.4f} unpaired" if whole.unpaired is not None else ""
-        return f"{begin}: {told} (2 standard errors, {whole.pairs:,} prompts in pairs{apart})"
+        reward = f"reward {total.difference:+.4f} ± {2 * total.error:.4f}"
+        unpaired = f", ± {2 * total.unpaired:.4f} unpaired" if total.unpaired is not None else ""
+        return f"{begin}: {reward} (2 standard errors, {total.pairs:,} prompts in pairs{unpaired})"
 
 
-def differences(found: Sequence[Path]) -> list[RunDifference]:
+def differences(paths: Sequence[Path]) -> list[RunDifference]:
     """The first run, compared with each other run that shares its beginning. Raises `StreamppoError` for damage."""
-    runs = [path for path in found if path.is_dir()]
+    runs = [path for path in paths if path.is_dir()]
     rows: list[RunDifference] = []
     for other in runs[1:]:
         configs = tuple(configfile.load(path / configfile.CONFIG) for path in (runs[0], other))
@@ -116,14 +125,14 @@ def differences(found: Sequence[Path]) -> list[RunDifference]:
 
 
 def _difference_table(difference: RunDifference) -> tuple[str, RunsTable]:
-    names = ("prompts", difference.one, difference.other, "difference", "± 2 errors", "± unpaired")
+    names = ("prompts", difference.first, difference.second, "difference", "± 2 errors", "± unpaired")
     rows = [
         (
             f"updates {row.first} to {row.last}",
             (
                 f"{row.pairs:,}",
-                *(_number(value) for value in (row.before, row.after, row.difference)),
-                *(_number(None if value is None else 2 * value) for value in (row.error, row.unpaired)),
+                *(or_dash(value, "{:.4f}") for value in (row.before, row.after, row.difference)),
+                *(or_dash(None if value is None else 2 * value, "{:.4f}") for value in (row.error, row.unpaired)),
             ),
         )
         for row in difference.rows
@@ -131,11 +140,7 @@ def _difference_table(difference: RunDifference) -> tuple[str, RunsTable]:
     return difference.sentence(), RunsTable(names, rows)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def replay(path: Path) -> View:
+def replay_view(path: Path) -> View:
     """The view of a file written by `streamppo replay --set`. Raises `RunError` for any other file."""
     try:
         content = json.loads(durable.read(path))
@@ -156,12 +161,12 @@ ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_h
 """The entries of an update's line that a replay does not measure."""
 
 
-def _run(folder: Path) -> View:
+def _run_view(folder: Path) -> View:
     view = View(folder.name, [])
     config = try_part(view, lambda: configfile.load(folder / configfile.CONFIG))
     if config is not None:
         view.config = configfile.show(config)
-        # Read before the lines, because a running run writes an update's line after its transaction.
+        # Counters come before the lines: a running run writes an update's line after its transaction.
         counters = try_part(view, lambda: read_counters(config, folder, view.notes))
         view.queue, view.failures = counters or (None, ())
     if content := try_part(view, lambda: metrics_file.content(folder)):
@@ -176,8 +181,8 @@ def _run(folder: Path) -> View:
 
 
 def try_part(view: View, part: Callable[[], T]) -> T | None:
-    """Return one part of the report; on failure add the reason to `view.notes` and return None."""
-    result, why = attempt(part)
+    """Return a part of the report; on failure add the reason to `view.notes` and return None."""
+    result, why = make_part(part)
     view.notes += [why] if why and why not in view.notes else []
     return result
 
@@ -185,9 +190,10 @@ def try_part(view: View, part: Callable[[], T]) -> T | None:
 def read_counters(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[NamedNumber]]:
     """The queue's counters and failure reasons of one journal transaction; `notes` gets a line for each missing one."""
     with closing(Journal.open_run(folder)) as journal:
-        parts = attempt(lambda: _counters(config, journal)), attempt(lambda: _failures(journal))
-    notes += [why for _, why in parts if why]
-    return parts[0][0], parts[1][0] or ()
+        counters, no_counters = make_part(lambda: _counters(config, journal))
+        failures, no_failures = make_part(lambda: _failures(journal))
+    notes += [why for why in (no_counters, no_failures) if why]
+    return counters, failures or ()
 
 
 def _counters(config: Config, journal: Journal) -> QueueReport | None:
@@ -197,17 +203,13 @@ def _counters(config: Config, journal: Journal) -> QueueReport | None:
 
 def _failures(journal: Journal) -> list[NamedNumber]:
     """The reasons of failed attempts, the most frequent first."""
-    reasons = Counter((ended.state.replace("_", " "), _first_line(ended.reason)) for ended in journal.ended_attempts())
+    reasons = Counter((ended.state.replace("_", " "), first_line(ended.reason)) for ended in journal.ended_attempts())
     rows = [NamedNumber(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:
         rows.append(NamedNumber(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))
     if (counters := journal.counters()) and (skipped := counters.counts.get("skipped_prompts", 0)):
         rows.append(NamedNumber("skipped prompts", f"{skipped:,}", "algorithm.curriculum: not sampled"))
     return rows
-
-
-def _first_line(reason: str) -> str:
-    return (reason.strip().splitlines() or [""])[0][:200]
 
 
 def _samples(config: Config, folder: Path) -> list[TrainedSample]:
@@ -231,10 +233,10 @@ def decoder(model: Path) -> Decode:
 def read_tokenizer(model: Path) -> tokenizers.Tokenizer:
     """The tokenizer in the file of `model`, without transformers. Raises `RunError`."""
     file = model / TOKENIZER
-    found, why = attempt(lambda: tokenizers.Tokenizer.from_buffer(durable.read(file)))
-    if found is None:
+    tokenizer, why = make_part(lambda: tokenizers.Tokenizer.from_buffer(durable.read(file)))
+    if tokenizer is None:
         raise RunError(f"{file}: cannot be read: {why}")
-    return found
+    return tokenizer
 
 
 def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:
@@ -250,10 +252,10 @@ def _batch_samples(batch: Batch, decode: Decode) -> Iterable[TrainedSample]:
         yield TrainedSample(batch.version + 1, title, trajectory.reward, prompt, _pieces(batch, trajectory, decode))
 
 
-def _pieces(batch: Batch, one: Trajectory, decode: Decode) -> list[TextPiece]:
+def _pieces(batch: Batch, trajectory: Trajectory, decode: Decode) -> list[TextPiece]:
     """The completion, split where the version changes and between the policy's and other tokens."""
-    tokens, mask = ints(one.tokens)[:SHOWN_TOKENS], flags(one.mask).tolist()
-    lags = [batch.version - version for version in ints(one.versions).tolist()]
+    tokens, mask = ints(trajectory.tokens)[:SHOWN_TOKENS], flags(trajectory.mask).tolist()
+    lags = [batch.version - version for version in ints(trajectory.versions).tolist()]
     pieces: list[TextPiece] = []
     places = range(len(tokens))
     for lag, same in groupby(places, lambda place: lags[place] if mask[place] else None):

@@ -1,17 +1,18 @@
 """The stages of a run: started together, watched all the time, replaced when they die.
 
 a rollout actor dies, or is silent    an actor of another name replaces it; its unfinished samples are sampled again
-their wanted number changes           actors are added, or the newest are dismissed likewise; this counts as no restart
+the wanted number of them changes     actors are added, or the newest are dismissed; this is not a restart
 the queue dies                        Ray restarts it from its journal and repeats the unfinished calls
 a reward model dies                   Ray restarts it; the rollout actors' calls are retryable failures
 a learner rank dies, or is silent     LearnerLost: the loop restarts all ranks from the newest checkpoint
-too many of these in a short time     RunError
+too many restarts in a short time     RunError
 """
 
 import itertools
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -25,17 +26,15 @@ from ray.exceptions import RayActorError, RayError
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.model import BUILTIN
-from streamppo.config.sections import LOCAL, Config, model_path
-from streamppo.driver.folder import lock
+from streamppo.config.sections import LOCAL, Config, Watchdog, model_path
+from streamppo.driver import run_folder
 from streamppo.driver.ray import nodes
 from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, make_shards
 from streamppo.driver.ray.cluster import actor_id, describe, inside, kill, refuse_dead_ray
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.ray.placement import Options, Placement, refuse_impossible
-from streamppo.driver.watch.heartbeats import Heartbeats
 from streamppo.driver.watch.memory import MemoryKills
-from streamppo.driver.watch.polling import ReportPolling
-from streamppo.driver.watch.restarts import Restarts
+from streamppo.driver.watch.polling import Heartbeats, ReportPolling
 from streamppo.driver.watch.rollout_pool import RolloutPool
 from streamppo.driver.watch.watch import TICK_S, RunStage, WatchedCalls
 from streamppo.errors import ConfigError, LearnerLost, RunError
@@ -44,7 +43,7 @@ from streamppo.learner.checkpoint.history import History
 from streamppo.queue.batch_source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import RunRecord
-from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
+from streamppo.types import EngineReport, QueueReport, UpdateReport, decode, encode
 from streamppo.weights import factory, store
 
 if TYPE_CHECKING:
@@ -52,15 +51,18 @@ if TYPE_CHECKING:
 
     from streamppo.rollout.actor import RolloutActor
 
+TOGETHER_S = 30.0
+"""Nodes lost by one failure are declared dead by Ray within this many seconds of each other."""
+
 log = logging.getLogger(__name__)
 
 
 class Stages:
-    """`queue`, learner `ranks`, rollout actors (`crew`) and actors that only evaluate (`evaluators`, often none) of one
-    run, and the unfinished `calls` to them.
+    """One run's `queue`, learner `ranks`, rollout actors (`rollouts`), actors that only evaluate (`evaluators`, often
+    none), and the unfinished `calls` to them.
 
-    Ray must be running. Every actor is created at once, so that they import concurrently. `config` is the run's, with
-    the currently wanted number of rollout actors.
+    Ray must be running. All actors are created at once, so that they import concurrently. `config` is the run's, with
+    the wanted number of rollout actors.
     """
 
     def __init__(self, config: Config, folder: Path, record: RunRecord, interrupts: Interrupts) -> None:
@@ -71,33 +73,31 @@ class Stages:
         self._restarts = Restarts(config.watchdog)
         self._memory = MemoryKills()
         self.calls = WatchedCalls(self._replace_dead, self._tick)
-        self._told = remote.config_for_actors(config, folder)
-        self.address = self._told.checkpoint.remote
-        factory.create_folder(self._told)
+        self._actor_config = remote.config_for_actors(config, folder)
+        self.address = self._actor_config.checkpoint.remote
+        factory.create_folder(self._actor_config)
         self._shards = make_shards(config, folder)
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
-        self._needs = nodes.needs_of_rank(self._told, folder) if config.cluster.address != LOCAL else None
-        # First: a rank has the most to do before the first update.
+        self._needs = nodes.rank_needs(self._actor_config, folder) if config.cluster.address != LOCAL else None
+        # Ranks come first: they have the most to do before the first update.
         self._groups = itertools.count()
-        self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
+        self.ranks = make_ranks(self._actor_config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = True
         self._loaded_ranks: dict[str, str] = {}
         self._reward_models = reward_model.create(config.reward, self._placement.model)
-        given = (self.queue, self.calls, self.note)
-        path, beside = model_path(config, folder), config.rollout.actors
-        self.crew = RolloutPool(
-            lambda name, place: self._engine(name, place, self._placement.actor(place)), *given, model_path=path
+        shared = (self.queue, self.calls, self.note_restart, model_path(config, folder))
+        self.rollouts = RolloutPool(
+            lambda name, place: self._engine(name, place, self._placement.actor(place)), *shared
         )
         self.evaluators = RolloutPool(
-            lambda name, place: self._engine(name, beside + place, self._placement.evaluator(place)),
-            *given,
-            model_path=path,
+            lambda name, place: self._engine(name, config.rollout.actors + place, self._placement.evaluator(place)),
+            *shared,
             kind="evaluation",
         )
-        self._silence = Heartbeats(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
+        self._heartbeats = Heartbeats(self.queue, self.calls, self._replace_silent, config.watchdog.heartbeat_s)
         self._reports = ReportPolling(self.queue, self.calls, record)
-        self.crew.resize(config.rollout.actors)
+        self.rollouts.resize(config.rollout.actors)
         self.evaluators.resize(config.evaluation.actors)
 
     def begin(self, version: int) -> int:
@@ -113,7 +113,7 @@ class Stages:
 
     def history(self) -> History:
         """The run's versions, as the journal has them at present."""
-        return history.read_history(self.folder, self._told)
+        return history.read_history(self.folder, self._actor_config)
 
     def start_learner(self, checkpoint: Path | None) -> int:
         """Load model and `checkpoint` in fresh ranks, push the weights and start the rollout actors' generation.
@@ -125,7 +125,7 @@ class Stages:
             for rank in self.ranks:
                 kill(rank)
             self.calls.forget(RunStage.CHECKPOINT)
-            self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
+            self.ranks = make_ranks(self._actor_config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = False
         if self._needs is not None:
             proofs = [inside(rank, nodes.check_visible, self._needs) for rank in self.ranks]
@@ -133,18 +133,18 @@ class Stages:
         model = model_path(self.config, self.folder)
         if self.config.model.path == BUILTIN:
             self.calls.wait([self.ranks[0].make_model.remote(model)], "making builtin:tiny")
-            store.bring_model(self._told, model)
+            store.bring_model(self._actor_config, model)
         address = self.ranks[0].rendezvous.remote()
         resume_from = str(checkpoint) if checkpoint else None
-        past = history.encode(self.history())
+        past = encode(self.history())
         loading = [rank.setup.remote(address, model, resume_from, past) for rank in self.ranks]
         version = self.calls.wait(loading, "loading the model")[0]
         self._loaded_ranks = {actor_id(rank): f"learner-{number}" for number, rank in enumerate(self.ranks)}
-        self.crew.generate()
+        self.rollouts.generate()
         self.evaluators.generate()
         return version
 
-    def note(self, stage: RunStage, reason: str, who: str = "") -> None:
+    def note_restart(self, stage: RunStage, reason: str, who: str = "") -> None:
         """Record a restart of a stage, or of `who` in it. Raises `RunError` instead after too many recent ones."""
         watchdog = self.config.watchdog
         if killed := self._memory.explain():
@@ -163,8 +163,8 @@ class Stages:
         def collect(answer: bytes) -> None:
             engines.append(decode(answer, EngineReport))
 
-        for seat in self.crew.at_work():
-            self.calls.watch(seat.actor.report.remote(), RunStage.REPORT, collect)
+        for handle in self.rollouts.at_work():
+            self.calls.watch(handle.actor.report.remote(), RunStage.REPORT, collect)
         self.calls.drain(RunStage.REPORT)
         (queue,) = self.calls.wait([self.queue.report.remote()], "reports")
         return decode(queue, QueueReport), sorted(engines, key=lambda engine: engine.actor)
@@ -210,18 +210,18 @@ class Stages:
         """Kill rollout actors and ranks first: if Ray ended the queue before them, each of their calls would fail."""
         with suppress(RunError):
             refuse_dead_ray()
-            for actor in (*(seat.actor for seat in self.crew.seats + self.evaluators.seats), *self.ranks):
+            for actor in (*(handle.actor for handle in self.rollouts.handles + self.evaluators.handles), *self.ranks):
                 kill(actor)
-        factory.end(self._told)
+        factory.end(self._actor_config)
 
-    # --- lives -----------------------------------------------------------------------------------------------
+    # --- restarts --------------------------------------------------------------------------------------------
 
     def _engine(self, name: str, place: int, options: Options) -> "ActorProxy[RolloutActor]":
         """Create the actor of engine number `place`: those of rollout actors come first."""
-        config = structs.replace(self._told, rollout=self.config.rollout)
+        config = structs.replace(self._actor_config, rollout=self.config.rollout)
         actor = make_rollout(config, name, place, self.queue, self._reward_models, options)
         if self._needs is not None:
-            proof = inside(actor, nodes.check_visible, nodes.needs_of_rollout(self._told, self._needs))
+            proof = inside(actor, nodes.check_visible, nodes.rollout_needs(self._actor_config, self._needs))
             self.calls.watch(proof, RunStage.ROLLOUT, lambda _: None, name=name)
         return actor
 
@@ -230,7 +230,7 @@ class Stages:
 
         def follow(another: str) -> None:
             if life:
-                self.note(RunStage.QUEUE, "the queue died and was rebuilt from its journal")
+                self.note_restart(RunStage.QUEUE, "the queue died and was rebuilt from its journal")
             self._follow_queue(another)
 
         self.calls.watch(self.queue.another_life.remote(life), RunStage.QUEUE, follow)
@@ -240,7 +240,9 @@ class Stages:
 
         def follow(another: str) -> None:
             if life:
-                self.note(RunStage.QUEUE, f"shard {number} of the queue died and was restarted", f"shard {number}")
+                self.note_restart(
+                    RunStage.QUEUE, f"shard {number} of the queue died and was restarted", f"shard {number}"
+                )
             self._follow_shard(number, another)
 
         self.calls.watch(self._shards[number].another_life.remote(life), RunStage.QUEUE, follow)
@@ -251,24 +253,24 @@ class Stages:
             raise LearnerLost(f"{name}: {describe(error)}") from error
         if error.actor_id in map(actor_id, (self.queue, *self._shards)):
             raise RunError(f"{RunStage.QUEUE}: {describe(error)}") from error
-        for pool in (self.crew, self.evaluators):
+        for pool in (self.rollouts, self.evaluators):
             pool.replace(error.actor_id, describe(error))
 
-    def _silent(self, name: str, reason: str) -> None:
+    def _replace_silent(self, name: str, reason: str) -> None:
         """Replace a rollout actor, unless it was replaced already. Raises `LearnerLost` for a rank."""
         if name in self._loaded_ranks:
             raise LearnerLost(f"{self._loaded_ranks[name]}: {reason}")
-        for pool in (self.crew, self.evaluators):
+        for pool in (self.rollouts, self.evaluators):
             pool.replace_silent(name, reason)
 
     def _tick(self, doing: str) -> None:
-        """Check everything but the answers: signals, Ray, heartbeats, the wanted actors, reports and stalls."""
+        """Check signals, Ray, heartbeats, the wanted number of actors, reports and stalls."""
         self._interrupts.check()
         refuse_dead_ray()
-        engines = self.crew.at_work() + self.evaluators.at_work()
-        self._silence.check([*(seat.name for seat in engines), *self._loaded_ranks])
+        engines = self.rollouts.at_work() + self.evaluators.at_work()
+        self._heartbeats.check([*(handle.name for handle in engines), *self._loaded_ranks])
         self._check_scale()
-        self._reports.check(self.crew.at_work())
+        self._reports.check(self.rollouts.at_work())
         self._record.tick(doing)
         self.calls.check_stall(self.config.watchdog.stall_s + self._starts_within(), doing, self._explain_stall)
 
@@ -276,8 +278,8 @@ class Stages:
         """Seconds that a starting learner or engine may take beyond the limit of a stall."""
         if not self._loaded_ranks:
             return self.config.watchdog.load_s
-        # Starting engines have a limit and an error of their own.
-        starting = self.crew.generating and not self.crew.at_work()
+        # A starting engine has its own time limit and error.
+        starting = self.rollouts.generating and not self.rollouts.at_work()
         return self.config.rollout.engine.start_s if starting else 0.0
 
     def _explain_stall(self) -> str:
@@ -285,23 +287,51 @@ class Stages:
             queue = ray.get(self.queue.waiting_for.remote(), timeout=TICK_S)
         except RayError as error:
             queue = f"gives no answer ({describe(error)})"
-        loading = ", ".join(self.crew.loading() + self.evaluators.loading()) or "none"
+        loading = ", ".join(self.rollouts.loading() + self.evaluators.loading()) or "none"
         return f"the queue {queue}; actors that have not started: {loading}{self._placement.waiting()}"
 
     def _check_scale(self) -> None:
         """Apply a requested number of rollout actors if it is possible, and save it for resumed runs."""
-        if not self.crew.generating:
+        if not self.rollouts.generating:
             return
         try:
-            if (actors := lock.accept(self.folder)) is None:
+            if (actors := run_folder.accept(self.folder)) is None:
                 return
             changed = configfile.change(self.config, [f"rollout.actors={actors}"])
             refuse_impossible(changed)
         except (ConfigError, RunError) as error:
-            log.info("rollout actors: %d stay: %s", len(self.crew.seats), error)
+            log.info("rollout actors: %d stay: %s", len(self.rollouts.handles), error)
         else:
-            log.info("rollout actors: %d wanted, %d running", actors, len(self.crew.seats))
+            log.info("rollout actors: %d wanted, %d running", actors, len(self.rollouts.handles))
             configfile.save(changed, self.folder)
             self.config = changed
-            self.crew.resize(actors)
-        lock.answer(self.folder)
+            self.rollouts.resize(actors)
+        run_folder.answer(self.folder)
+
+
+class Restarts:
+    """Counts recent restarts: too many of them end a run, because the next restart would not help either.
+
+    Actors that die together count as one restart: a dead node takes all its actors with it, and a network failure of a
+    minute takes the learner and every rollout actor. The second death of one actor is another restart.
+    """
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._within_s = watchdog.restarts_s
+        # Deaths in one group lie within one window of `restarts_s`.
+        self._together_s = min(TOGETHER_S, watchdog.restarts_s)
+        self._times_s: deque[float] = deque()
+        self._group: set[str] = set()
+
+    def add(self, who: str, present: float) -> int:
+        """Count the death of `who` at `present` seconds. Returns the restarts within `watchdog.restarts_s`.
+
+        Example: deaths of the learner at 0 s and of rollout 0 at 2 s are one restart; rollout 0 at 4 s is the second.
+        """
+        if not self._times_s or present - self._times_s[-1] > self._together_s or who in self._group:
+            self._times_s.append(present)
+            self._group.clear()
+        self._group.add(who)
+        while present - self._times_s[0] > self._within_s:
+            self._times_s.popleft()
+        return len(self._times_s)

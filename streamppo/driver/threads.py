@@ -1,7 +1,7 @@
 """The threads of a learner rank if `learner.threads` is "auto": chosen once, and fixed for the run.
 
-The rounding of sums depends on the number of threads. The run's configuration has the number, so that a resume and a
-replay have the same one on a machine with other cores.
+The rounding of sums depends on the number of threads. The run's configuration records the number, so a resume or replay
+on a machine with other cores uses the same one.
 
 a small model, a GPU, a cluster    1 thread
 a large model on this machine      all cores but half of the engines', divided among the ranks
@@ -40,25 +40,25 @@ class Choice(NamedTuple):
     reason: str
 
 
-def kept(config: Config, folder: Path) -> Config:
-    """Set the number of a configuration with "auto" to that of the run in `folder`, if it has one."""
+def with_recorded(config: Config, folder: Path) -> Config:
+    """Replace "auto" by the recorded number of the run in `folder`, if there is one."""
     if config.learner.threads != "auto" or not (folder / configfile.CONFIG).is_file():
         return config
-    return resolved(config, configfile.load(folder / configfile.CONFIG).learner.threads)
+    return with_number(config, configfile.load(folder / configfile.CONFIG).learner.threads)
 
 
-def chosen(config: Config, folder: Path) -> Config:
-    """Set the number of a configuration with "auto" to that of the run in `folder`, or choose and log one."""
-    config = kept(config, folder)
+def with_chosen(config: Config, folder: Path) -> Config:
+    """Replace "auto" by the recorded number of the run in `folder`, or else choose a number and log it."""
+    config = with_recorded(config, folder)
     if config.learner.threads != "auto":
         return config
     number, reason = choose(config)
     log.info("learner.threads = %d: %s", number, reason)
-    return resolved(config, number)
+    return with_number(config, number)
 
 
-def resolved(config: Config, number: int | Literal["auto"]) -> Config:
-    """Set the number of a configuration with "auto"."""
+def with_number(config: Config, number: int | Literal["auto"]) -> Config:
+    """Replace "auto" by `number`."""
     if config.learner.threads != "auto":
         return config
     return structs.replace(config, learner=structs.replace(config.learner, threads=number))
@@ -71,7 +71,7 @@ def choose(config: Config) -> Choice:
         return Choice(1, "a rank on a GPU")
     if cluster.address != LOCAL:
         return Choice(1, "the cores of a cluster's nodes are unknown")
-    count = parameters(config.model)
+    count = count_parameters(config.model)
     if count is not None and count < LARGE:
         return Choice(1, f"a small model, {count:,} parameters")
     available, engines = process.cores(), rollout.actors * rollout.threads
@@ -83,7 +83,7 @@ def choose(config: Config) -> Choice:
     return Choice(max(1, free // learner.ranks), f"{size}, {available} cores{ranks}, {engines} threads of engines")
 
 
-def parameters(model: Model) -> int | None:
+def count_parameters(model: Model) -> int | None:
     """Count the parameters in a model's files, without torch; None if they are not here."""
     if model.path == BUILTIN:
         # Four squares of attention, three of an MLP twice as wide.

@@ -14,13 +14,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-import msgspec
 import ray
 from ray.actor import ActorProxy
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.learner.checkpoint import history
 from streamppo.learner.checkpoint.history import History
 from streamppo.queue.batch_source import BEAT_S, BatchSource
 from streamppo.types import UpdateReport, decode, encode
@@ -48,7 +46,7 @@ class Rank:
 
     def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
         process.log_to_stdout(f"learner-{rank}")
-        self._config = msgspec.msgpack.decode(config, type=Config)
+        self._config = decode(config, Config)
         if self._config.learner.gpus and not any(name in os.environ for name in ALLOCATOR):
             # torch reads it at import.
             os.environ[ALLOCATOR[0]] = GROWS
@@ -97,7 +95,7 @@ class Rank:
         """
         from streamppo.learner import device
 
-        self._history = history.decode(past)
+        self._history = decode(past, History)
         store.bring_model(self._config, model_path)
         chosen = self._history.at(_version(resume_from)).learner
         place = device.acquire(chosen.gpus, exact=chosen.exact)

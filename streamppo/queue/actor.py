@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
 
-import msgspec
 import ray
 from msgspec import structs
 
@@ -74,7 +73,7 @@ class QueueActor(ArchivedRuns):
         shards: Callable[[Config], Shards] = Shards.attach,
     ) -> None:
         process.log_to_stdout("queue")
-        self.config = msgspec.msgpack.decode(config, type=Config)
+        self.config = decode(config, Config)
         self._model_path = model_path
         resume_checks.refuse_without_journal(Path(run))
         self._journal = standby.journal_of(Path(run), self.config)
@@ -113,7 +112,7 @@ class QueueActor(ArchivedRuns):
         if version < newest:
             log.info("versions %d to %d are redone, as first configured", version + 1, newest)
         if before is None or learning(before) != learning(self.config):
-            self._journal.configure(newest, msgspec.msgpack.encode(self.config))
+            self._journal.configure(newest, encode(self.config))
         await self._commits.commit()
         return self._queue.state.version
 

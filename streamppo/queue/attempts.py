@@ -57,13 +57,12 @@ def _ended(attempt: EndedAttempt, clock: _Clock) -> Attempt:
     reason = (
         attempt.reason.partition(" times: ")[2] if attempt.state == "abandoned" and attempt.stage else attempt.reason
     )
-    first = (reason.strip().splitlines() or [""])[0][:200]
     return Attempt(
         end=end,
         prompt=attempt.identity.prompt,
         version=attempt.version,
         tokens=attempt.tokens,
-        reason=first if end == "failed" else attempt.state.replace("_", " "),
+        reason=attempts.first_line(reason) if end == "failed" else attempt.state.replace("_", " "),
         lag=None if attempt.oldest < 0 else attempt.version - attempt.oldest,
         source=attempt.source,
         hour=clock.hour(attempt.version),

@@ -4,14 +4,13 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from streamppo.config.diff import fixed_fault
 from streamppo.config.sections import Config
 from streamppo.errors import UNREADABLE, CheckpointError, JournalError
 from streamppo.queue.shards import shards
 from streamppo.queue.store import trajectory_store
 from streamppo.queue.store.journal import Journal
+from streamppo.types import decode
 
 
 def configs(journal: Journal) -> dict[int, Config]:
@@ -20,7 +19,7 @@ def configs(journal: Journal) -> dict[int, Config]:
     Raises `JournalError` for a configuration written by another version of streamppo.
     """
     try:
-        return {version: msgspec.msgpack.decode(encoded, type=Config) for version, encoded in journal.configs().items()}
+        return {version: decode(encoded, Config) for version, encoded in journal.configs().items()}
     except UNREADABLE as error:
         raise JournalError(
             f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-import msgspec
 import ray
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.types import encode
+from streamppo.types import decode, encode
 from streamppo.weights import store
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class RolloutActor:
 
             worker.load_libraries()
         self._begin = worker.start
-        self._config = msgspec.msgpack.decode(config, type=Config)
+        self._config = decode(config, Config)
         self._name, self._place, self._queue, self._reward_models = name, place, queue, reward_models
         self._worker: Future[Worker] = Future()
         torch.set_num_threads(self._config.rollout.threads)

@@ -155,6 +155,11 @@ def length_test(attempts: Iterable[Attempt]) -> LengthTest | None:
     return {"failed": failed, "trained": trained, "z": z, "longer": wins / pairs}
 
 
+def first_line(reason: str) -> str:
+    """The first line of a failure's reason, at most 200 characters."""
+    return (reason.strip().splitlines() or [""])[0][:200]
+
+
 def dependence(test: LengthTest | None) -> str | None:
     """The numbers of a significant length test, else None."""
     if test is None or test["failed"] < LEAST_FAILED or abs(test["z"]) < LEAST_Z:

@@ -15,23 +15,23 @@ a thousand tokens cost less than a microsecond to encode, against tens for a lis
 import hashlib
 from typing import Any, Literal
 
-from streamppo.types.crossing import Flags as Flags
-from streamppo.types.crossing import Floats as Floats
-from streamppo.types.crossing import Ints as Ints
-from streamppo.types.crossing import Routes as Routes
-from streamppo.types.crossing import WireStruct
-from streamppo.types.crossing import decode as decode
-from streamppo.types.crossing import encode as encode
-from streamppo.types.crossing import flags as flags
-from streamppo.types.crossing import floats as floats
-from streamppo.types.crossing import ints as ints
-from streamppo.types.crossing import utf8_safe as utf8_safe
 from streamppo.types.reports import EngineReport as EngineReport
 from streamppo.types.reports import EvaluationReport as EvaluationReport
 from streamppo.types.reports import QueueReport as QueueReport
 from streamppo.types.reports import Sample as Sample
 from streamppo.types.reports import ScorerReport as ScorerReport
 from streamppo.types.reports import UpdateReport as UpdateReport
+from streamppo.types.wire import Flags as Flags
+from streamppo.types.wire import Floats as Floats
+from streamppo.types.wire import Ints as Ints
+from streamppo.types.wire import Routes as Routes
+from streamppo.types.wire import WireStruct
+from streamppo.types.wire import decode as decode
+from streamppo.types.wire import encode as encode
+from streamppo.types.wire import flags as flags
+from streamppo.types.wire import floats as floats
+from streamppo.types.wire import ints as ints
+from streamppo.types.wire import utf8_safe as utf8_safe
 
 
 class Message(WireStruct, frozen=True, omit_defaults=True, repr_omit_defaults=True):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamppo.types.crossing import Flags, Ints, ints
+from streamppo.types.wire import Flags, Ints, ints
 
 
 class Piece(NamedTuple):

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from streamppo.process import PhaseTime
-from streamppo.types.crossing import WireStruct
+from streamppo.types.wire import WireStruct
 
 
 class QueueReport(WireStruct, frozen=True):

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from streamppo.types.crossing import Flags, Routes
+from streamppo.types.wire import Flags, Routes
 
 Numbers: TypeAlias = NDArray[np.uint8 | np.int16]
 UNKNOWN = 255

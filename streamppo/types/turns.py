@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamppo.types.crossing import Flags, ints
+from streamppo.types.wire import Flags, ints
 
 FIELDS = 4
 

@@ -128,7 +128,7 @@ def test_on_three_nodes_the_queue_is_beside_the_driver_and_every_actor_gets_its_
     assert {node for node, *_ in ray.get([one.look.remote() for one in beside], timeout=120)} == {own}
     assert "scheduling_strategy" in queue_options(config, tmp_path)
 
-    needs = nodes.needs_of_rank(config, tmp_path)
+    needs = nodes.rank_needs(config, tmp_path)
     ray.get([inside(one, nodes.check_visible, needs) for one in everywhere], timeout=60)
     (tmp_path / nodes.TOKEN).unlink()
     with pytest.raises(ray.exceptions.RayTaskError, match="lacks the run's folder"):

@@ -10,9 +10,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from streamppo.config.sections import Config
-from streamppo.driver import stages
-from streamppo.driver.folder import lock
-from streamppo.driver.watch import heartbeats, watch
+from streamppo.driver import run_folder, stages
+from streamppo.driver.watch import polling, watch
 from streamppo.errors import RunError
 from streamppo.telemetry.live.display import PlainLines
 
@@ -57,7 +56,7 @@ class FakeRay:
         patch.setattr(ray, "wait", self.wait)
         patch.setattr(ray, "kill", lambda actor: self.killed.append(actor.name))
         patch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
-        for module in (watch, heartbeats, stages):
+        for module in (watch, polling, stages):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:
@@ -125,11 +124,11 @@ class Case:
         patch.setattr(stages, "make_ranks", lambda config, queue, place, group: [Actor(f"learner-0.{group}")])
         patch.setattr(stages, "Placement", lambda config: place)
         patch.setattr(stages.reward_model, "create", lambda *_: {})
-        patch.setattr(stages.history, "encode", lambda past: "past")
+        patch.setattr(stages, "encode", lambda past: "past")
         patch.setattr(stages, "inside", lambda actor, *_: f"{actor.name}.prove()")
         self.stages: Any = stages.Stages(config, folder, self.record, interrupts)
-        self.crew, self.calls = self.stages.crew, self.stages.calls
-        self.crew.generate()
+        self.rollouts, self.calls = self.stages.rollouts, self.stages.calls
+        self.rollouts.generate()
         self.stages.evaluators.generate()
         self.load_all()
 
@@ -163,15 +162,15 @@ class Case:
 
     def scale(self, wanted: int) -> None:
         """Request `wanted` rollout actors as the command does, and let the driver notice."""
-        with lock.driver_lock(self.folder), pytest.raises(RunError, match="no answer"):
-            lock.scale(self.folder, wanted, within_s=0)
+        with run_folder.driver_lock(self.folder), pytest.raises(RunError, match="no answer"):
+            run_folder.scale(self.folder, wanted, within_s=0)
         self.tick()
 
     def tick(self, doing: str = "a test") -> None:
         self.stages._tick(doing)
 
     def names(self) -> list[str]:
-        return [seat.name for seat in self.crew.seats]
+        return [handle.name for handle in self.rollouts.handles]
 
     def watched(self, part: str) -> list[str]:
         return [ref for ref in self.calls._watched if part in ref]

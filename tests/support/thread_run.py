@@ -22,7 +22,7 @@ from streamppo.config import file as configfile
 from streamppo.config.model import BUILTIN
 from streamppo.config.sections import model_path
 from streamppo.tasks.library import arithmetic
-from streamppo.types import QueueReport, ScoredText, UpdateReport, decode
+from streamppo.types import QueueReport, ScoredText, UpdateReport, decode, encode
 
 MATH = Path(__file__).parent.parent.parent / "configs" / "math.toml"
 SMALL = (
@@ -118,7 +118,7 @@ def _train(folder: Path, dies_at: int | None) -> None:
     rank = Actor(Rank, encoded, 0, queue, 0)
     if config.model.path == BUILTIN:
         rank.make_model.remote(model).result()
-    past = history.encode(history.read_history(folder, config))
+    past = encode(history.read_history(folder, config))
     address = rank.rendezvous.remote().result()
     start = rank.setup.remote(address, model, str(newest) if newest else None, past).result()
     record.begin(start)

@@ -25,7 +25,7 @@ from streamppo.commands.start import reward_test
 from streamppo.driver.ray import cluster
 from streamppo.tasks.rewards.processes import output
 from streamppo.types import Reward
-from streamppo.types.crossing import utf8_safe
+from streamppo.types.wire import utf8_safe
 
 HOSTILE = {
     "a colour": "\033[31mred\033[0m",

@@ -88,7 +88,7 @@ def places(config: Config) -> Findings:
     if config.learner.threads == "auto":
         number, reason = threads.choose(config)
         yield Finding("threads", "ok", f"learner.threads = {number}: {reason}")
-        config = threads.resolved(config, number)
+        config = threads.with_number(config, number)
     plan, here = placement.plan(config), gpus_here()
     gpus, cpus = plan.total("GPU"), plan.total("CPU")
     together = ", which share GPUs" if shares_gpus(config) else ""

@@ -6,15 +6,14 @@ from pathlib import Path
 
 from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
-from streamppo.driver import report
-from streamppo.driver.folder import lock
+from streamppo.driver import report, run_folder
 from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry.live.drawing import truncate
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import view
-from streamppo.telemetry.report.view import View, attempt, condition_word
+from streamppo.telemetry.report.view import View, condition_word, make_part
 from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
@@ -51,7 +50,7 @@ def current_summary(run: Path) -> dict[str, object]:
     """The content of summary.json; without it, the numbers of metrics.jsonl and the run's state."""
     shown = _view(run)
     known = {**(shown.summary or {"outcome": condition(run, shown), **summaries.summarise(shown.lines)})}
-    if "attempts" not in known and (found := report.attempts(run, configfile.load(run / configfile.CONFIG))):
+    if "attempts" not in known and (found := report.count_attempts(run, configfile.load(run / configfile.CONFIG))):
         known["attempts"] = found
     return known
 
@@ -85,7 +84,7 @@ def list_runs(runs: Path) -> int:
 
 def _row(folder: Path) -> list[str]:
     """The name of a run, its state, its numbers; the state of an unreadable run is the reason."""
-    shown, why = attempt(lambda: _view(folder))
+    shown, why = make_part(lambda: _view(folder))
     shown = shown or View(folder.name, [])
     totals = summaries.summarise(shown.lines)
     numbers = [_short(totals[name]["final"]) for name in ("reward", "eval_accuracy")]
@@ -99,7 +98,7 @@ def _view(run: Path) -> View:
 
 def condition(run: Path, shown: View) -> str:
     """The state of a run: running, its outcome, or killed without an outcome."""
-    if lock.is_running(run):
+    if run_folder.is_running(run):
         return "running"
     return shown.outcome if any("end" in line for line in shown.lines[-1:]) else "killed"
 

@@ -35,8 +35,7 @@ from streamppo.commands.models import weights
 from streamppo.commands.verification import Fault, Verification
 from streamppo.config import diff
 from streamppo.config import file as configfile
-from streamppo.driver import inputs, rebuild_metrics
-from streamppo.driver.folder import lock
+from streamppo.driver import inputs, rebuild_metrics, run_folder
 from streamppo.errors import JournalError, RunError, StreamppoError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import ANY, History
@@ -194,7 +193,7 @@ class Records:
         for version in (version for version, count in known.items() if count > 1 or version not in self.made):
             self._add(METRICS, f"{known[version]} lines of update {version}, which was made once or not at all")
         missing = [version for version in self.made if version and version not in known]
-        is_open = lock.is_running(self.run) or not lines or "end" not in lines[-1]
+        is_open = run_folder.is_running(self.run) or not lines or "end" not in lines[-1]
         if missing and is_open and missing[0] > self.newest - PENDING:
             self.notes.append(f"updates {missing} have no line yet, or lost it in a kill")
             return

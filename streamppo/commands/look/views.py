@@ -14,7 +14,7 @@ from streamppo.process import WHOLE
 from streamppo.telemetry import metrics_file, phase_times
 from streamppo.telemetry import trace as traces
 from streamppo.telemetry.catalogue import PHASES
-from streamppo.telemetry.report.view import RunsTable, attempt
+from streamppo.telemetry.report.view import RunsTable, make_part
 
 
 def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = (), *, as_json: bool = False) -> int:
@@ -38,7 +38,7 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     if to is not None:
         durable.refuse_output(to, RunError)
     single = len(paths) == 1 and paths[0].is_dir()
-    differences, why = attempt(lambda: reports.differences(paths))
+    differences, why = make_part(lambda: reports.differences(paths))
     file = to or (paths[0] / reports.REPORT if single else Path(reports.REPORT))
     written = reports.write(paths, file, differences or (), _predicted(paths, measured))
     echo(f"report: {written}", *(difference.sentence() for difference in differences or ()), result=file)

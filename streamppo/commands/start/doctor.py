@@ -21,7 +21,7 @@ from streamppo import process
 from streamppo.commands.checks.check import print_table
 from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.commands.checks.machine import gpus_here, memory_mib
-from streamppo.driver.folder import disk
+from streamppo.driver import run_folder
 from streamppo.errors import RunError
 
 PACKAGE = "streamppo"
@@ -143,7 +143,7 @@ def places(runs: Path) -> Findings:
     """Check the disk for runs: local, writable, with room, and with this machine's time."""
     folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
     try:
-        disk.refuse_network(folder)
+        run_folder.refuse_network(folder)
     except RunError as error:
         yield Finding("runs", "error", str(error))
     try:

@@ -30,8 +30,7 @@ from streamppo.commands.versions import Past
 from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, Origin, model_path
-from streamppo.driver import inputs
-from streamppo.driver.folder import disk
+from streamppo.driver import inputs, run_folder
 from streamppo.errors import ConfigError, RunError
 from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.distcp import METADATA
@@ -120,7 +119,7 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
             f"nothing is left to do: updates = {config.updates}, and the fork begins at version {past.version}: "
             f"--set updates={past.version + 50}"
         )
-    disk.refuse_network(runs)
+    run_folder.refuse_network(runs)
     if name and (runs / name).exists():
         raise ConfigError(f"{runs / name}: already exists; choose another --name")
 

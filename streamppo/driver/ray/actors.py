@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
 MAILBOX_CALLS = 10_000
-"""Calls that may wait inside an actor at one time: more than all actors ever make."""
+"""Bound on the calls that wait in an actor at one time: more than all actors ever make."""
 
 
 def make_shards(config: Config, folder: Path) -> "list[ActorProxy[QueueShard]]":
@@ -65,7 +65,7 @@ def make_ranks(
 ) -> "list[ActorProxy[Rank]]":
     """Create the learner's ranks, rank 0 first; `group` counts the run's groups of ranks.
 
-    Make each call on all ranks and wait for all: after one rank's failure the others wait in a collective for ever.
+    Call all ranks and wait for all: after one rank's failure the others wait in a collective for ever.
     """
     actor = ray.remote(Rank)
     return [

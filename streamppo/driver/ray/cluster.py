@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle, ActorProxy
 
 BLAME_S = 5.0
-"""How long to look for the death among a group's calls after one of them failed."""
+"""Time limit of the search for a dead actor among a group's calls after one of them failed."""
 CLOSING_S = 10.0
-"""How long Ray may take to end its processes."""
+"""Time limit for Ray to end its processes."""
 
 TOO_LATE = "timed out during startup"
-"""Part of Ray's message when its processes have not started after 30 s; that limit cannot be configured."""
+"""Part of Ray's message when its processes have not started after 30 s, a fixed limit."""
 
 TOO_LONG = "AF_UNIX path length"
 """Part of Ray's message for a socket with a path of more than 107 bytes."""
 
 RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
-"""Ray's "pid" of lines by its own processes, which no actor's lines have."""
+"""The "pid" of lines by Ray's own processes; actors' lines have a number."""
 ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
-"""Markers in a line that make Ray draw a progress bar, or omit the text before them."""
+"""Markers in a line by which Ray draws a progress bar, or omits the text before them."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
 
     If Ray's shutdown hangs, this process exits after `CLOSING_S`, and all of Ray's processes with it.
     """
-    with orphans.ends() if config.cluster.address == LOCAL else nullcontext("") as mark:
+    with orphans.kill_at_end() if config.cluster.address == LOCAL else nullcontext("") as mark:
         yield from _session(config, interrupts, mark)
 
 
@@ -84,13 +84,13 @@ def _in_session(config: Config, interrupts: Interrupts) -> Generator[None]:
 
 
 @contextmanager
-def ray_of_command(start: Callable[[str], AbstractContextManager[object]]) -> Generator[None]:
-    """Run the block of a command with a Ray of its own, which leaves no process and no folder behind.
+def command_ray(start: Callable[[str], AbstractContextManager[object]]) -> Generator[None]:
+    """Run the block of a command with its own Ray, and leave no process and no folder behind.
 
-    `start` starts it, with the mark of `orphans.ends`. Signals end the command as they would without Ray.
+    `start` starts Ray, with the mark of `orphans.kill_at_end`. Signals end the command as they would without Ray.
     """
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    with orphans.ends() as mark:
+    with orphans.kill_at_end() as mark:
         try:
             with start(mark):
                 _install(handlers)
@@ -101,7 +101,7 @@ def ray_of_command(start: Callable[[str], AbstractContextManager[object]]) -> Ge
 
 
 def _install(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Install handlers of signals again: Ray installs its own as it starts, and removes all as it ends."""
+    """Reinstall signal handlers: Ray installs its own at its start, and removes all at its end."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -127,8 +127,8 @@ def _clear(folder: Path, *, failed: bool) -> None:
             latest.unlink()
 
 
-def tell_origins() -> str:
-    """From the next `ray.init` on, show each printed line's origin; return the `process.MARK` of the actors."""
+def show_origins() -> str:
+    """Show each printed line's origin from the next `ray.init` on; return the `process.MARK` of the actors."""
     secret = secrets.token_hex(8)
     printed = ray_logging.global_worker_stdstream_dispatcher
     printed.remove_handler(__name__)
@@ -138,7 +138,7 @@ def tell_origins() -> str:
 
 
 def _show_lines(mark: str, data: dict[str, Any]) -> None:
-    """Make actors' lines harmless before Ray prints them, and mark lines that our log has not written."""
+    """Make actors' lines harmless before Ray prints them, and mark lines that are not from our log."""
     rays_own = data.get("pid") in RAYS_OWN
     shown = ((harmless(line) if rays_own else process.with_origin(line, mark)) for line in data.get("lines", ()))
     data["lines"] = [line if rays_own else functools.reduce(_without, ORDERS, line) for line in shown]
@@ -160,14 +160,14 @@ def _end_without_ray(error: BaseException | None) -> None:
 
 @contextmanager
 def started_ray(config: Config, mark: str) -> Generator[None]:
-    """Join the cluster, or start our own Ray here, whose processes have the mark of `orphans.ends`.
+    """Join the cluster, or start our own Ray here, whose processes have the mark of `orphans.kill_at_end`.
 
     The caller ends it, within the block or after it.
     """
     cluster = config.cluster
     plugins.export_path()
-    environment.quiet_pipes()
-    secret = tell_origins()
+    environment.disable_pipe_colours()
+    secret = show_origins()
     # Some data sets use hashes of strings; every actor must make the same prompts, also after a resume.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
@@ -182,10 +182,10 @@ def started_ray(config: Config, mark: str) -> Generator[None]:
         )
         yield
         return
-    # Libraries of GPUs read a worker's environment when they are imported: a template would have imported them before.
+    # GPU libraries read a worker's environment when they are imported: a template would import them earlier.
     forked = sys.platform == "linux" and not plan(config).total("GPU")
     with ExitStack() as template:
-        with environment.of_own_ray(mark, secret, forked=forked), _in_a_sentence():
+        with environment.own_ray_environment(mark, secret, forked=forked), _readable_start_errors():
             python = template.enter_context(worker_template.running()) if forked else None
             ray.init(
                 address=LOCAL,
@@ -200,10 +200,10 @@ def started_ray(config: Config, mark: str) -> Generator[None]:
 
 
 @contextmanager
-def _in_a_sentence() -> Generator[None]:
+def _readable_start_errors() -> Generator[None]:
     """Raise `RunError` if Ray's processes have not started in time, or their sockets have too long paths.
 
-    Ray has no exception classes for that.
+    Ray has no exception classes for these errors.
     """
     try:
         yield

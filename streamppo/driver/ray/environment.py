@@ -1,7 +1,7 @@
 """The environment of Ray's processes.
 
 our own Ray    its processes inherit the driver's environment, and `OWN_RAY` in addition
-a cluster      actors get the driver's variables chosen by `carried_variables`; all others come from `ray start`
+a cluster      actors get the driver's `carried_variables`; all other variables come from `ray start`
 """
 
 import os
@@ -61,25 +61,25 @@ CARRIED_PREFIXES = (
     "TORCHINDUCTOR_",
 )
 CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
-KEPT = ("RAY_",)
-"""Prefixes of a node's own variables, which are never carried, whatever their suffix."""
+NODE_PREFIXES = ("RAY_",)
+"""Prefixes of variables of a node, which are not carried, whatever their suffix."""
 
 
 def carried_variables(environment: Mapping[str, str], keys: frozenset[str]) -> dict[str, str]:
     """Choose the driver's variables for actors on a cluster: the ones that match `CARRIED...`, and `keys`."""
-    return {name: value for name, value in environment.items() if name in keys or _is_everybodys(name)}
+    return {name: value for name, value in environment.items() if name in keys or _is_general(name)}
 
 
-def _is_everybodys(name: str) -> bool:
-    if name.startswith(KEPT):
+def _is_general(name: str) -> bool:
+    if name.startswith(NODE_PREFIXES):
         return False
     return name in CARRIED or name.startswith(CARRIED_PREFIXES) or name.upper().endswith(CARRIED_SUFFIXES)
 
 
 def key_variables(config: Config) -> frozenset[str]:
-    """Names of the configuration's key variables: API keys of its reward services, its teacher and its engines.
+    """The variables with API keys of the configured reward services, teacher and engines.
 
-    That of engines is named by default, and counts only if it is set.
+    The engines' variable has a default name, so it counts only if it is set.
     """
     remotes = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, Remote)]
     names = {service.key_env for service in (*remotes, config.algorithm.teacher) if service.key_env}
@@ -91,23 +91,23 @@ def key_variables(config: Config) -> frozenset[str]:
     return frozenset(names)
 
 
-def quiet_pipes() -> None:
+def disable_pipe_colours() -> None:
     """Switch Ray's colour codes off if standard output is not a terminal, or NO_COLOR is set."""
     if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
         os.environ["RAY_COLOR_PREFIX"] = "0"
 
 
 @contextmanager
-def of_own_ray(mark: str, log_mark: str, *, forked: bool = False) -> Generator[None]:
-    """Start our own Ray in the block: only this machine can reach it, and its processes have both marks.
+def own_ray_environment(mark: str, log_mark: str, *, forked: bool = False) -> Generator[None]:
+    """Set the environment for a start of our own Ray in the block: only this machine can reach it.
 
-    `forked` is whether its workers are forks.
+    Its processes have both marks. `forked`: its workers are forks.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     os.environ |= {MARK: mark, process.MARK: log_mark}
     for name, value in (OWN_RAY | (FORKED if forked else {})).items():
         os.environ.setdefault(name, value)
-    # Ray has read the variable at its import.
+    # Ray has read the variable when it was imported.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield

@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP: recorded by the handler, raised when the driver checks for them.
 
-An exception raised in a signal handler can surface anywhere: inside an import that swallows it, or inside Ray, which
-converts it. SIGHUP (a closed terminal) stays ignored if the run was started so (`nohup`).
+An exception in a signal handler can surface anywhere: in an import that swallows it, or in Ray, which converts it.
+SIGHUP (a closed terminal) stays ignored if the run was started that way (`nohup`).
 """
 
 import shlex

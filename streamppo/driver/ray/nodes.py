@@ -1,7 +1,7 @@
 """Checks that every node of a cluster sees the same run: its folder, model, data and plug-ins.
 
-The driver writes a random token into the run's folder; each rank and rollout actor must read the same token at the same
-path before it loads anything. A folder of that name on another disk would lack the other nodes' checkpoints.
+The driver writes a random token into the run's folder. Before it loads anything, each rank and rollout actor must read
+the same token at the same path: another folder of that name would lack the checkpoints of other nodes.
 """
 
 import importlib.util
@@ -36,20 +36,20 @@ class Needs(NamedTuple):
     variables: tuple[str, ...] = ()
 
 
-def needs_of_rank(config: Config, folder: Path) -> Needs:
+def rank_needs(config: Config, folder: Path) -> Needs:
     """Write the token into `folder` and return a learner rank's needs. Raises `RunError` if the write fails.
 
     With `cluster.own_disks` the ranks do not need the folder, and no token is written.
     """
     if config.cluster.own_disks:
-        return Needs("", "", _given(config), tuple(config.algorithm.own_functions.values()))
+        return Needs("", "", _input_folders(config), tuple(config.algorithm.own_functions.values()))
     token = uuid4().hex
     with durable.naming(folder / TOKEN, RunError):
         durable.write(folder / TOKEN, token.encode())
-    return Needs(str(folder), token, _given(config), tuple(config.algorithm.own_functions.values()))
+    return Needs(str(folder), token, _input_folders(config), tuple(config.algorithm.own_functions.values()))
 
 
-def needs_of_rollout(config: Config, rank: Needs) -> Needs:
+def rollout_needs(config: Config, rank: Needs) -> Needs:
     """Return a rollout actor's needs: the `rank`'s, and those of prompts and rewards."""
     scorers, task = config.reward.scorers.values(), config.task
     sources = task.sources.values() if isinstance(task, DataTask) else ()
@@ -65,14 +65,14 @@ def needs_of_rollout(config: Config, rank: Needs) -> Needs:
 
 def check_visible(actor: object, needs: Needs) -> None:
     """Raise `RunError` with the node's name if this process's node lacks anything; runs inside an actor."""
-    if missing := lacking(needs):
+    if missing := missing_needs(needs):
         raise RunError(
             f"node {platform.node()} lacks {'; '.join(missing)}: every node needs the same folders under the same "
             "paths, and the same installation"
         )
 
 
-def lacking(needs: Needs) -> list[str]:
+def missing_needs(needs: Needs) -> list[str]:
     """List the needs that this process does not find."""
     missing: list[str] = []
     token = Path(needs.folder) / TOKEN
@@ -83,16 +83,16 @@ def lacking(needs: Needs) -> list[str]:
     elif token.read_text() != needs.token:
         missing.append(f"the run's folder {needs.folder}: another one of that name is there")
     missing += [path for path in needs.paths if not Path(path).exists()]
-    missing += [f"the plug-in {name}" for name in needs.plugins if not _is_there(name.rpartition(":")[0])]
+    missing += [f"the plug-in {name}" for name in needs.plugins if not _is_importable(name.rpartition(":")[0])]
     missing += [f"the environment variable {name}" for name in needs.variables if name not in os.environ]
     return missing
 
 
-def _given(config: Config) -> tuple[str, ...]:
-    """The ranks' input folders that the run does not create (models, pretraining runs), and the folder transport's."""
-    algorithm, way = config.algorithm, config.learner.transport
+def _input_folders(config: Config) -> tuple[str, ...]:
+    """The ranks' input folders, such as models and pretraining runs, and the folder of the folder transport."""
+    algorithm, transport = config.algorithm, config.learner.transport
     folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
-    folders += [way.path] if isinstance(way, Folder) else []
+    folders += [transport.path] if isinstance(transport, Folder) else []
     return _local([name for name in folders if name not in ("", BUILTIN, *CRITICS)])
 
 
@@ -103,7 +103,7 @@ def _local(names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _is_there(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     """Return True if a module, or a file on the Python path, exists; imports nothing of it."""
     if module.endswith(".py"):
         return any((Path(folder) / module).is_file() for folder in ("", *sys.path))

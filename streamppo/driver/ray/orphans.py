@@ -1,10 +1,9 @@
 """Ends the processes of a run's own Ray that outlive their driver.
 
-Ray's raylet dies with the driver. The processes that it started (agents, actors, their children) check for it
-themselves, but not while they are stopped or wait for the lost Ray. `ends` therefore starts a watcher process. When the
-driver or the block ends, for whatever reason, the watcher kills every process that inherited the mark. The mark alone
-identifies them, because orphans have lost their parent. A program that was started with another environment is not
-found.
+Ray's raylet dies with the driver. Its children (agents, actors, their processes) check for it, but not while they are
+stopped or wait for the lost Ray. `kill_at_end` therefore starts a watcher process. When the driver or the block ends,
+for whatever reason, the watcher kills every process that inherited the mark. Orphans have lost their parent, so only
+the mark identifies them. A program with another environment is not found.
 
 This file runs as a script, with only Python's standard library. The watcher needs Linux; elsewhere only Ray's own
 cleanup works.
@@ -24,9 +23,9 @@ from uuid import uuid4
 MARK = "STREAMPPO_OWN_RAY"
 """The environment variable that all processes of a run's own Ray inherit."""
 ROUND_S, ROUNDS = 0.02, 500
-"""Time between two scans of all processes, in which new ones are killed at birth; and the most scans."""
+"""Time between two scans of all processes, in which new processes are killed at birth; and the most scans."""
 EMPTY_ROUNDS = 3
-"""Scans in a row without a marked process, after which none is left: one that forks and exits may evade a scan."""
+"""Successive scans without a marked process until the watcher ends: a process that forks and exits may evade one."""
 LOOK_MS = 500
 """Time between two checks for the driver, if the kernel offers no pidfd."""
 ENDING_S = 15.0
@@ -34,8 +33,8 @@ ENDING_S = 15.0
 
 
 @contextmanager
-def ends() -> Generator[str]:
-    """Kill every process whose `MARK` has the value yielded here, when the block or this process ends."""
+def kill_at_end() -> Generator[str]:
+    """Yield a value of `MARK`; kill every process with that value when the block or this process ends."""
     value = f"{os.getpid()}-{uuid4().hex}"
     if sys.platform != "linux":
         yield value
@@ -53,9 +52,9 @@ def ends() -> Generator[str]:
 
 
 def marked_processes(value: str) -> Iterator[int]:
-    """Yield the pids of this user's live processes that inherited `MARK` with `value`, the highest pid first.
+    """Yield the pids of this user's live processes with `value` in `MARK`, the highest pid first.
 
-    A caller that kills each at once then rarely misses a child of a process that forks and exits.
+    In this order, a caller that kills each at once rarely misses a child of a process that forks and exits.
     """
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         if _is_marked(pid, value):
@@ -70,7 +69,7 @@ def _is_marked(pid: int, value: str) -> bool:
 
 
 def _wait(driver: int) -> None:
-    """Wait for the end of standard input, which the driver holds open, or for the end of the driver, our parent."""
+    """Wait until standard input, held open by the driver, or the driver itself, our parent, ends."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     try:

@@ -4,8 +4,8 @@ separate         a bundle for each rank, and one for each actor; in a cluster on
 shared GPUs      both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... share one GPU
 reward models    a bundle for each reward model with GPUs
 
-They are reserved together, because a stage could otherwise wait for ever for a GPU held by another stage. A restarted
-actor finds its bundle free. Rollout actors that are added later are placed outside the group.
+They are reserved together: else a stage could wait for ever for another stage's GPU. A restarted actor finds its bundle
+free. Rollout actors that are added later are placed outside the group.
 """
 
 import logging
@@ -39,9 +39,9 @@ class PlacementPlan(NamedTuple):
 
 
 def plan(config: Config, *, rollout: bool = True, together: int = 1) -> PlacementPlan:
-    """Give every rank a bundle, and with `rollout` every rollout actor and reward model too.
+    """Plan a bundle for every rank, and with `rollout` for every rollout actor and reward model.
 
-    `together` is the number of neighbouring ranks that share a bundle, which Ray never divides between nodes.
+    `together` is the number of neighbouring ranks in a bundle, which Ray never divides between nodes.
     """
     learner, engine = config.learner, config.rollout
     count = config.engines if rollout else 0
@@ -62,12 +62,12 @@ def plan(config: Config, *, rollout: bool = True, together: int = 1) -> Placemen
     return PlacementPlan(bundles, ranks, places[: engine.actors], places[engine.actors :], beside)
 
 
-def ranks_together(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Count the neighbouring ranks that fit on one node, by the resources of a cluster's `nodes`.
+def ranks_per_node(config: Config, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Count the neighbouring ranks that belong on one node and fit there; `nodes` are a cluster's resources.
 
-    The ranks of a replica of the model, if there are several replicas; else those that exchange tokens in every layer
-    (`learner.mesh`: context, tensor, expert); else 1. Ray orders equal bundles arbitrarily: of 32 ranks on four nodes
-    with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
+    These are the ranks of a replica if the model has several replicas, else those that exchange tokens in every layer
+    (`learner.mesh`: context, tensor, expert), else 1. Ray orders equal bundles arbitrarily: of 32 ranks on four
+    nodes with eight GPUs, rank 0 was on one node and ranks 1 to 7 on another.
     """
     learner, mesh = config.learner, config.learner.mesh
     if shares_gpus(config) or learner.gpus % 1:
@@ -90,18 +90,18 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
     return {"CPU": float(cpus)} | ({"GPU": gpus} if gpus else {})
 
 
-def shortage(wanted: PlacementPlan, there: Mapping[str, float]) -> str:
-    """Describe the resources of `wanted` that `there` lacks; "" if they suffice."""
+def shortage(plan: PlacementPlan, present: Mapping[str, float]) -> str:
+    """Describe the resources that `plan` needs beyond the `present` ones; "" if they suffice."""
     missing = [
-        f"{wanted.total(resource):g} {resource}s (there are {there.get(resource, 0):g})"
+        f"{plan.total(resource):g} {resource}s (there are {present.get(resource, 0):g})"
         for resource in ("GPU", "CPU")
-        if wanted.total(resource) > there.get(resource, 0)
+        if plan.total(resource) > present.get(resource, 0)
     ]
     return " and ".join(missing)
 
 
 def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
-    """Raise `RunError` for a demand that our own Ray can never meet. A cluster may grow, so a run waits for it."""
+    """Raise `RunError` for a demand that our own Ray can never meet. A cluster may grow, so there a run waits."""
     import ray
 
     resources: Mapping[str, float] = ray.cluster_resources()
@@ -115,14 +115,14 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
         )
 
 
-def _ranks_together(config: Config) -> int:
-    """Ask the cluster's nodes, and log if ranks that exchange tokens may be on several nodes."""
+def _cluster_ranks_per_node(config: Config) -> int:
+    """`ranks_per_node` of the running Ray; logs if ranks that exchange tokens may be on several nodes."""
     import ray
 
     if config.cluster.address == LOCAL:
         return 1
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    together, needed = ranks_together(config, nodes), exchanging(config)
+    together, needed = ranks_per_node(config, nodes), exchanging(config)
     if together < needed:
         log.info("learner.mesh: %d ranks exchange tokens in every layer, and no node has room for all of them", needed)
     return together
@@ -136,7 +136,7 @@ class Placement:
 
         refuse_impossible(config, rollout=rollout)
         self._config = config
-        self._plan = plan(config, rollout=rollout, together=_ranks_together(config))
+        self._plan = plan(config, rollout=rollout, together=_cluster_ranks_per_node(config))
         self._group = placement_group(self._plan.bundles, strategy="PACK")
 
     def rank(self, number: int) -> Options:

@@ -1,18 +1,17 @@
-"""Starts Ray's workers as forks of a template: one process that has imported what a rank and an engine need.
+"""Starts Ray's workers as forks of a template: one process that has imported the libraries of ranks and engines.
 
-To import torch, transformers and Ray takes 7 s of CPU in each of them. The template does it once, while Ray starts, so
-that a run starts sooner; and a worker that replaces a dead one is there at once. Workers share the memory of what was
-imported.
+The import of torch, transformers and Ray takes 7 s of CPU in each worker. The template imports them once, while Ray
+starts: a run starts sooner, a dead worker is replaced at once, and workers share the memory of the libraries.
 
 driver      starts the template, and gives Ray the launcher as the Python of its workers (`py_executable`)
-launcher    takes the place of `python` in the command of a worker; sends its arguments, environment, folder and
-            standard streams to the template, and ends when the fork ends
+launcher    replaces `python` in the command of a worker; sends its arguments, environment, folder and standard streams
+            to the template, and ends when the fork ends
 template    forks, and the fork runs the worker's script
 
 A launcher whose template has died runs the script itself, as Ray would have done.
 
-This file runs as a script in both roles, the launcher with Python's standard library alone. It needs Linux. A process
-on a GPU is not forked: libraries of GPUs read the worker's environment when they are imported.
+This file runs as a script in both roles; the launcher imports only Python's standard library. It needs Linux. A process
+on a GPU is not forked: GPU libraries read the worker's environment when they are imported.
 """
 
 import importlib
@@ -44,7 +43,7 @@ LIBRARIES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )
-"""What the template imports at once, while Ray starts."""
+"""The template's first imports, while Ray starts."""
 ACTORS = (
     "ray",
     "streamppo.learner.learner",
@@ -53,27 +52,27 @@ ACTORS = (
     "streamppo.rollout.embedded.engine",
     "streamppo.rollout.worker",
 )
-"""What it imports in the environment of the first worker: Ray reads its variables when it is imported."""
+"""The imports in the environment of the first worker: Ray reads its variables when it is imported."""
 RANDOM = {"numpy": "random.seed", "torch": "default_generator.seed"}
-"""Modules with a global random state, and the function that draws it anew."""
+"""Modules with a global random state, and the function that reseeds it."""
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 OOM_SCORE = Path("/proc/self/oom_score_adj")
-"""How soon the kernel kills this process for memory: Ray has workers killed before its own processes."""
+"""This process's rank among out-of-memory victims: Ray has workers killed before its own processes."""
 READY = b"ready"
-"""What the template says first, as soon as it can fork: a launcher that has given up by then sends nothing."""
+"""The template's first message, once it can fork: a launcher that has given up by then sends nothing."""
 STREAMS = 3
 """Standard input, output and error."""
 NUMBER_BYTES = 8
 WAIT_S = 30.0
-"""How long a launcher waits for a template that still imports: Ray gives up a worker that has not come after 60 s."""
+"""Time limit of a launcher for a template that still imports; Ray gives a worker 60 s to start."""
 SEND_S = 10.0
-"""Time limit of a launcher to say what to start; other launchers wait meanwhile."""
+"""Time limit for a launcher's message; other launchers wait meanwhile."""
 LOOK_S = 0.5
 """Time between two checks for a fork's end, if the kernel offers no pidfd."""
 
 
 class WorkerStart(NamedTuple):
-    """What makes a fork the process that Ray started; `limits` are those of `resource`, by number."""
+    """The properties of the process that Ray started, for its fork; `limits` are those of `resource`, by number."""
 
     arguments: list[str]
     environment: Mapping[str, str]
@@ -85,8 +84,8 @@ class WorkerStart(NamedTuple):
     oom_score: str
 
 
-def _own_start(arguments: list[str]) -> WorkerStart:
-    """What this process is."""
+def _describe_process(arguments: list[str]) -> WorkerStart:
+    """The properties of this process."""
     return WorkerStart(
         arguments,
         dict(os.environ),
@@ -100,7 +99,7 @@ def _own_start(arguments: list[str]) -> WorkerStart:
 
 
 def _become(start: WorkerStart) -> None:
-    """Be the process that Ray started: `python SCRIPT ARGUMENTS`."""
+    """Take the properties of the process that Ray started, and run `python SCRIPT ARGUMENTS`."""
     os.environ.clear()
     os.environ.update(start.environment)
     os.chdir(start.folder)
@@ -114,12 +113,12 @@ def _become(start: WorkerStart) -> None:
     script, *_ = sys.argv = start.arguments
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(script).parent))
-    _draw_anew()
+    _reseed()
     runpy.run_path(script, run_name="__main__")
 
 
-def _draw_anew() -> None:
-    """Give this fork random numbers of its own; Python's `random` has them already."""
+def _reseed() -> None:
+    """Reseed the libraries' random numbers in this fork; Python's `random` does so itself."""
     for name, seed in RANDOM.items():
         if module := sys.modules.get(name):
             operator.attrgetter(seed)(module)()
@@ -134,14 +133,14 @@ def running(
     The template imports `libraries` at once, and `actors` in the environment of the first worker. It ends with the
     block or with this process; its forks live on.
     """
-    # Of the abstract namespace: it leaves no file, whoever dies. Sandboxes may share this namespace, but see no secret.
+    # A name in the abstract namespace leaves no file behind. Sandboxes may share the namespace, but not the secret.
     name, secret = f"streamppo-{token_hex(16)}", token_hex(16)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
         listener.listen(socket.SOMAXCONN)
-        told = json.dumps([libraries, actors, sys.path, secret])
+        arguments = json.dumps([libraries, actors, sys.path, secret])
         template = subprocess.Popen(
-            [sys.executable, __file__, FORKS, str(listener.fileno()), told],
+            [sys.executable, __file__, FORKS, str(listener.fileno()), arguments],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             # Ray sets it in a worker, but OpenMP reads it when torch is imported.
@@ -159,19 +158,19 @@ def running(
 
 def _launch(name: str, secret: str, wait_s: float, arguments: list[str]) -> None:
     """Have the template fork a worker, and wait for its end; without a template become the worker."""
-    if pid := _forked(name, secret, wait_s, arguments):
+    if pid := _request_fork(name, secret, wait_s, arguments):
         _wait(pid)
     else:
         os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _forked(name: str, secret: str, wait_s: float, arguments: list[str]) -> int:
-    """The pid of the fork; 0 if there is no template any more, or not yet."""
+def _request_fork(name: str, secret: str, wait_s: float, arguments: list[str]) -> int:
+    """The pid of the fork; 0 if the template has ended or is not ready."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
-        message = json.dumps([secret, _own_start(arguments)]).encode()
+        message = json.dumps([secret, _describe_process(arguments)]).encode()
         channel.settimeout(wait_s)
         channel.connect(f"\0{name}")
-        if not _is_ours(channel) or channel.recv(len(READY)) != READY:
+        if not _is_same_user(channel) or channel.recv(len(READY)) != READY:
             return 0
         channel.settimeout(None)
         socket.send_fds(channel, [len(message).to_bytes(NUMBER_BYTES)], range(STREAMS))
@@ -180,7 +179,7 @@ def _forked(name: str, secret: str, wait_s: float, arguments: list[str]) -> int:
     return 0
 
 
-def _is_ours(channel: socket.socket) -> bool:
+def _is_same_user(channel: socket.socket) -> bool:
     """True if the process at the other end is this user's."""
     _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user == os.getuid()
@@ -198,11 +197,11 @@ def _wait(pid: int) -> None:
 
 
 def _prepare(names: list[str], path: list[str]) -> None:
-    """Import modules by the driver's search path `path`; a fork has the search path of a worker that Ray started.
+    """Import modules with the driver's search path `path`; a fork then has the search path of a worker of Ray.
 
-    If that fails, end without a word: workers that Python runs meet the same error, and it is reported as theirs.
+    After an error end silently: workers that Python starts raise the same error, and it is reported as theirs.
     """
-    own, sys.path = sys.path, path
+    worker_path, sys.path = sys.path, path
     try:
         from streamppo.process import without_gc
 
@@ -213,13 +212,13 @@ def _prepare(names: list[str], path: list[str]) -> None:
     finally:
         if sys.exception() is not None:
             os._exit(1)
-    sys.path = own
+    sys.path = worker_path
 
 
 def _serve(
     listener: socket.socket, libraries: list[str], actors: list[str], path: list[str], secret: str
 ) -> WorkerStart:
-    """Fork for every launcher, until standard input ends. Returns in the forks alone."""
+    """Fork for every launcher, until standard input ends. Returns only in the forks."""
     _prepare(libraries, path)
     missing = actors
     while True:
@@ -247,28 +246,28 @@ def _serve(
 
 
 def _receive(channel: socket.socket, secret: str) -> tuple[WorkerStart | None, list[int]]:
-    """Return what a launcher sent, None if nothing in time, and its standard streams."""
+    """Return a launcher's message, None without one in time, and its standard streams."""
     streams: list[int] = []
     message = b""
     with suppress(OSError, ValueError, TypeError):
         channel.settimeout(SEND_S)
-        if _is_ours(channel):
+        if _is_same_user(channel):
             channel.sendall(READY)
             size, streams, _, _ = socket.recv_fds(channel, NUMBER_BYTES, STREAMS)
             while part := channel.recv(int.from_bytes(size) - len(message)):
                 message += part
-            said, start = json.loads(message)
-            if compare_digest(str(said), secret):
+            received_secret, start = json.loads(message)
+            if compare_digest(str(received_secret), secret):
                 return WorkerStart(*start), streams
     return None, streams
 
 
 def _fork(channel: socket.socket) -> bool:
-    """Return True in the fork, which has told its launcher its pid, and False here, also if no process can be made.
+    """Return True in the fork, after it has sent its pid to the launcher, and False here, also without a fork.
 
-    A fork without a launcher ends, as a worker ends that is killed while it starts.
+    A fork without a launcher ends, like a worker that is killed while it starts.
     """
-    # The kernel removes an ended fork at once: this process waits for none.
+    # The kernel removes an ended fork at once, without a wait here.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         if os.fork():

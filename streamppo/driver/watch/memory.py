@@ -9,7 +9,7 @@ from pathlib import Path
 from streamppo import durable
 from streamppo.process import CGROUPS
 
-OWN = Path("/proc/self/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
 """File with the number of kills -> file with the limit, for either version."""
 UNLIMITED = 2**60
@@ -17,14 +17,13 @@ UNLIMITED = 2**60
 
 
 class MemoryKills:
-    """Kills since the creation of this object. `cgroups` is the mount of all cgroups; the file `own_file` names this
-    process's.
+    """Kills since the creation of this object. The file `membership` names this process's cgroups under `cgroups`.
 
-    A nested cgroup is bounded by its parents too, so every level with a counter is read.
+    The limits of a cgroup's parents apply too, so every level with a counter is read.
     """
 
-    def __init__(self, cgroups: Path = CGROUPS, own_file: Path = OWN) -> None:
-        self._levels = _levels(cgroups, durable.read_kernel(own_file))
+    def __init__(self, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> None:
+        self._levels = _levels(cgroups, durable.read_kernel(membership))
         self._known = self._count()
 
     def explain(self) -> str:
@@ -33,16 +32,16 @@ class MemoryKills:
         if self._known <= before:
             return ""
         limits = [limit for level in self._levels if (limit := _limit(level)) is not None]
-        much = f": the limit of the cgroup is {min(limits) / 2**30:.2f} GiB" if limits else ""
-        return f"killed by the kernel, out of memory{much}"
+        limit_text = f": the limit of the cgroup is {min(limits) / 2**30:.2f} GiB" if limits else ""
+        return f"killed by the kernel, out of memory{limit_text}"
 
     def _count(self) -> int:
         return sum(map(_kills, self._levels))
 
 
-def limit(cgroups: Path = CGROUPS, own_file: Path = OWN) -> int | None:
+def limit(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """The smallest memory limit of this process's cgroups in bytes, shared by all their processes; None without one."""
-    levels = _levels(cgroups, durable.read_kernel(own_file))
+    levels = _levels(cgroups, durable.read_kernel(membership))
     return min((at_level for level in levels if (at_level := _limit(level)) is not None), default=None)
 
 

@@ -1,7 +1,12 @@
-"""Polls the reports of the queue and the engines during a run."""
+"""Periodic requests of the driver: silent actors, and the reports of the queue and the engines.
+
+A silent actor is alive for Ray and sends no heartbeat: it is stopped, or in a function that never returns. Rollout
+actors and ranks send the queue a heartbeat every `BEAT_S`, concurrently with their work: neither a long swap nor a long
+collective delays it.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from streamppo.driver.watch.rollout_pool import RolloutHandle
@@ -15,6 +20,37 @@ if TYPE_CHECKING:
     from streamppo.queue.actor import QueueActor
 
 
+class Heartbeats:
+    """Calls `on_silence` with name and reason for every actor whose last heartbeat is older than `limit_s`."""
+
+    def __init__(
+        self,
+        queue: "ActorProxy[QueueActor]",
+        calls: WatchedCalls,
+        on_silence: Callable[[str, str], None],
+        limit_s: float,
+    ) -> None:
+        self._queue = queue
+        self._calls = calls
+        self._on_silence = on_silence
+        self._limit_s = limit_s
+        self._checked = time.monotonic()
+
+    def check(self, actors: Sequence[str]) -> None:
+        """Ask the queue which of `actors`, named, are silent; at most four times within `limit_s`."""
+        if time.monotonic() - self._checked < self._limit_s / 4:
+            return
+        asked_s = self._checked = time.monotonic()
+
+        def report_silent(silent: list[str]) -> None:
+            # A queue that answers late was itself stopped, and has not read the heartbeats of that time.
+            if time.monotonic() - asked_s < self._limit_s / 4:
+                for name in silent:
+                    self._on_silence(name, f"silent for more than {self._limit_s:g} s")
+
+        self._calls.watch(self._queue.silent.remote(list(actors), self._limit_s), RunStage.QUEUE, report_silent)
+
+
 class ReportPolling:
     """Passes the reports of queue and rollout actors to `record`, every `display.reports_s`."""
 
@@ -24,18 +60,18 @@ class ReportPolling:
         self._record = record
         self._asked = time.monotonic()
 
-    def check(self, seats: Sequence[RolloutHandle]) -> None:
-        """Request reports of the queue and the rollout actors `seats` if they are due."""
+    def check(self, handles: Sequence[RolloutHandle]) -> None:
+        """Request reports of the queue and the rollout actors `handles` if they are due."""
         if time.monotonic() - self._asked < self._record.display.reports_s:
             return
         self._asked = time.monotonic()
 
-        def of_queue(answer: bytes) -> None:
+        def record_queue(answer: bytes) -> None:
             self._record.queue(decode(answer, QueueReport))
 
-        def of_engine(answer: bytes) -> None:
+        def record_engine(answer: bytes) -> None:
             self._record.engine(decode(answer, EngineReport))
 
-        self._calls.watch(self._queue.report.remote(), RunStage.QUEUE, of_queue)
-        for seat in seats:
-            self._calls.watch(seat.actor.report.remote(), RunStage.ROLLOUT, of_engine, name=seat.name)
+        self._calls.watch(self._queue.report.remote(), RunStage.QUEUE, record_queue)
+        for handle in handles:
+            self._calls.watch(handle.actor.report.remote(), RunStage.ROLLOUT, record_engine, name=handle.name)

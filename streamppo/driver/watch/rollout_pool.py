@@ -1,4 +1,4 @@
-"""The actors of a run with engines, those that sample or those that only evaluate, and their states.
+"""A run's actors with engines: those that sample, or those that only evaluate.
 
 created -> loading -> at work -> gone    dead, silent, or no longer wanted
 
@@ -15,12 +15,16 @@ from streamppo.driver.watch.watch import RunStage, WatchedCalls
 from streamppo.errors import RunError
 from streamppo.queue.actor import QueueActor
 from streamppo.rollout.actor import RolloutActor
+from streamppo.types import EvaluationReport, decode
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorProxy
 
 Kind: TypeAlias = Literal["rollout", "evaluation"]
-"""What an actor's name begins with. Actors of an evaluation follow the versions and ask for no tickets."""
+"""The beginning of an actor's name. Actors that only evaluate follow the versions and request no tickets."""
+PARTS = 32
+"""Parts of an evaluation with at least as many prompts. Each answered part counts as progress for the watchdog."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +43,11 @@ class RolloutHandle:
 
 
 class RolloutPool:
-    """The actors of one kind, the oldest first, in `seats`.
+    """The actors of one kind, the oldest first, in `handles`.
 
-    `create(name, place)` makes an actor in the first free place; `note` records a restart. Names are never reused,
-    because the queue ignores a gone actor for ever. After a resume the names start again: the queue is a new one, and
-    earlier actors have no handle to it.
+    `create(name, place)` creates an actor in the first free place; `note` records a restart. Names are never reused,
+    because the queue ignores a gone actor for ever. After a resume the names start again: the queue is new, and earlier
+    actors have no handle to it.
     """
 
     def __init__(
@@ -52,8 +56,8 @@ class RolloutPool:
         queue: "ActorProxy[QueueActor]",
         calls: WatchedCalls,
         note: Callable[[RunStage, str, str], None],
-        *,
         model_path: str,
+        *,
         kind: Kind = "rollout",
     ) -> None:
         self._create = create
@@ -63,77 +67,100 @@ class RolloutPool:
         self._model_path = model_path
         self._kind: Kind = kind
         self._names = (f"{kind}-{number}" for number in count())
-        self.seats: list[RolloutHandle] = []
+        self.handles: list[RolloutHandle] = []
         self.generating = False
 
-    # --- coming and going ------------------------------------------------------------------------------------
+    # --- the number of actors --------------------------------------------------------------------------------
 
     def resize(self, wanted: int) -> None:
         """Create actors, or dismiss the newest, until there are `wanted`."""
-        for seat in self.seats[wanted:]:
-            self._dismiss(seat)
-        while len(self.seats) < wanted:
+        for handle in self.handles[wanted:]:
+            self._dismiss(handle)
+        while len(self.handles) < wanted:
             self._create_actor()
 
     def generate(self) -> None:
         """Start every actor, and from now on every new one: the learner has pushed weights."""
         if not self.generating:
             self.generating = True
-            for seat in self.seats:
-                self._start(seat)
+            for handle in self.handles:
+                self._start(handle)
 
     def replace(self, lost_id: str | None, reason: str) -> None:
         """Replace the actor with Ray's id `lost_id`, unless it is gone already."""
-        if seat := next((seat for seat in self.seats if seat.actor_id == lost_id), None):
-            self._replace(seat, reason)
+        if handle := next((handle for handle in self.handles if handle.actor_id == lost_id), None):
+            self._replace(handle, reason)
 
     def replace_silent(self, name: str, reason: str) -> None:
         """Replace the actor named `name`, unless it is gone already."""
-        if seat := next((seat for seat in self.seats if seat.name == name), None):
-            self._replace(seat, reason)
+        if handle := next((handle for handle in self.handles if handle.name == name), None):
+            self._replace(handle, reason)
 
-    def _replace(self, seat: RolloutHandle, reason: str) -> None:
-        self._note(RunStage.ROLLOUT, f"{seat.name}: {reason}", f"{self._kind} {seat.place}")
-        self._dismiss(seat)
+    def _replace(self, handle: RolloutHandle, reason: str) -> None:
+        self._note(RunStage.ROLLOUT, f"{handle.name}: {reason}", f"{self._kind} {handle.place}")
+        self._dismiss(handle)
         self._create_actor()
 
     def _create_actor(self) -> None:
-        taken = {seat.place for seat in self.seats}
+        taken = {handle.place for handle in self.handles}
         name, place = next(self._names), next(place for place in count() if place not in taken)
-        self.seats.append(RolloutHandle(name, place, self._create(name, place)))
+        self.handles.append(RolloutHandle(name, place, self._create(name, place)))
         if self.generating:
-            self._start(self.seats[-1])
+            self._start(self.handles[-1])
 
-    def _start(self, seat: RolloutHandle) -> None:
-        """Let an actor load, and then generate, or follow the versions, until it is killed."""
+    def _start(self, handle: RolloutHandle) -> None:
+        """Let an actor load, and then generate or follow the versions until it is killed."""
 
         def run(version: int) -> None:
-            seat.at_work = True
+            handle.at_work = True
             self._calls.reset_stall()
-            endless = seat.actor.run.remote() if self._kind == "rollout" else seat.actor.follow.remote()
-            self._calls.watch(endless, RunStage.ROLLOUT, stopped, name=seat.name)
+            work = handle.actor.run.remote() if self._kind == "rollout" else handle.actor.follow.remote()
+            self._calls.watch(work, RunStage.ROLLOUT, stopped, name=handle.name)
 
         def stopped(_: None) -> None:
-            raise RunError(f"{seat.name} stopped generating")
+            raise RunError(f"{handle.name} stopped generating")
 
-        self._calls.watch(seat.actor.start.remote(self._model_path), RunStage.ROLLOUT, run, name=seat.name)
+        self._calls.watch(handle.actor.start.remote(self._model_path), RunStage.ROLLOUT, run, name=handle.name)
 
-    def _dismiss(self, seat: RolloutHandle) -> None:
-        self.seats.remove(seat)
-        self._calls.forget(RunStage.ROLLOUT, seat.name)
-        kill(seat.actor)
-        self._calls.watch_all([self._queue.lost.remote(seat.name)], RunStage.QUEUE)
+    def _dismiss(self, handle: RolloutHandle) -> None:
+        self.handles.remove(handle)
+        self._calls.forget(RunStage.ROLLOUT, handle.name)
+        kill(handle.actor)
+        self._calls.watch_all([self._queue.lost.remote(handle.name)], RunStage.QUEUE)
 
-    # --- asking ----------------------------------------------------------------------------------------------
+    # --- the actors at work ----------------------------------------------------------------------------------
 
     def at_work(self) -> list[RolloutHandle]:
         """The loaded actors, which answer at once."""
-        return [seat for seat in self.seats if seat.at_work]
-
-    def answering(self) -> list[RolloutHandle]:
-        """The actors for an evaluation: the ones at work, or all while none is."""
-        return self.at_work() or self.seats
+        return [handle for handle in self.handles if handle.at_work]
 
     def loading(self) -> list[str]:
         """The names of the actors that are still loading."""
-        return [seat.name for seat in self.seats if not seat.at_work]
+        return [handle.name for handle in self.handles if not handle.at_work]
+
+    def evaluate(self, prompts: int, min_version: int, on_reports: Callable[[list[EvaluationReport]], None]) -> None:
+        """Request greedy answers to held-out prompts by engines at `min_version` or later.
+
+        Each actor at work gets a part of the prompts at once, and samples meanwhile; there are at least min(`PARTS`,
+        prompts) parts, and part i has prompts i, i + parts, i + 2 parts, ... Actors that are still loading get no part
+        while others are at work. The part of a lost actor goes to another. `on_reports` gets the reports of all parts.
+        """
+        reports: list[EvaluationReport] = []
+        parts = max(len(self._answering()), min(PARTS, prompts))
+
+        def collect(answer: bytes) -> None:
+            reports.append(decode(answer, EvaluationReport))
+            self._calls.reset_stall()
+            if len(reports) == parts:
+                on_reports(reports)
+
+        def request(part: int) -> "ObjectRef[bytes]":
+            actors = self._answering()
+            return actors[part % len(actors)].actor.evaluate.remote(part, parts, min_version)
+
+        for part in range(parts):
+            self._calls.watch(request(part), RunStage.EVALUATION, collect, repeat=lambda part=part: request(part))
+
+    def _answering(self) -> list[RolloutHandle]:
+        """The actors at work, or all while none is."""
+        return self.at_work() or self.handles

@@ -1,7 +1,7 @@
 """Calls to actors: the driver waits for some and watches all others meanwhile.
 
-    under way -> answered             `done` gets the value, inside a later `wait` or `drain`
-              -> its actor has died   `on_death` replaces the actor or raises; `again` calls another actor
+    under way -> answered             `on_value` gets the value, inside a later `wait` or `drain`
+              -> its actor has died   `on_death` replaces the actor or raises; `repeat` calls another actor
               -> failed               RunError
               -> forgotten            its actor was dismissed
 
@@ -37,12 +37,12 @@ class RunStage(StrEnum):
 
 
 class WatchedCall(NamedTuple):
-    """A watched call. `name` is its actor or stage, for messages; `again` repeats the call on another actor."""
+    """A watched call. `name` is its actor or stage, for messages; `repeat` makes the call to another actor."""
 
     stage: RunStage
     name: str
-    done: Callable[[Any], None]
-    again: Callable[[], ObjectRef[Any]] | None
+    on_value: Callable[[Any], None]
+    repeat: Callable[[], ObjectRef[Any]] | None
 
 
 class WatchedCalls:
@@ -75,13 +75,13 @@ class WatchedCalls:
         self,
         ref: ObjectRef[T],
         stage: RunStage,
-        done: Callable[[T], None],
+        on_value: Callable[[T], None],
         *,
         name: str = "",
-        again: Callable[[], ObjectRef[T]] | None = None,
+        repeat: Callable[[], ObjectRef[T]] | None = None,
     ) -> None:
-        """Call `done` with the value of `ref` during a later `wait`; an error in it ends the run."""
-        self._watched[ref] = WatchedCall(stage, name or stage, done, again)
+        """Call `on_value` with the value of `ref` during a later `wait`; a failed call ends the run."""
+        self._watched[ref] = WatchedCall(stage, name or stage, on_value, repeat)
 
     def watch_all(self, refs: Sequence[ObjectRef[T]], stage: RunStage) -> None:
         """Watch calls only for their errors."""
@@ -96,8 +96,8 @@ class WatchedCalls:
 
     def forget(self, stage: RunStage, name: str = "") -> None:
         """Stop watching the calls of `stage`; with `name`, only this actor's."""
-        gone = (stage, name or stage)
-        self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != gone}
+        forgotten = (stage, name or stage)
+        self._watched = {ref: call for ref, call in self._watched.items() if (call.stage, call.name) != forgotten}
 
     def reset_stall(self) -> None:
         """Restart the stall timer: there was progress."""
@@ -109,7 +109,7 @@ class WatchedCalls:
             raise RunError(f"nothing has progressed for {limit_s:g} s: the driver waits for {doing}; {explain()}")
 
     def _look(self, doing: str, pending: Sequence[ObjectRef[Any]]) -> list[ObjectRef[Any]]:
-        """Handle every answer to `pending` and watched calls; return the answered ones after at most `TICK_S`."""
+        """Handle the answers to `pending` and watched calls that come within `TICK_S`; return the answered calls."""
         # A watched call may also be pending, and `ray.wait` takes each ref once.
         ready, _ = ray.wait(list({*pending, *self._watched}), num_returns=1, timeout=TICK_S)
         for ref in ready:
@@ -117,22 +117,22 @@ class WatchedCalls:
         self._on_tick(doing)
         return ready
 
-    def _handle(self, ref: ObjectRef[Any], doing: str, together: Sequence[ObjectRef[Any]]) -> None:
+    def _handle(self, ref: ObjectRef[Any], doing: str, group: Sequence[ObjectRef[Any]]) -> None:
         watched = self._watched.pop(ref, None)
         name = watched.name if watched else doing
         try:
             value = ray.get(ref)
         except RayActorError as error:
             self._on_death(name, error)
-            if watched and watched.again:
-                self._watched[watched.again()] = watched
+            if watched and watched.repeat:
+                self._watched[watched.repeat()] = watched
             return
         except RayError as error:
-            if died := death(together):
+            if died := death(group):
                 self._on_death(name, died)
             raise RunError(f"{name}: {describe(error)}") from error
         if watched:
-            watched.done(value)
+            watched.on_value(value)
 
 
 def _ignore(value: object) -> None:

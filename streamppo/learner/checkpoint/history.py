@@ -67,13 +67,3 @@ def digests(recorded: Mapping[int, Config], made: Mapping[int, PublishedVersion]
         version: published.digest if resume_checks.is_exact(recorded, version) else ANY
         for version, published in made.items()
     }
-
-
-def encode(history: History) -> bytes:
-    """Encode the history for `decode` on a rank."""
-    return msgspec.msgpack.encode(history)
-
-
-def decode(history: bytes) -> History:
-    """Decode a history from `encode`."""
-    return msgspec.msgpack.decode(history, type=History)

@@ -61,7 +61,7 @@ class QueueShard:
 
     def __init__(self, config: bytes, run: str, model_path: str, number: int, put: Put = batch_refs.put) -> None:
         process.log_to_stdout(f"queue-shard-{number}")
-        self._config, self._model_path = msgspec.msgpack.decode(config, type=Config), model_path
+        self._config, self._model_path = decode(config, Config), model_path
         self._archive = Path(run) / "archive"
         self._bodies = standby.bodies_of(Path(run), number, self._config)
         self._limits: TokenLimits | None = None

@@ -26,7 +26,7 @@ AGES = 12
 """Ages of reused context that have a row."""
 
 
-def attempt(part: Callable[[], T]) -> tuple[T | None, str]:
+def make_part(part: Callable[[], T]) -> tuple[T | None, str]:
     """Make a part of a page. Returns (part, ""), or (None, the reason) if it failed."""
     try:
         return part(), ""
@@ -38,9 +38,14 @@ def attempt(part: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
+def or_dash(value: float | None, form: str) -> str:
+    """Fill a number into `form`, such as "{:.3f}"; "-" for None."""
+    return "-" if value is None else form.format(value)
+
+
 def section(caller: Callable[[], Markup]) -> Markup:
     """Make a section of a page; on failure, a paragraph with the reason."""
-    content, why = attempt(caller)
+    content, why = make_part(caller)
     return Markup(f'<p class="none">{escape(why)}</p>') if content is None else content
 
 

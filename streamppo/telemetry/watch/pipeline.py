@@ -12,7 +12,7 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.report import plot, view
 from streamppo.telemetry.report.page import Chart
 from streamppo.telemetry.report.plot import Curve, Histogram, Point
-from streamppo.telemetry.report.view import View
+from streamppo.telemetry.report.view import View, or_dash
 
 NEWEST = 20
 """Updates in the timeline of the newest updates."""
@@ -38,22 +38,28 @@ class Actor(NamedTuple):
 def stages(state: RunState) -> list[StageView]:
     """The four stages in the order of the data: rollout, queue, learner, weights."""
     versions = sorted({engine.newest["version"] for engine in state.engines.values()})
-    count = len(state.engines)
+    count, idle = len(state.engines), or_dash(state.engines_idle, "{:.0%}")
+    lag = or_dash(state.newest.get("lag_mean"), "{:.2f}")
     spread = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
     return [
         StageView(
             "rollout",
             f"{_whole(state.sampled_per_s)} tokens/s",
-            [f"{count} actor{'s' * (count != 1)} with version {spread or '-'}", f"idle {_share(state.engines_idle)}"],
+            [
+                f"{count} actor{'s' * (count != 1)} with version {spread or '-'}",
+                f"idle {idle}",
+            ],
         ),
         StageView("queue", f"{state.ready:,} ready", [_batch(state), f"{state.in_flight:,} being sampled"]),
         StageView(
             "learner",
             f"{_whole(state.trained_per_s)} tokens/s",
-            [f"{_seconds(state.update_s)} an update", f"waits {_share(state.learner_waits)}"],
+            [f"{or_dash(state.update_s, '{:.2g} s')} an update", f"waits {or_dash(state.learner_waits, '{:.0%}')}"],
         ),
         StageView(
-            "weights", f"version {state.version:,}", [_push(state), f"lag {_number(state, 'lag_mean')} versions"]
+            "weights",
+            f"version {state.version:,}",
+            [_push(state), f"lag {lag} versions"],
         ),
     ]
 
@@ -151,17 +157,5 @@ def _push(state: RunState) -> str:
     return f"pushed in {state.newest['push_ms']:.0f} ms" if "push_ms" in state.newest else ""
 
 
-def _number(state: RunState, name: str) -> str:
-    return f"{state.newest[name]:.2f}" if name in state.newest else "-"
-
-
 def _whole(number: float | None) -> str:
     return "-" if number is None else plot.abbreviate(round(number))
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.2g} s"

@@ -16,7 +16,7 @@ from streamppo.commands.checks import machine
 from streamppo.commands.checks.finding import Finding
 from streamppo.commands.start import doctor
 from streamppo.config import file as configfile
-from streamppo.driver.folder import disk
+from streamppo.driver import run_folder
 from streamppo.errors import StreamppoError
 
 
@@ -99,7 +99,7 @@ def test_the_folder_of_the_runs_must_take_files_and_be_of_this_machine(
     assert [one.state for one in doctor.places(tmp_path / "not" / "yet")] == ["ok"]
     mounts = tmp_path / "mountinfo"
     mounts.write_text("36 35 98:0 / / rw,noatime - nfs4 server:/runs rw\n")
-    monkeypatch.setattr(disk, "MOUNTS", mounts)
+    monkeypatch.setattr(run_folder, "MOUNTS", mounts)
     found = list(doctor.places(tmp_path))
     assert found[0].state == "error" and "network file system (nfs4)" in found[0].text
 

@@ -13,7 +13,7 @@ from streamppo.commands.look.watching.run_tail import WatchedRun
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import report
-from streamppo.driver.folder import lock
+from streamppo.driver.run_folder import driver_lock
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.report import view
@@ -61,7 +61,7 @@ def test_the_ledger_of_a_running_run_adds_up_at_one_version_at_every_look(
 ) -> None:
     monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     page, versions = WatchedRun(run, "math"), set[str]()
-    with lock.driver_lock(run), at_work(run, configfile.load(run / configfile.CONFIG)):
+    with driver_lock(run), at_work(run, configfile.load(run / configfile.CONFIG)):
         while len(versions) < VERSIONS:
             page.tag()
             if page.view.queue is None:

@@ -15,7 +15,7 @@ from streamppo.commands import run_argument
 from streamppo.config import diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver.folder import lock
+from streamppo.driver.run_folder import driver_lock
 from streamppo.telemetry import metrics_file
 
 UPDATES = 24
@@ -121,7 +121,7 @@ def test_overrides_that_change_nothing_are_said_to(run: Path, capsys: pytest.Cap
 
 
 def test_another_driver_is_found_before_anything_else(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with lock.driver_lock(run):
+    with driver_lock(run):
         assert cli.main(["resume", str(run), "updates=30"]) == 1
     assert capsys.readouterr().err.strip().endswith("this run is already running, in another process")
 

@@ -14,7 +14,7 @@ from streamppo import cli
 from streamppo.commands.look import summary
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, Origin
-from streamppo.driver.folder import lock
+from streamppo.driver.run_folder import driver_lock
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.summary import queue_counts
 
@@ -104,7 +104,7 @@ def test_runs_are_listed_with_their_state(
         other = run_folder(run.parent / name, math_config(), updates=4)
         lines = (other / metrics_file.METRICS).read_text().splitlines(keepends=True)
         (other / metrics_file.METRICS).write_text("".join(line for line in lines if '"end"' not in line))
-    with lock.driver_lock(run.parent / "alive"):
+    with driver_lock(run.parent / "alive"):
         assert cli.main(["list", "--runs", str(run.parent)]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert {name: row[1:3] for name, row in rows.items() if name != "run"} == {

@@ -19,7 +19,7 @@ from streamppo import cli
 from streamppo.commands.look import watch
 from streamppo.commands.look.watching import run_tail, server
 from streamppo.config.sections import Config
-from streamppo.driver.folder import lock
+from streamppo.driver.run_folder import driver_lock
 from streamppo.errors import RunError
 from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.store import archive
@@ -79,7 +79,7 @@ def test_new_lines_change_the_sections_and_nothing_else_does(run: Path) -> None:
 def test_a_run_that_dies_and_whose_folder_goes_is_shown_as_it_was(run: Path) -> None:
     without_end(run, 20)
     app = app_of(run)
-    with lock.driver_lock(run):
+    with driver_lock(run):
         (alive,) = get(app, "/sections")
     assert 'badge running">running' in alive.json()["sections"]["head"]
     (dead,) = get(app, "/sections")

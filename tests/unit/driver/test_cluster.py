@@ -103,7 +103,7 @@ def test_the_ray_of_a_command_leaves_no_folder_but_after_an_error_and_signals_ar
 
     monkeypatch.setattr(cluster.ray, "shutdown", rays_own)
     raised = pytest.raises(error) if error else nullcontext()
-    with raised, cluster.ray_of_command(lambda mark: nullcontext(rays_own())):
+    with raised, cluster.command_ray(lambda mark: nullcontext(rays_own())):
         seen.append(signal.getsignal(signal.SIGTERM))
         if error:
             raise error

@@ -13,8 +13,7 @@ from driver_case import Case
 from ray._private import ray_constants
 
 from streamppo.config.sections import Config
-from streamppo.driver import stages
-from streamppo.driver.folder import disk
+from streamppo.driver import run_folder, stages
 from streamppo.driver.ray import cluster, environment, nodes
 from streamppo.driver.ray.interrupts import SIGNALS, Interrupts
 from streamppo.driver.watch.memory import MemoryKills
@@ -154,10 +153,10 @@ def test_a_node_that_lacks_something_is_named_with_all_that_it_lacks(
         f"reward={{scorers={{one={scorer}, two={service}}}}}",
         "rollout.limit=nowhere.either:limit",
     )
-    rank = nodes.needs_of_rank(math_config(*changes), tmp_path)
-    needs = nodes.needs_of_rollout(math_config(*changes), rank)
-    assert nodes.lacking(rank) == []
-    assert nodes.lacking(needs) == [
+    rank = nodes.rank_needs(math_config(*changes), tmp_path)
+    needs = nodes.rollout_needs(math_config(*changes), rank)
+    assert nodes.missing_needs(rank) == []
+    assert nodes.missing_needs(needs) == [
         "the plug-in nowhere.at_all:score",
         "the plug-in nowhere.either:limit",
         "the environment variable NO_SUCH_KEY",
@@ -167,7 +166,7 @@ def test_a_node_that_lacks_something_is_named_with_all_that_it_lacks(
     with pytest.raises(RunError, match=rf"^node \S+ lacks the run's folder {tmp_path}: another.*; {data}; the plug-in"):
         nodes.check_visible(None, needs)
     (tmp_path / nodes.TOKEN).unlink()
-    assert nodes.lacking(rank) == [f"the run's folder {tmp_path}"]
+    assert nodes.missing_needs(rank) == [f"the run's folder {tmp_path}"]
 
 
 def test_a_rank_needs_every_model_the_run_that_its_critic_reads_and_functions_of_the_users_own(
@@ -182,18 +181,20 @@ def test_a_rank_needs_every_model_the_run_that_its_critic_reads_and_functions_of
         f"algorithm.teacher={{model='{teacher}', weight=0.1}}",
         "algorithm.policy_loss={kind='function', function='nowhere.own:loss'}",
     )
-    rank = nodes.needs_of_rank(math_config(*changes), tmp_path)
+    rank = nodes.rank_needs(math_config(*changes), tmp_path)
     for folder in folders:
         folder.rmdir()
-    assert nodes.lacking(rank) == [str(critic), str(before), str(teacher), "the plug-in nowhere.own:loss"]
-    with_none = nodes.needs_of_rank(math_config("algorithm.critic.model=policy"), tmp_path)
-    assert nodes.lacking(with_none) == []
+    assert nodes.missing_needs(rank) == [str(critic), str(before), str(teacher), "the plug-in nowhere.own:loss"]
+    with_none = nodes.rank_needs(math_config("algorithm.critic.model=policy"), tmp_path)
+    assert nodes.missing_needs(with_none) == []
 
 
-def test_a_plug_in_that_is_there_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_that_is_importable_is_found_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
-    assert nodes._is_there("mine") and nodes._is_there("mine.py") and not nodes._is_there("yours.py")
+    assert nodes._is_importable("mine") and nodes._is_importable("mine.py") and not nodes._is_importable("yours.py")
 
 
 # --- disk ----------------------------------------------------------------------------------------------------
@@ -223,10 +224,10 @@ MOUNTS = """\
 def test_a_run_on_a_network_file_system_is_refused_with_the_remedy(
     folder: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mountinfo")
-    disk.MOUNTS.write_bytes(os.fsencode(MOUNTS))
+    monkeypatch.setattr(run_folder, "MOUNTS", tmp_path / "mountinfo")
+    run_folder.MOUNTS.write_bytes(os.fsencode(MOUNTS))
     with pytest.raises(RunError, match=rf"^{folder}: is on a network file system \({kind}\).*`--runs FOLDER`"):
-        disk.refuse_network(Path(folder))
+        run_folder.refuse_network(Path(folder))
 
 
 @pytest.mark.parametrize(
@@ -235,9 +236,9 @@ def test_a_run_on_a_network_file_system_is_refused_with_the_remedy(
 def test_a_disk_of_this_machine_is_accepted_also_inside_a_network_file_system(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mountinfo")
-    disk.MOUNTS.write_bytes(os.fsencode(MOUNTS))
-    disk.refuse_network(Path(folder))
+    monkeypatch.setattr(run_folder, "MOUNTS", tmp_path / "mountinfo")
+    run_folder.MOUNTS.write_bytes(os.fsencode(MOUNTS))
+    run_folder.refuse_network(Path(folder))
 
 
 # --- memory --------------------------------------------------------------------------------------------------
@@ -265,11 +266,11 @@ def test_a_stage_that_the_kernel_killed_for_memory_says_so_and_how_much_there_wa
     kills = cgroup(tmp_path / "groups", version, 3, str(3 * 2**29))
     monkeypatch.setattr(stages, "MemoryKills", lambda: kills)
     run = driver_case(1, "watchdog.max_restarts=1")
-    run.stages.note(RunStage.ROLLOUT, "rollout-0: died")
+    run.stages.note_restart(RunStage.ROLLOUT, "rollout-0: died")
     cgroup(tmp_path / "groups", version, 4, str(3 * 2**29))
     said = "rollout-1: died: killed by the kernel, out of memory: the limit of the cgroup is 1.50 GiB"
     with pytest.raises(RunError, match=f"^2 restarts within 600 s; the last reason: {said}$"):
-        run.stages.note(RunStage.ROLLOUT, "rollout-1: died")
+        run.stages.note_restart(RunStage.ROLLOUT, "rollout-1: died")
     assert run.record.restarts == [("rollout", "rollout-0: died")]
     assert kills.explain() == ""
 

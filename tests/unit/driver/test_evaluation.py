@@ -7,8 +7,7 @@ import pytest
 from driver_case import Case, id_of
 
 from streamppo import loop
-from streamppo.driver import evaluation
-from streamppo.driver.evaluation import evaluate
+from streamppo.driver.watch.rollout_pool import PARTS
 from streamppo.errors import RunError
 from streamppo.types import EvaluationReport, encode
 
@@ -18,7 +17,7 @@ Make = Callable[..., Case]
 def ask(run: Case, version: int) -> list[Any]:
     """Ask for an evaluation; the list is filled when all parts are there."""
     done: list[Any] = []
-    evaluate(run.calls, run.crew, run.stages.config.evaluation.prompts, version, done.append)
+    run.rollouts.evaluate(run.stages.config.evaluation.prompts, version, done.append)
     return done
 
 
@@ -52,7 +51,7 @@ def test_an_evaluation_that_is_under_way_is_ended_by_those_who_stay(driver_case:
 def test_the_part_of_an_actor_that_dies_is_asked_of_one_that_is_at_work(driver_case: Make) -> None:
     run = driver_case(2)
     ask(run, 5)
-    run.crew.replace(id_of("rollout-0"), "it was killed")
+    run.rollouts.replace(id_of("rollout-0"), "it was killed")
     assert run.names() == ["rollout-1", "rollout-2"]
     run.scale(3)
     run.die("rollout-0")
@@ -76,7 +75,7 @@ def test_held_out_prompts_that_are_answered_are_progress(driver_case: Make) -> N
 def test_there_are_never_more_parts_than_actors_or_a_fixed_number(driver_case: Make) -> None:
     run = driver_case(1, "evaluation.prompts=1000000")
     ask(run, 5)
-    assert len(run.watched("evaluate")) == evaluation.PARTS
+    assert len(run.watched("evaluate")) == PARTS
 
 
 def test_actors_of_its_own_answer_and_sample_nothing(driver_case: Make) -> None:
@@ -94,13 +93,15 @@ def test_one_that_dies_is_replaced_and_its_parts_are_asked_of_the_next(driver_ca
     assert run.record.restarts == [("rollout", "evaluation-0: RayActorError: evaluation-0 has died")]
     run.load_all()
     assert set(run.watched("evaluation-1")) == {"evaluation-1.evaluate(0, 1, 5)", "evaluation-1.follow()"}
-    run.stages._silent("evaluation-1", "silent for more than 60 s")
-    assert [seat.name for seat in run.stages.evaluators.seats] == ["evaluation-2"] and run.names() == ["rollout-0"]
+    run.stages._replace_silent("evaluation-1", "silent for more than 60 s")
+    assert [handle.name for handle in run.stages.evaluators.handles] == ["evaluation-2"] and run.names() == [
+        "rollout-0"
+    ]
 
 
 def test_more_rollout_actors_take_nothing_from_it(driver_case: Make) -> None:
     run = driver_case(1, "evaluation.actors=1")
     run.scale(3)
-    assert [seat.name for seat in run.stages.evaluators.seats] == ["evaluation-0"]
+    assert [handle.name for handle in run.stages.evaluators.handles] == ["evaluation-0"]
     run.scale(1)
     assert run.ray.killed == ["rollout-1", "rollout-2"]

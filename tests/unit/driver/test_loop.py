@@ -14,7 +14,7 @@ from driver_case import Case
 from streamppo import loop
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver.folder import disk
+from streamppo.driver import run_folder
 from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import Interrupted, LearnerLost, RunError
 from streamppo.learner.checkpoint import manifest
@@ -52,7 +52,7 @@ class Loop:
         patch.setattr(stages, "finished_reports", lambda updates: [report(self.version + 1)])
         patch.setattr(stages.calls, "wait", self.wait)
         patch.setattr(
-            loop, "evaluate", lambda calls, crew, prompts, version, done: self.events.append(f"eval {version}")
+            stages.rollouts, "evaluate", lambda prompts, version, on_reports: self.events.append(f"eval {version}")
         )
         patch.setattr(manifest, "newest", lambda folder, at_most, past: self.newest(at_most))
         self.record = record
@@ -160,8 +160,8 @@ def test_a_new_folder_can_be_resumed_from_its_first_moment_and_takes_no_name_tha
 def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_made(
     math_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mounts")
-    disk.MOUNTS.write_text("27 1 254:0 / / rw - nfs4 server:/ rw")
+    monkeypatch.setattr(run_folder, "MOUNTS", tmp_path / "mounts")
+    run_folder.MOUNTS.write_text("27 1 254:0 / / rw - nfs4 server:/ rw")
     with pytest.raises(RunError, match="network file system"):
         loop.new_folder(math_config(), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

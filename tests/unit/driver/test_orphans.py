@@ -73,7 +73,7 @@ def stranger() -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_of_the_block_ends_marked_processes_alone(tmp_path: Path, kind: str) -> None:
     with stranger(), ExitStack() as after:
-        with orphans.ends() as mark:
+        with orphans.kill_at_end() as mark:
             after.enter_context(sleeper(tmp_path, kind, mark))
             assert living(mark)
         assert not living(mark)
@@ -84,7 +84,7 @@ def test_the_end_of_the_block_ends_marked_processes_alone(tmp_path: Path, kind: 
 def test_the_death_of_the_driver_ends_marked_processes(tmp_path: Path, kind: str) -> None:
     script = (
         "import sys, time\nfrom streamppo.driver.ray import orphans\n"
-        "with orphans.ends() as mark:\n    print(mark, flush=True)\n    time.sleep(600)\n"
+        "with orphans.kill_at_end() as mark:\n    print(mark, flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout
@@ -114,7 +114,7 @@ def test_without_a_descriptor_of_the_driver_the_end_of_the_block_is_seen(
     (tmp_path / "watcher.py").write_text(REFUSED.format(number=number, file=orphans.__file__))
     monkeypatch.setattr(orphans, "__file__", str(tmp_path / "watcher.py"))
     with ExitStack() as after:
-        with orphans.ends() as mark:
+        with orphans.kill_at_end() as mark:
             after.enter_context(sleeper(tmp_path, "sleeps", mark))
             assert living(mark)
         assert not living(mark)
@@ -125,7 +125,8 @@ def test_without_a_descriptor_of_the_driver_its_death_is_seen_though_a_fork_of_i
     script = (
         "import os, sys, time\nfrom streamppo.driver.ray import orphans\n"
         f"orphans.__file__ = {str(tmp_path / 'watcher.py')!r}\n"
-        "with orphans.ends() as mark:\n    fork = os.fork()\n    if fork:\n        print(mark, fork, flush=True)\n"
+        "with orphans.kill_at_end() as mark:\n    fork = os.fork()\n"
+        "    if fork:\n        print(mark, fork, flush=True)\n"
         "    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as driver:
@@ -173,7 +174,7 @@ def test_a_process_that_forks_and_exits_ends_though_a_scan_of_all_processes_take
     (tmp_path / "watcher.py").write_text(SLOW.format(file=orphans.__file__))
     monkeypatch.setattr(orphans, "__file__", str(tmp_path / "watcher.py"))
     with ExitStack() as after:
-        with orphans.ends() as mark:
+        with orphans.kill_at_end() as mark:
             after.enter_context(sleeper(tmp_path, "forks", mark, generation_s))
             until((tmp_path / "forks.pid.lives").exists)
         # Scans of all processes may miss it: its last sign of life tells.

@@ -10,7 +10,7 @@ import ray.util
 
 from streamppo.config.diff import learning
 from streamppo.config.sections import Config
-from streamppo.driver.ray.placement import Placement, plan, ranks_together, shortage
+from streamppo.driver.ray.placement import Placement, plan, ranks_per_node, shortage
 from streamppo.errors import ConfigError, RunError
 
 Make = Callable[..., Config]
@@ -56,7 +56,7 @@ TOGETHER = {
 def test_ranks_that_exchange_tokens_or_are_a_copy_share_a_node_where_it_has_room(math_config: Make, case: str) -> None:
     changes, nodes, expected = TOGETHER[case]
     config = math_config("learner.ranks=32", "learner.gpus=1", "rollout.actors=2", *changes)
-    assert ranks_together(config, nodes) == expected
+    assert ranks_per_node(config, nodes) == expected
     made = plan(config, together=expected)
     assert [made.ranks.count(bundle) for bundle in range(32 // expected)] == [expected] * (32 // expected)
     assert made.ranks == sorted(made.ranks)
@@ -67,7 +67,7 @@ def test_ranks_that_exchange_tokens_or_are_a_copy_share_a_node_where_it_has_room
 
 def test_ranks_that_share_gpus_with_engines_have_a_bundle_each(math_config: Make) -> None:
     options = ("learner.gpus=0.5", "rollout.gpus=0.5", "rollout.actors=4", "learner.ranks=4", "learner.mesh.tensor=2")
-    assert ranks_together(math_config(*options), NODES) == 1
+    assert ranks_per_node(math_config(*options), NODES) == 1
 
 
 def test_a_replay_asks_for_the_ranks_alone(math_config: Make) -> None:

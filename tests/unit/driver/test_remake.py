@@ -72,7 +72,7 @@ def go_on(run: Path) -> dict[str, Any]:
     """Another part, which begins with the newest version and finishes; its summary."""
     record = RunRecord(run, 0.0, seed=1, updates=UPDATES)
     record.begin(UPDATES)
-    rebuild_metrics.lost_lines(record, run)
+    rebuild_metrics.write_lost_lines(record, run)
     record.close(FINISHED, None, [])
     return json.loads((run / "summary.json").read_text())
 

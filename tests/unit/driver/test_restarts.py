@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamppo.config.sections import Watchdog
-from streamppo.driver.watch.restarts import TOGETHER_S, Restarts
+from streamppo.driver.stages import TOGETHER_S, Restarts
 
 PAUSES = st.one_of(st.just(0.0), st.floats(0.0, 60.0), st.sampled_from([5.0, 10.0, TOGETHER_S, 30.5, 600.0]))
 DEATHS = st.lists(st.tuples(st.sampled_from(["learner", "queue", "rollout-0", "rollout-1"]), PAUSES), max_size=40)

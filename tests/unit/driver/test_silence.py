@@ -49,7 +49,7 @@ def test_actors_and_ranks_that_were_replaced_already_are_nobodys_loss(driver_cas
     run = driver_case(2, "watchdog.heartbeat_s=40").with_model()
     assert after(run, 10) == [WITH_RANK]
     run.with_model()
-    run.crew.replace(id_of("rollout-1"), "it was killed")
+    run.rollouts.replace(id_of("rollout-1"), "it was killed")
     run.answer(WITH_RANK, ["rollout-1", id_of("learner-0.0")])
     assert run.names() == ["rollout-0", "rollout-2"]
     assert [stage for stage, _ in run.record.restarts] == ["rollout"]

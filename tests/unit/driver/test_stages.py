@@ -9,8 +9,7 @@ from driver_case import Case
 from ray.exceptions import RayActorError
 
 from streamppo.config import file as configfile
-from streamppo.driver import stages
-from streamppo.driver.folder import lock
+from streamppo.driver import run_folder, stages
 from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import LearnerLost, RunError
 from streamppo.learner.checkpoint import manifest
@@ -23,16 +22,16 @@ def test_a_number_that_was_accepted_is_that_of_the_runs_configuration(driver_cas
     run.scale(3)
     assert configfile.load(run.folder / configfile.CONFIG).rollout.actors == 3
     assert run.stages.config.rollout.actors == 3
-    assert not (run.folder / lock.ACCEPTED).exists()
+    assert not (run.folder / run_folder.ACCEPTED).exists()
 
 
 def test_a_request_that_is_none_changes_nothing(driver_case: Make, logged: pytest.LogCaptureFixture) -> None:
     run = driver_case(2)
-    (run.folder / lock.SCALE).write_text("three")
+    (run.folder / run_folder.SCALE).write_text("three")
     run.tick()
     assert run.names() == ["rollout-0", "rollout-1"]
     assert "rollout actors: 2 stay" in logged.messages[0] and "scale.json" in logged.messages[0]
-    assert not (run.folder / lock.ACCEPTED).exists()
+    assert not (run.folder / run_folder.ACCEPTED).exists()
 
 
 FORBIDDEN = {
@@ -53,7 +52,7 @@ def test_a_number_that_no_run_may_have_is_refused_and_the_run_continues(
     assert run.names() == ["rollout-0"]
     assert logged.messages[0].startswith("rollout actors: 1 stay: ") and reason in logged.messages[0]
     assert run.stages.config.rollout.actors == configfile.load(run.folder / configfile.CONFIG).rollout.actors == 1
-    assert not (run.folder / lock.ACCEPTED).exists(), "the command waits for an answer"
+    assert not (run.folder / run_folder.ACCEPTED).exists(), "the command waits for an answer"
 
 
 @pytest.mark.parametrize("overrides", [[], ["cluster.address=auto", "cluster.cpus=2", "rollout.gpus=1"]])
@@ -67,10 +66,10 @@ def test_cpus_that_nobody_has_counted_and_clusters_that_may_grow_refuse_nobody(
 
 def test_before_the_actors_generate_nobody_is_added(driver_case: Make) -> None:
     run = driver_case(1)
-    run.crew.generating = False
+    run.rollouts.generating = False
     run.scale(3)
     assert run.names() == ["rollout-0"]
-    run.crew.generating = True
+    run.rollouts.generating = True
     run.tick()
     assert len(run.names()) == 3
 
@@ -123,11 +122,11 @@ def test_the_queues_second_life_is_a_restart_and_its_first_is_none(driver_case: 
 def test_too_many_restarts_in_a_short_time_end_the_run(driver_case: Make) -> None:
     run = driver_case(1, "watchdog.max_restarts=2", "watchdog.restarts_s=60")
     for _ in range(6):
-        run.stages.note(RunStage.QUEUE, "it died")
+        run.stages.note_restart(RunStage.QUEUE, "it died")
         run.ray.now += 31
-    run.stages.note(RunStage.QUEUE, "it died")
+    run.stages.note_restart(RunStage.QUEUE, "it died")
     with pytest.raises(RunError, match=r"3 restarts within 60 s; the last reason: once more"):
-        run.stages.note(RunStage.QUEUE, "once more")
+        run.stages.note_restart(RunStage.QUEUE, "once more")
     assert len(run.record.restarts) == 7
 
 
@@ -138,7 +137,7 @@ def test_all_that_dies_with_a_node_or_a_network_is_one_restart(driver_case: Make
         run.load_all()
         for name in run.names():
             run.die(name)
-        run.stages.note(RunStage.LEARNER, "it died too")
+        run.stages.note_restart(RunStage.LEARNER, "it died too")
         run.ray.now += 60
     assert len(run.names()) == 16 and len(run.record.restarts) == 2 * 17
     with pytest.raises(RunError, match="3 restarts within 600 s"):
@@ -158,7 +157,7 @@ def test_each_actor_gets_the_server_of_its_place(driver_case: Make, monkeypatch:
     run = driver_case(2)
     urls = [f"http://localhost:{port}" for port in range(3)]
     engine = f"rollout.engine={{kind='sglang', urls={urls}}}"
-    run.stages.config = run.stages._told = configfile.change(run.stages.config, [engine, "evaluation.actors=1"])
+    run.stages.config = run.stages._actor_config = configfile.change(run.stages.config, [engine, "evaluation.actors=1"])
     made: list[tuple[Any, int]] = []
     monkeypatch.setattr(stages, "make_rollout", lambda config, name, place, *_: made.append((config, place)))
     for place in range(3):

@@ -80,7 +80,7 @@ def test_a_large_model_has_the_cores_that_engines_leave(
     assert choice.number == CHOICES[cores, overrides]
     if config.cluster.cpus == 4:
         # What Ray may hand out is enough.
-        assert placement.plan(threads.resolved(config, choice.number)).total("CPU") == 4
+        assert placement.plan(threads.with_number(config, choice.number)).total("CPU") == 4
 
 
 def test_a_small_model_has_one_thread_on_every_machine(machine: Machine, tmp_path: Path) -> None:
@@ -89,20 +89,20 @@ def test_a_small_model_has_one_thread_on_every_machine(machine: Machine, tmp_pat
         machine(cores)
         for config in (configfile.load(MATH), configured(f"model.path={small}")):
             assert threads.choose(config).number == 1
-            assert threads.chosen(config, tmp_path).learner.threads == 1
+            assert threads.with_chosen(config, tmp_path).learner.threads == 1
     assert threads.choose(configured("model.tiny.hidden_size=1024", "model.tiny.layers=12")).number > 1
 
 
 def test_parameters_are_counted_in_the_files_that_transformers_reads(tmp_path: Path) -> None:
-    counted = threads.parameters(configured(f"model.path={folder(tmp_path / 'a', (3, 5, 7))}").model)
+    counted = threads.count_parameters(configured(f"model.path={folder(tmp_path / 'a', (3, 5, 7))}").model)
     assert counted == 105
     other = folder(tmp_path / "b", (10,), "consolidated.safetensors")
-    assert threads.parameters(configured(f"model.path={other}").model) is None
+    assert threads.count_parameters(configured(f"model.path={other}").model) is None
     (other / "pytorch_model.bin").write_bytes(bytes(4000))
-    assert threads.parameters(configured(f"model.path={other}").model) == 1000
+    assert threads.count_parameters(configured(f"model.path={other}").model) == 1000
     (other / "model.safetensors").write_bytes(b"cut off")
-    assert threads.parameters(configured(f"model.path={other}").model) is None
-    assert threads.parameters(configured("model.path=nobody/has-this-model").model) is None
+    assert threads.count_parameters(configured(f"model.path={other}").model) is None
+    assert threads.count_parameters(configured("model.path=nobody/has-this-model").model) is None
 
 
 QUOTAS = {
@@ -129,7 +129,7 @@ def test_a_run_keeps_its_number_on_a_machine_with_other_cores(
     run.mkdir()
     configfile.save(config, run)
     machine(4)
-    begun = threads.chosen(config, run)
+    begun = threads.with_chosen(config, run)
     assert begun.learner.threads == 4
     assert "learner.threads = 4: 26,214,400 parameters, 4 cores, 1 threads of engines" in logged.text
     configfile.save(begun, run)
@@ -137,21 +137,23 @@ def test_a_run_keeps_its_number_on_a_machine_with_other_cores(
     # By `resume`, which reads the run's file, by `run --resume`, which reads the user's, and with an override.
     asked = configfile.load(run / configfile.CONFIG, ["learner.threads=auto"])
     for given in (configfile.load(run / configfile.CONFIG), config, asked):
-        assert threads.chosen(given, run) == begun
-        assert diff.describe_changes(begun, threads.kept(given, run)) == []
+        assert threads.with_chosen(given, run) == begun
+        assert diff.describe_changes(begun, threads.with_recorded(given, run)) == []
     assert logged.text.count("learner.threads =") == 1
     # The user's own number wins.
-    assert threads.chosen(configfile.load(run / configfile.CONFIG, ["learner.threads=3"]), run).learner.threads == 3
+    assert (
+        threads.with_chosen(configfile.load(run / configfile.CONFIG, ["learner.threads=3"]), run).learner.threads == 3
+    )
 
 
 def test_a_replay_has_the_recorded_number(machine: Machine, large: str) -> None:
     machine(16)
-    recorded = threads.resolved(configured(f"model.path={large}"), 2)
+    recorded = threads.with_number(configured(f"model.path={large}"), 2)
     for changes in ((), ("learner.threads=auto",), ("learner.lr=0.1",)):
         assert replay.with_changes(recorded, recorded, changes).learner.threads == 2
     assert replay.with_changes(recorded, recorded, ("learner.threads=5",)).learner.threads == 5
     # Results depend on it: versions are replayed with their own.
-    assert diff.learning(recorded) != diff.learning(threads.resolved(configured(f"model.path={large}"), 3))
+    assert diff.learning(recorded) != diff.learning(threads.with_number(configured(f"model.path={large}"), 3))
 
 
 def test_a_run_records_its_number_and_a_resume_begins_with_it(
@@ -182,7 +184,7 @@ def test_check_says_the_number_and_counts_its_cores(machine: Machine, large: str
     texts = [f"{one.subject}: {one.text}" for one in light_checks.look(config)[0]]
     assert "threads: learner.threads = 4: 26,214,400 parameters, 4 cores, 1 threads of engines" in texts
     assert any("GPU 0, CPU 5" in text for text in texts)
-    begun = threads.resolved(config, 4)
+    begun = threads.with_number(config, 4)
     # A choice of the run's own is not a mistake of the user's.
     assert not any("threads, and this machine" in one.text for one in light_checks.look(begun)[0])
     eight = structs.replace(config, learner=structs.replace(config.learner, threads=8))

@@ -86,7 +86,7 @@ def test_where_one_rank_failed_because_another_died_the_death_is_the_reason(fake
 
 def test_a_call_whose_actor_died_is_made_again_of_another(calls: Any, fake: FakeRay) -> None:
     seen: list[int] = []
-    calls.watch("a.ask()", RunStage.EVALUATION, seen.append, again=lambda: "b.ask()")
+    calls.watch("a.ask()", RunStage.EVALUATION, seen.append, repeat=lambda: "b.ask()")
     fake.dead.add("a")
     fake.values["b.ask()"] = 5
     calls.drain(RunStage.EVALUATION)
@@ -106,18 +106,18 @@ def test_a_stall_is_counted_from_the_last_answer_that_was_waited_for(calls: Any,
 
 def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(driver_case: Callable[..., Case]) -> None:
     run = driver_case(2, "rollout.engine={kind='sglang', start_s=500}").with_model()
-    for seat in run.crew.seats:
-        seat.at_work = False
+    for handle in run.rollouts.handles:
+        handle.at_work = False
     run.ray.now += 700
     run.tick("update 1")
-    run.crew.generating = False
+    run.rollouts.generating = False
     with pytest.raises(RunError, match="progressed for 300 s"):
         run.tick("update 1")
-    run.crew.generating = True
+    run.rollouts.generating = True
     run.ray.now += 200
     with pytest.raises(RunError, match=r"progressed for 800 s.*have not started: rollout-0, rollout-1"):
         run.tick("update 1")
-    run.crew._start(run.crew.seats[0])
+    run.rollouts._start(run.rollouts.handles[0])
     run.load_all()
     run.tick("update 1")
     run.ray.now += 400

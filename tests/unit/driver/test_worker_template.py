@@ -257,7 +257,7 @@ def test_a_launcher_that_dies_in_its_request_keeps_no_other_from_its_fork(messag
     def number(value: int) -> bytes:
         return value.to_bytes(worker_template.NUMBER_BYTES)
 
-    start = worker_template._own_start([script(tmp_path, SLEEPS), str(tmp_path / "pid")])
+    start = worker_template._describe_process([script(tmp_path, SLEEPS), str(tmp_path / "pid")])
     whole = json.dumps(["another", start]).encode()
     bodies = {
         "a part": (50, b"{"),

@@ -16,6 +16,7 @@ from streamppo.learner.checkpoint.manifest import DamagedFile
 from streamppo.learner.checkpoint.remote import CheckpointStore
 from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.store.journal import Journal
+from streamppo.types import decode, encode
 
 Load = Callable[..., Config]
 
@@ -40,7 +41,7 @@ def test_each_version_has_the_configuration_that_it_was_made_with(math_config: L
     present = math_config("learner.lr=0.125", "updates=9", "checkpoint.remote=memory://here")
     was = {0: math_config("learner.lr=0.5"), 3: math_config("learner.lr=0.25", "checkpoint.remote=memory://there")}
     journal_of(tmp_path, {**was, 8: math_config("learner.lr=0.125", "updates=9")}, 9)
-    past = history.decode(history.encode(history.read_history(tmp_path, present)))
+    past = decode(encode(history.read_history(tmp_path, present)), History)
     rates = [past.at(version).learner.lr for version in range(10)]
     assert rates == [0.5] * 3 + [0.25] * 5 + [0.125] * 2
     assert past.at(9) == past.at(8) == present

@@ -13,7 +13,6 @@ import pytest
 from streamppo.config.sections import Config
 from streamppo.learner import device, learner
 from streamppo.learner import rank as module
-from streamppo.learner.checkpoint import history
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.parallel.context_parallel import WHOLE
 from streamppo.learner.rank import Rank
@@ -69,7 +68,7 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     parts, config = Parts(monkeypatch), math_config()
     made: Any = Rank(encode(config), 0, parts.queue, 0)
     made._fetcher = parts
-    assert made.setup(("127.0.0.1", 1), "model", "checkpoints/00000007", history.encode(History({0: config}))) == 7
+    assert made.setup(("127.0.0.1", 1), "model", "checkpoints/00000007", encode(History({0: config}))) == 7
     assert parts.asked == ["acquire", "join", "mesh_of", "build", "expect", "push", "fetch"]
     # No call of the rank runs: it is a thread beside them that tells.
     assert parts.heard_twice.wait(60)
@@ -143,7 +142,7 @@ def test_a_rank_is_built_as_it_was_configured_at_the_version_that_it_loads(
     parts = Parts(monkeypatch)
     parts.loaded = lambda resume_from: min(whole, int(resume_from[-8:])) if resume_from else 0
     past = History({version: math_config(change) for version, change in PAST.items()})
-    assert rank_of(parts, past).setup(("127.0.0.1", 1), "model", asked, history.encode(past)) == whole
+    assert rank_of(parts, past).setup(("127.0.0.1", 1), "model", asked, encode(past)) == whole
     assert parts.built == built
 
 

@@ -127,7 +127,7 @@ class WatchedReplay:
     """The updates of a file of `streamppo replay --set`, for comparison. Raises `RunError` for another file."""
 
     def __init__(self, path: Path) -> None:
-        self._view = report.replay(path)
+        self._view = report.replay_view(path)
 
     def tag(self) -> str:
         """Return a constant: a replay never changes."""

@@ -1,4 +1,4 @@
-"""The base of everything that crosses a process, its encoding, and the arrays in its columns."""
+"""The wire format: the base of everything that crosses a process, its encoding, and the arrays in its columns."""
 
 from typing import TypeAlias, TypeVar
 
@@ -18,7 +18,7 @@ class WireStruct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def encode(value: object) -> bytes:
-    """`value` (a WireStruct, or a tuple of them) as msgpack bytes."""
+    """`value` (a struct, or a tuple of them) as msgpack bytes."""
     return msgspec.msgpack.encode(value)
 
 

@@ -14,7 +14,7 @@ def test_no_name_comes_twice_and_the_newest_go_first(driver_case: Make) -> None:
     run = driver_case(2)
     run.scale(4)
     assert run.names() == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
-    run.crew.replace(id_of("rollout-1"), "it was killed")
+    run.rollouts.replace(id_of("rollout-1"), "it was killed")
     assert run.names() == ["rollout-0", "rollout-2", "rollout-3", "rollout-4"]
     run.scale(2)
     assert run.names() == ["rollout-0", "rollout-2"]
@@ -26,8 +26,8 @@ def test_no_name_comes_twice_and_the_newest_go_first(driver_case: Make) -> None:
 
 def test_the_first_free_place_is_taken_again(driver_case: Make) -> None:
     run = driver_case(3)
-    run.crew.replace(id_of("rollout-1"), "it was killed")
-    assert [(seat.name, seat.place) for seat in run.crew.seats] == [
+    run.rollouts.replace(id_of("rollout-1"), "it was killed")
+    assert [(handle.name, handle.place) for handle in run.rollouts.handles] == [
         ("rollout-0", 0),
         ("rollout-2", 2),
         ("rollout-3", 1),
@@ -58,8 +58,8 @@ def test_an_actor_that_stops_generating_ends_the_run(driver_case: Make) -> None:
 
 def test_before_the_learner_has_pushed_weights_nobody_starts(driver_case: Make) -> None:
     run = driver_case(1)
-    run.crew.generating = False
-    run.crew.resize(2)
+    run.rollouts.generating = False
+    run.rollouts.resize(2)
     assert run.watched("rollout-1") == []
-    run.crew.generate()
+    run.rollouts.generate()
     assert run.watched("rollout-1.start")

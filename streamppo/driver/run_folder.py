@@ -1,9 +1,13 @@
-"""The link between a run's driver and other commands: a lock while the driver lives, and requests for rollout actors.
+"""The folder of a run: its disk, its lock while a driver lives, requests to the driver, and whether updates are left.
 
 RUN                the driver holds a lock (flock) on the folder while it lives, whatever is deleted in it; the kernel
                    releases the lock however the driver ends
 RUN/scale.json     the number of rollout actors that a command requests
 RUN/scale.taken    the accepted request; removed once config.toml has the number
+
+A network file system is refused. SQLite in WAL mode shares memory between processes through a file: there, processes on
+several machines see different memory, and locks are lost when the server restarts, so that the journal is damaged
+without an error. Needs neither Ray nor torch.
 """
 
 import fcntl
@@ -18,21 +22,53 @@ import msgspec
 
 from streamppo import durable
 from streamppo.config.base import Positive, Section
+from streamppo.config.sections import Config
 from streamppo.errors import UNREADABLE, RunError
+from streamppo.learner.checkpoint import manifest
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.metrics_file import FINISHED
 
+MOUNTS = Path("/proc/self/mountinfo")
+NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p"}) | frozenset(
+    {"lustre", "gpfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "pvfs2", "orangefs", "ocfs2", "gfs2"}
+)
+FUSE = "fuse."
+LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.bindfs", "fuse.lxcfs"})
+"""FUSE file systems that are known to be local."""
 LOCK_S = 1.0
-"""How long a driver tries to lock: longer than `is_running` holds its shared lock."""
+"""Time limit of a driver for the lock: longer than `is_running` holds its shared lock."""
 SCALE = "scale.json"
 ACCEPTED = "scale.taken"
 WAIT_S = 60.0
-"""How long `scale` waits for the driver, which checks every half second once its learner has loaded."""
+"""Time limit of `scale` for the driver's answer; the driver checks every half second once its learner has loaded."""
 POLL_S = 0.1
+FINAL_CONFIG = Path("final/config.json")
 
 
-class Scale(Section, frozen=True):
-    """A request to a run's driver."""
+def refuse_network(folder: Path) -> None:
+    """Raise `RunError`, with the remedy, if `folder` is, or would be, on a network file system."""
+    kind = file_system(folder, durable.read_kernel(MOUNTS))
+    if kind in NETWORK or (kind.startswith(FUSE) and kind not in LOCAL_FUSE):
+        raise RunError(
+            f"{folder}: is on a network file system ({kind}), and a run's journal (SQLite in WAL mode) would be "
+            "damaged there: keep runs on a disk of the driver's machine (`--runs FOLDER`); on a cluster export that "
+            "disk to the other nodes under the same path"
+        )
 
-    rollouts: Positive
+
+def file_system(folder: Path, mounts: str) -> str:
+    """The type of `folder`'s file system in `mounts`, the text of mountinfo (proc(5)); "" if no line matches."""
+    kind, longest = "", -1
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        point = durable.mount_point(before.split()[4])
+        # A later mount at the same point hides the earlier one.
+        if folder.resolve().is_relative_to(point) and len(point) >= longest:
+            kind, longest = after.split()[0], len(point)
+    return kind
+
+
+# --- the lock ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -60,7 +96,7 @@ def _forget(request: Path) -> None:
 
 
 def is_running(folder: Path) -> bool:
-    """Return True if the run has a live driver; write nothing. Raises `RunError` if the file system has no locks."""
+    """True if the run has a live driver. Raises `RunError` if the file system has no locks."""
     with _open_folder(folder) as opened:
         return not _try_lock(folder, opened, fcntl.LOCK_SH)
 
@@ -90,6 +126,15 @@ def _try_lock(folder: Path, opened: int, kind: int) -> bool:
     return True
 
 
+# --- requests ------------------------------------------------------------------------------------------------
+
+
+class Scale(Section, frozen=True):
+    """A request to a run's driver."""
+
+    rollouts: Positive
+
+
 def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
     """Request `rollouts` rollout actors for the run in `folder`, and wait until its driver has answered.
 
@@ -111,7 +156,7 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
 
 
 def accept(folder: Path) -> int | None:
-    """Return the requested number of rollout actors, None without a request; call `answer` after it.
+    """The requested number of rollout actors, None without a request; call `answer` after it.
 
     Raises `RunError` for a file that `scale` has not written.
     """
@@ -128,3 +173,31 @@ def accept(folder: Path) -> int | None:
 def answer(folder: Path) -> None:
     """Let the requesting command return: the driver has applied or refused the request."""
     (folder / ACCEPTED).unlink(missing_ok=True)
+
+
+# --- a complete run ------------------------------------------------------------------------------------------
+
+
+def nothing_to_do(config: Config, run: Path) -> str:
+    """The message for a complete run in the folder `run`; "" if there is work left for `config`.
+
+    A run is complete if its last driver finished, every update has its line, and the final model and the checkpoint of
+    the newest version exist.
+    """
+    lines = metrics_file.read(run)
+    recorded = metrics_file.recorded_versions(lines)
+    newest = max(recorded, default=0)
+    last = lines[-1] if lines else None
+    if last is None or "end" not in last or last["end"] != FINISHED:
+        return ""
+    if newest < config.updates or len(recorded) < newest:
+        return ""
+    checkpoints = [int(path.name) for path in manifest.complete(run / "checkpoints")]
+    if not (run / FINAL_CONFIG).is_file() or newest not in checkpoints:
+        return ""
+    quoted = shlex.quote(str(run))
+    return (
+        f"{run}: nothing to do, and nothing is changed: all {newest} updates are made, and updates = {config.updates}; "
+        f"more of them: streamppo resume {quoted} updates={max(newest, config.updates) + 50}; "
+        f"another evaluation: streamppo eval {quoted}"
+    )
