@@ -193,7 +193,7 @@ def build(
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(
         publish,
-        factory.sender(config, dist.get_rank()),
+        factory.ends(config).sender(dist.get_rank()),
         config.learner.bucket_bytes,
         deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
         rank=dist.get_rank(),

@@ -24,7 +24,7 @@ from streamppo.rollout.machine_weights import MachinePuller
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import in_process, push, server, wire
-from streamppo.rollout.sglang.client import Start
+from streamppo.rollout.sglang.link import Start
 from streamppo.rollout.sglang.session import SessionSetup
 from streamppo.rollout.weight_checks import Architecture
 from streamppo.tasks import stop as stops

@@ -33,7 +33,7 @@ from streamppo.rollout.segment_cuts import cut_for, most_under_way
 from streamppo.rollout.segment_writer import SegmentWriter
 from streamppo.rollout.teacher import TeacherClient
 from streamppo.rollout.weight_sync import WeightSync
-from streamppo.tasks import length_limit
+from streamppo.tasks import stop as stops
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -102,7 +102,7 @@ async def start(
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources(), every=True)
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
-    puller = build.puller(config, name, queue, factory.receiver(config))
+    puller = build.puller(config, name, queue, factory.ends(config).receiver())
     push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
     source = await asyncio.to_thread(adapters.source, config, model_path)
@@ -139,7 +139,7 @@ class Worker:
         self._follower, self._engine = follower, follower.engine
         self._has_sources = len(task.sources()) > 1
         self._sampling = build.sampling(config)
-        self._limit = length_limit.load(config.rollout.limit, self._sampling.max_tokens)
+        self._limit = stops.load_limit(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._room, self._call = config.rollout.in_flight, 0
         self._lacks = asyncio.Event()

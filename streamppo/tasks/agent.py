@@ -32,11 +32,11 @@ from streamppo.config.task import AgentEnvironment, AnySandbox
 from streamppo.errors import TaskError
 from streamppo.tasks import agent_sandbox, plugins, user_traceback
 from streamppo.tasks.agent_sandbox import AgentProgram
+from streamppo.tasks.coroutines import TooLate, within
 from streamppo.tasks.environments import Done
 from streamppo.tasks.rewards.outcome import plain
 from streamppo.tasks.rewards.processes import reaper
 from streamppo.tasks.scorers.capture import Ran
-from streamppo.tasks.time_limit import TooLate, within
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"

@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.tasks import plugins, user_traceback
+from streamppo.tasks.coroutines import TooLate
 from streamppo.tasks.rewards.outcome import QUOTED, plain
 from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls
-from streamppo.tasks.time_limit import TooLate
 from streamppo.tasks.tokenizer import Said
 from streamppo.types import Message, Prompt, Reward
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from streamppo.tasks import user_traceback
-from streamppo.tasks.coroutine_steps import watch_steps
-from streamppo.tasks.time_limit import TooLate, within
+from streamppo.tasks.coroutines import TooLate, observe_steps, within
 
 HELD_S = 0.5
 """A longer step counts as blocking the event loop."""
@@ -103,7 +102,7 @@ class EnvironmentCalls:
         token, limit = _CALLS.set(self), asyncio.timeout(stalls.timeout_s)
         stalls.open[self] = limit
         try:
-            return await within(limit, watch_steps(_awaited(call), self))
+            return await within(limit, observe_steps(_awaited(call), self))
         except TooLate as error:
             held = f": {self.held_at} does not await" if self.held_at else ""
             raise TooLate(f"took more than {stalls.timeout_s:g} s{held}") from error
@@ -128,7 +127,7 @@ _CALLS: ContextVar[EnvironmentCalls | None] = ContextVar("CALLS", default=None)
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
     calls = _CALLS.get()
-    return asyncio.Task(coroutine if calls is None else watch_steps(coroutine, calls), loop=loop, **options)
+    return asyncio.Task(coroutine if calls is None else observe_steps(coroutine, calls), loop=loop, **options)
 
 
 async def _awaited(call: Callable[[], Awaitable[T]]) -> T:

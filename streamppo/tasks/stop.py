@@ -6,18 +6,26 @@
     chat template           "...!<|im_end|>\\n"  the first added token after the text of an assistant's message
     rollout.stop            "</s>", "\\n\\nQ:"    the name of an added token, or a string
 
-A completion ends with the first of these tokens, or with the token that completes one of the strings.
+A completion ends with the first of these tokens, or with the token that completes one of the strings; else at its
+length limit, rollout.max_tokens or less by a user's function:
+
+    def limit(prompt: Prompt, identity: Identity | None) -> int      None for an evaluation's greedy answer
+
+It is called in the rollout actor's event loop, once for each trajectory, so it must be fast. It may return a limit by
+source or difficulty, or a random one: seeded by `identity`, a retried trajectory gets the same limit again.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias, cast
 
 from jinja2 import TemplateError
 
-from streamppo.errors import ModelError
-from streamppo.types import Ints
+from streamppo.errors import ModelError, TaskError
+from streamppo.tasks import plugins
+from streamppo.types import Identity, Ints, Prompt
 from streamppo.weights.models import generation
 from streamppo.weights.models.settings import REFUSALS
 
@@ -165,3 +173,28 @@ def _ids(value: object, place: str, names: Mapping[str, int]) -> list[int]:
     raise ModelError(
         f"the {place}'s eos_token_id has {value!r}, which is not a token: write a token's number, or a list of such"
     )
+
+
+# --- the limit of a completion's length ----------------------------------------------------------------------
+
+LengthLimit: TypeAlias = Callable[[Prompt, Identity | None], int]
+
+
+def load_limit(name: str, most: int) -> LengthLimit:
+    """Load the function `name`; its limits are capped at `most` tokens. Without a name every limit is `most`.
+
+    Raises `TaskError` if it cannot be loaded. The returned function raises it if the user's raises, or returns anything
+    but an integer above 0.
+    """
+    if not name:
+        return lambda prompt, identity: most
+    # `index` below rejects an answer that is not an integer.
+    user_limit = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
+
+    def limit(prompt: Prompt, identity: Identity | None) -> int:
+        tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(user_limit(prompt, identity)))
+        if tokens < 1:
+            raise TaskError(f"rollout.limit {name!r} gave {tokens}, and a completion has at least 1 token")
+        return min(tokens, most)
+
+    return limit

@@ -1,7 +1,10 @@
 """Builds both ends of the configured transport; only this module matches on its kind."""
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 from msgspec import structs
@@ -13,38 +16,29 @@ from streamppo.errors import RunError
 from streamppo.weights.transport import Receiver, Sender
 
 
-def sender(config: Config, rank: int) -> Sender:
-    """Build the sender of `rank`. Raises `WeightsError` if a library is missing."""
+class TransportEnds(NamedTuple):
+    """Makes a rank's end, and an actor's. Both raise `WeightsError` if a library is missing."""
+
+    sender: Callable[[int], Sender]
+    receiver: Callable[[], Receiver]
+
+
+def ends(config: Config) -> TransportEnds:
+    """Choose both ends of the configured transport."""
     match config.learner.transport:
         case ObjectStore():
             from streamppo.weights import object_store
 
-            return object_store.ObjectStoreSender()
+            return TransportEnds(lambda rank: object_store.ObjectStoreSender(), object_store.ObjectStoreReceiver)
         case Folder(path=path):
             from streamppo.weights import folder
 
-            return folder.FolderSender(Path(path), rank)
+            return TransportEnds(partial(folder.FolderSender, Path(path)), folder.FolderReceiver)
         case Nixl():
             from streamppo.weights import nixl
 
-            return nixl.NixlSender(local=config.cluster.address == LOCAL)
-
-
-def receiver(config: Config) -> Receiver:
-    """Build the receiver of a rollout actor. Raises `WeightsError` if a library is missing."""
-    match config.learner.transport:
-        case ObjectStore():
-            from streamppo.weights import object_store
-
-            return object_store.ObjectStoreReceiver()
-        case Folder():
-            from streamppo.weights import folder
-
-            return folder.FolderReceiver()
-        case Nixl():
-            from streamppo.weights import nixl
-
-            return nixl.NixlReceiver(local=config.cluster.address == LOCAL)
+            local = config.cluster.address == LOCAL
+            return TransportEnds(lambda rank: nixl.NixlSender(local=local), partial(nixl.NixlReceiver, local=local))
 
 
 def with_run_folder(config: Config, run: Path) -> Config:

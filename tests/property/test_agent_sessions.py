@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed
-from streamppo.rollout.endpoint.refusal import RequestRefused
-from streamppo.rollout.endpoint.session import Request, SampledPolicy, Session, Turn
+from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn
+from streamppo.rollout.endpoint.session import SampledPolicy, Session
 from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampling
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer

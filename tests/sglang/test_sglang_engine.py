@@ -20,7 +20,7 @@ from push_case import Rank, joined
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.sglang import layout
+from streamppo.rollout.sglang import verify_weights
 from streamppo.rollout.sglang.push import BySharedMemory
 from streamppo.rollout.weight_checks import Architecture
 from streamppo.weights.replica import Replica
@@ -320,7 +320,7 @@ def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_t
     setting = case.Setting(engine, made, folder, run)
     try:
         case.assert_serves(setting, made, 0)
-        held = dict(layout.tensors_of_rank(Architecture(made.config).as_saved(case.tensors(made))))
+        held = dict(verify_weights.tensors_of_rank(Architecture(made.config).as_saved(case.tensors(made))))
         attestation = engine._life.attestation
         assert attestation.means == "checksums"
         assert set(attestation.exact) == held.keys() and sum("experts" in name for name in held) == 4

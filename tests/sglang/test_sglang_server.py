@@ -16,7 +16,7 @@ import sglang_case as case
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Sampling
-from streamppo.rollout.sglang import layout
+from streamppo.rollout.sglang import verify_weights
 
 pytest_plugins = ["sglang_case"]
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
@@ -187,7 +187,7 @@ def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Set
             attestation, own = engine._life.attestation, case.tensors(before)
             assert (attestation.means, set(attestation.exact)) == (
                 "checksums",
-                {name for name, _ in layout.tensors_of_rank(own)},
+                {name for name, _ in verify_weights.tensors_of_rank(own)},
             )
             ends = await asyncio.gather(*(engine.generate(prompt, Sampling(450)) for prompt in case.prompts(8)))
             assert all((done.tokens == 1).nonzero()[0].tolist() == [len(done.tokens) - 1] for done in ends)

@@ -15,9 +15,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from streamppo.config import file as configfile
 from streamppo.config.task import AgentEnvironment
 from streamppo.rollout import build
+from streamppo.rollout.endpoint.request import Turn
 from streamppo.rollout.endpoint.row import RowColumns
 from streamppo.rollout.endpoint.server import Endpoint
-from streamppo.rollout.endpoint.session import SampledPolicy, Session, Turn
+from streamppo.rollout.endpoint.session import SampledPolicy, Session
 from streamppo.rollout.engine import ContextReuse, Sampling
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import MATH, REPOSITORY
 
 from streamppo.config import file as configfile
-from streamppo.tasks import length_limit, plugins
+from streamppo.tasks import plugins, stop
 from streamppo.tasks.tokenizer import END, Tokenizer
 from streamppo.types import Identity, Prompt
 
@@ -69,7 +69,7 @@ def test_a_run_takes_the_limits_that_are_drawn_and_an_answer_fits_into_an_evalua
     config = configfile.load(MATH, tails.overrides(Path("model"), Case(shape, 4, "drop"), 45))
     assert (config.queue.max_lag, config.queue.too_old, config.updates) == (4, "drop", 45)
     assert config.queue.samples_per_prompt == tails.SAMPLES
-    limit = length_limit.load(config.rollout.limit, config.rollout.max_tokens)
+    limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
     identity = Identity(task="arithmetic", prompt=3, sample=2, attempt=1)
     assert limit(PROMPT, identity) == lengths.draw(shape, 3, 2, 1)
     assert limit(PROMPT, None) == len("198") + 1

@@ -23,7 +23,7 @@ from streamppo.commands.checks.finding import Finding
 from streamppo.commands.look import inspect
 from streamppo.commands.start import reward_test
 from streamppo.driver.ray import cluster
-from streamppo.tasks.rewards.processes import output
+from streamppo.tasks.rewards.processes import template
 from streamppo.types import Reward
 from streamppo.types.wire import utf8_safe
 
@@ -88,7 +88,7 @@ def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys
 
 
 def test_what_rewards_and_actors_print_is_harmless(hostile: str) -> None:
-    shown = output._sanitise(hostile.encode(errors="replace"), b"reward f: ").decode()
+    shown = template._sanitise(hostile.encode(errors="replace"), b"reward f: ").decode()
     data = {"lines": [hostile, "plain", "5e1fours"], "actor_name": hostile}
     cluster._show_lines("5e1f", data)
     assert is_shown(shown) and is_shown("".join(data["lines"])) and is_shown(data["actor_name"])
@@ -156,11 +156,11 @@ def test_any_text_is_printed_in_any_encoding(monkeypatch: pytest.MonkeyPatch, te
 @given(st.lists(st.binary(max_size=40), max_size=20), st.integers(1, 30))
 def test_every_line_of_a_reward_says_whose_it_is(pieces: list[bytes], length: int) -> None:
     printed, shown = os.pipe(), os.pipe()
-    with mock.patch.object(output, "LINE_BYTES", length):
+    with mock.patch.object(template, "LINE_BYTES", length):
         for piece in pieces:
             os.write(printed[1], piece)
         os.close(printed[1])
-        output._forward(printed[0], shown[1], "mine:f")
+        template._copy_lines(printed[0], shown[1], "mine:f")
     with os.fdopen(shown[0], "rb") as read:
         text = read.read().decode()
     assert is_shown(text) and (not text or text.endswith("\n"))

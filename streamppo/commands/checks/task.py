@@ -17,7 +17,7 @@ from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Sc
 from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment, DataTask, Environment
 from streamppo.errors import StreamppoError, TaskError
-from streamppo.tasks import agent, dataset_files, environments, length_limit, warmup_data
+from streamppo.tasks import agent, dataset_files, environments, stop, warmup_data
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, describe, detect
@@ -164,6 +164,6 @@ def _agent(chosen: AgentEnvironment) -> None:
 def limit(config: Config) -> Findings:
     """Check that the function of rollout.limit can be loaded, if there is one."""
     try:
-        length_limit.load(config.rollout.limit, config.rollout.max_tokens)
+        stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
     except TaskError as error:
         yield Finding("rollout", "error", str(error))

@@ -32,7 +32,7 @@ from streamppo.rollout import build, random_numbers
 from streamppo.rollout.continuation import Continuation
 from streamppo.rollout.engine import Engine, Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
-from streamppo.tasks import length_limit, plugins
+from streamppo.tasks import plugins, stop
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -137,7 +137,7 @@ class _Continuations:
         self._tokenizer = Tokenizer(model, config.model.clock)
         self._stop = build.stop(config, model, self._tokenizer)
         self._completes = self._stop.make_check(self._tokenizer.spell)
-        self._limit = length_limit.load(config.rollout.limit, config.rollout.max_tokens)
+        self._limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
 
     async def run(self, subjects: list[VersionWeights], *, replayable: bool) -> Trial:
         """Sample from every version, one after another. `replayable`: the run's engine draws the same numbers."""

@@ -33,7 +33,7 @@ from streamppo.learner.model import tiny
 from streamppo.rollout import build
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Player
-from streamppo.tasks import length_limit, plugins
+from streamppo.tasks import plugins, stop
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
@@ -171,7 +171,7 @@ class _AnswersUnderWay:
 
     def __init__(self, config: Config, player: Player, rewards: Rewards, total: int) -> None:
         self._player, self._rewards = player, rewards
-        self._limit = length_limit.load(config.rollout.limit, config.rollout.max_tokens)
+        self._limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
         self._places = asyncio.Semaphore(config.rollout.in_flight)
         self._total, self._done, self._told_at = total, 0, time.monotonic()
 

@@ -22,7 +22,7 @@ from streamppo.errors import TaskError
 from streamppo.learner.model import tiny
 from streamppo.rollout import build
 from streamppo.rollout.episode import FAILURES, Player
-from streamppo.tasks import columns, data, dataset_files, length_limit, plugins
+from streamppo.tasks import columns, data, dataset_files, plugins, stop
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -101,7 +101,7 @@ async def _play(config: Config, player: Player, rewards: Rewards, prompts: Seque
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> TriedCompletion:
     try:
         sampling = build.sampling(config)
-        limit = length_limit.load(config.rollout.limit, sampling.max_tokens)
+        limit = stop.load_limit(config.rollout.limit, sampling.max_tokens)
         episode = await player.play(prompt, sampling._replace(max_tokens=limit(prompt, None)))
     except FAILURES as error:
         return TriedCompletion("", None, str(error), 0.0)

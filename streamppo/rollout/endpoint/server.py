@@ -30,14 +30,14 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from streamppo.errors import RunError, TaskError
-from streamppo.rollout.endpoint import json_values, refusal
+from streamppo.rollout.endpoint import json_values
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import Chat
 from streamppo.rollout.endpoint.dialects.messages import Messages
 from streamppo.rollout.endpoint.dialects.responses import Responses
 from streamppo.rollout.endpoint.dialects.wire import Body, Dialect
-from streamppo.rollout.endpoint.refusal import RequestRefused
-from streamppo.rollout.endpoint.session import Session, Turn
+from streamppo.rollout.endpoint.request import RequestRefused, Turn, malformed, run_ended
+from streamppo.rollout.endpoint.session import Session
 from streamppo.tasks.rewards.outcome import number
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -188,7 +188,7 @@ class Endpoint:
         if not secrets.compare_digest(session_key.encode(), key.strip().encode()) or not session_key:
             raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
         if session is None:
-            raise refusal.ended()
+            raise run_ended()
         return session
 
     def _generating(self, dialect: Dialect) -> Answering:
@@ -325,9 +325,9 @@ async def _body(request: HttpRequest) -> Body:
     try:
         value = json_values.plain(json_values.read(b"".join(parts)))
     except ValueError as error:
-        raise refusal.bad(f"the body is not JSON: {error}", "broken JSON") from error
+        raise malformed(f"the body is not JSON: {error}", "broken JSON") from error
     if not isinstance(value, dict):
-        raise refusal.bad("the body is not a JSON object", "broken JSON")
+        raise malformed("the body is not a JSON object", "broken JSON")
     return value
 
 
@@ -336,7 +336,7 @@ def _counting(dialect: Dialect) -> Answering:
         try:
             return JSONResponse({"input_tokens": session.count(dialect.read(body))})
         except TaskError as error:
-            raise refusal.bad(str(error)) from error
+            raise malformed(str(error)) from error
 
     return answer
 
@@ -345,7 +345,7 @@ async def _rewarding(request: HttpRequest, session: Session, body: Body) -> Resp
     try:
         reward = number(body.get("reward"))
     except ValueError as error:
-        raise refusal.bad(f"reward is {body.get('reward')!r}, {error}", "reward that is not a number") from error
+        raise malformed(f"reward is {body.get('reward')!r}, {error}", "reward that is not a number") from error
     name = body.get("response_id") or ""
     session.give(reward, str(name))
     return JSONResponse({"reward": reward, "response_id": name or None})

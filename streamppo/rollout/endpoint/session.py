@@ -14,21 +14,26 @@ A turn continues without its client, because the program asks again. Turns that 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed, ModelError, TaskError
 from streamppo.rollout import random_numbers
-from streamppo.rollout.endpoint import refusal, reply
-from streamppo.rollout.endpoint.refusal import RequestRefused
-from streamppo.rollout.endpoint.reply import Reply
+from streamppo.rollout.endpoint import reply
+from streamppo.rollout.endpoint.request import (
+    Request,
+    RequestRefused,
+    Turn,
+    malformed,
+    over_budget,
+    run_ended,
+)
 from streamppo.rollout.endpoint.row import Row
-from streamppo.rollout.endpoint.tree import NOTHING, Tree, TreePlace, digest
+from streamppo.rollout.endpoint.tree import NOTHING, Tree, TreePlace
 from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampler, Sampling
 from streamppo.tasks.chat_template import PLAIN
 from streamppo.tasks.stop import Stop
@@ -39,67 +44,8 @@ STREAMED, STREAM_S = 4, 0.2
 """Tokens, and seconds, between two pieces of a stream: each is read from the turn's beginning."""
 MOST_UNDER_WAY = 256
 """Requests of one run under way at once."""
-NO_REPLY = Reply("")
 TAIL = 16
 """The last tokens of a context, in which its template may have begun the reasoning."""
-
-
-class Request(NamedTuple):
-    """A request, independent of its dialect. `arguments` are those of the chat template, except the tools."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    arguments: Mapping[str, Any] = {}
-    max_tokens: int | None = None
-    stream: bool = False
-    after: str = ""
-
-    @property
-    def setting(self) -> dict[str, object]:
-        """Everything besides its messages that a context depends on."""
-        return {"tools": self.tools, "arguments": self.arguments}
-
-    def key(self) -> tuple[object, ...]:
-        """The identity of a request; equal requests may differ in `stream`."""
-        return (*map(digest, self.messages), digest(Message(role="", content="", fields=self.setting)), self.max_tokens)
-
-
-@dataclass(eq=False)
-class Turn:
-    """A turn of the policy: under way, or ended with `reply`. `listeners` counts the connections that wait for it.
-
-    `number` counts from 1 in the order of the turns' ends; a turn under way has 0. `ended_before` is the number of
-    turns that had ended when its context was looked up.
-    """
-
-    id: str
-    request: Request
-    admitted: asyncio.Future[None]
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    listeners: int = 0
-    number: int = 0
-    ended_before: int = 0
-    context: int = 0
-    partial: Reply = NO_REPLY
-    shown_s: float = 0.0
-    opened: bool = False
-    text: str = ""
-    reply: Reply | None = None
-    finish: Literal["stop", "length"] = "stop"
-    tokens: int = 0
-    cached: int = 0
-    delivered: bool = False
-    reward: float = 0.0
-    error: Exception | None = None
-    task: asyncio.Task[None] | None = None
-    names: tuple[str, ...] = ()
-    """Further ids of the turn."""
-    new: tuple[Message, ...] = ()
-
-    @property
-    def message_id(self) -> str:
-        """The id of its message, in dialects that have one."""
-        return f"msg_{self.id}"
 
 
 class SampledPolicy(NamedTuple):
@@ -155,7 +101,7 @@ class Session:
         The caller is a listener until it calls `leave`.
         """
         if self.ended:
-            raise refusal.ended()
+            raise run_ended()
         self._counts["requests"] += 1
         request = self._followed(request)
         if (turn := self._abandoned(request)) is not None:
@@ -164,7 +110,7 @@ class Session:
             return turn
         if self._requests >= self._limits.max_turns:
             self.refused = True
-            raise refusal.spent(f"the run has made its {self._limits.max_turns} requests (environment.max_turns)")
+            raise over_budget(f"the run has made its {self._limits.max_turns} requests (environment.max_turns)")
         if len(self._under_way) >= MOST_UNDER_WAY:
             raise RequestRefused(
                 429, "rate_limit_exceeded", f"{MOST_UNDER_WAY} requests are under way", "too many at once"
@@ -186,13 +132,13 @@ class Session:
     def give(self, reward: float, turn_id: str = "") -> None:
         """Add a reward: of the run, or of one turn by its id. Raises `RequestRefused`."""
         if self.ended:
-            raise refusal.ended()
+            raise run_ended()
         if not turn_id:
             self.rewards.append(reward)
             return
         named = next((turn for turn in self.turns if turn.id == turn_id or turn_id in turn.names), None)
         if named is None:
-            raise refusal.bad(f"no response of this run is called {turn_id!r}", "reward for an unknown response")
+            raise malformed(f"no response of this run is called {turn_id!r}", "reward for an unknown response")
         named.reward += reward
 
     def end(self) -> None:
@@ -210,7 +156,7 @@ class Session:
             return request
         turn = next((earlier for earlier in self.turns if earlier.id == request.after), None)
         if turn is None or turn.reply is None:
-            raise refusal.bad(f"no response of this run is called {request.after!r}", "unknown response")
+            raise malformed(f"no response of this run is called {request.after!r}", "unknown response")
         answer, messages = turn.reply.message, request.messages
         recorded = Message(
             role="assistant",
@@ -242,16 +188,16 @@ class Session:
         except RequestRefused as error:
             self._refuse(turn, error)
         except TaskError as error:
-            self._refuse(turn, refusal.bad(str(error)))
+            self._refuse(turn, malformed(str(error)))
         except ModelError as error:
             self.refused = True
-            self._refuse(turn, refusal.spent(str(error)))
+            self._refuse(turn, over_budget(str(error)))
 
     def _over(self, turn: Turn, task: asyncio.Task[None]) -> None:
         """Wake the listeners of a turn. An error of the engine, or of ours, fails the run."""
         self._under_way.remove(turn)
         if task.cancelled():
-            turn.error = refusal.ended()
+            turn.error = run_ended()
         elif (error := task.exception()) is not None:
             self.failure = self.failure or f"the engine failed: {type(error).__name__}: {error}"
             self._refuse(turn, RequestRefused(500, "server_error", self.failure, "engine failed"))
@@ -345,7 +291,7 @@ class Session:
             await self._freed.wait()
         if room < 1:
             self.refused = True
-            raise refusal.spent(
+            raise over_budget(
                 f"the run's {limits.max_tokens} tokens (environment.max_tokens) leave no room for this request: it "
                 f"brings {new} new ones to {self.row.length}"
             )

@@ -29,8 +29,8 @@ from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
 from streamppo.rollout.sglang import session as lives
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.client import HEALTH_S, Link
 from streamppo.rollout.sglang.copies import VersionCopies
+from streamppo.rollout.sglang.link import HEALTH_S, Link
 from streamppo.rollout.sglang.session import Life, SessionSetup
 from streamppo.rollout.sglang.stream import INTERVAL, CompletionStreams
 from streamppo.rollout.weight_checks import Architecture, check_fit, check_prompt

@@ -16,9 +16,9 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, Protocol
 
 from streamppo.errors import ModelError
-from streamppo.rollout.sglang import child, failure, wire
-from streamppo.rollout.sglang.client import Answer
-from streamppo.rollout.sglang.thread import EngineThread
+from streamppo.rollout.sglang import processes, wire
+from streamppo.rollout.sglang.link import Answer
+from streamppo.rollout.sglang.processes import EngineThread
 
 
 class Handler(NamedTuple):
@@ -220,9 +220,9 @@ async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
 
 def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:
     """Wrap `function`, the main function of an SGLang process, so that its output goes to the file `log`."""
-    return partial(child.run, log, f"{function.__module__}:{function.__name__}")
+    return partial(processes.run, log, f"{function.__module__}:{function.__name__}")
 
 
 def _reason(output: BinaryIO) -> str:
     output.seek(0)
-    return failure.reason(output.read().decode(errors="replace"))
+    return processes.explain_failure(output.read().decode(errors="replace"))

@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from streamppo.rollout.sglang.client import Link
+from streamppo.rollout.sglang.link import Link
 from streamppo.weights.buckets import ALIGNMENT
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]

@@ -14,7 +14,7 @@ import msgspec
 from streamppo.config.rollout import SGLangEngine
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.client import HEALTH_S, Answer
+from streamppo.rollout.sglang.link import HEALTH_S, Answer
 
 SILENT_S = 5.0
 """A server without an answer for this long counts as dead."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.sglang import verify_weights, wire
-from streamppo.rollout.sglang.client import HEALTH_S, Link, Start
+from streamppo.rollout.sglang.link import HEALTH_S, Link, Start
 from streamppo.rollout.sglang.push import Carrier, Connect
 from streamppo.rollout.sglang.verify_weights import Attestation
 

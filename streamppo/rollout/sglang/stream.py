@@ -22,7 +22,7 @@ from streamppo.errors import ModelError
 from streamppo.rollout import segment_cuts as rules
 from streamppo.rollout.engine import Completion, Cuts
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.client import Answer
+from streamppo.rollout.sglang.link import Answer
 from streamppo.rollout.sglang.wire import SampledPart
 from streamppo.types import Ints
 

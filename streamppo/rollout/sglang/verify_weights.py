@@ -15,15 +15,16 @@ mixture of experts is then refused.
 # pyright: reportMissingImports=false
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from streamppo.errors import WeightsError
-from streamppo.rollout.sglang import layout, wire
-from streamppo.rollout.sglang.client import Answer, Link
+from streamppo.rollout.sglang import wire
+from streamppo.rollout.sglang.link import Answer, Link
 
 SMALL = 1 << 20
 """Without a weights checker, all values of a model with at most this many elements are read back, as text."""
@@ -33,6 +34,15 @@ SMALLEST = 8
 """Tensors that show whether SGLang's checksum can be computed here."""
 PROBE = 16
 """Tokens of the text whose log-probs are compared if SGLang returns no values either."""
+FUSED = (
+    (r"\.(q|k|v)_proj\.", ".qkv_proj."),
+    (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.", ".experts.w13_"),
+    (r"\.experts\.\d+\.(down_proj|w2)\.", ".experts.w2_"),
+    (r"\.(gate|up)_proj\.", ".gate_up_proj."),
+)
+"""Patterns of tensor names that SGLang fuses into a larger tensor, and that tensor's name."""
+ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+"""Order of the parts in a fused tensor, concatenated by rows."""
 Means = Literal["checksums", "values", "log-probs"]
 Tensors = Mapping[str, Tensor]
 
@@ -120,21 +130,21 @@ class Checksums:
         if self._link.ranks == 1 and before is None:
             self.exact = await asyncio.to_thread(self._known, tensors)
         elif self.exact and (other := set(self.exact) - await asyncio.to_thread(self._equal, self.exact, tensors)):
-            return [name for name in tensors if layout.held_name(name) in other]
+            return [name for name in tensors if held_name(name) in other]
         return await asyncio.to_thread(_unmoved_tensors, unmoved, self._seen, before, tensors)
 
     def _known(self, tensors: Tensors) -> set[str]:
         """SGLang's names of tensors whose checksums equal the pushed ones; empty if the smallest differ."""
         sizes: dict[str, int] = {}
         for name, tensor in tensors.items():
-            held = layout.held_name(name)
+            held = held_name(name)
             sizes[held] = sizes.get(held, 0) + tensor.nbytes
         smallest = sorted(sizes, key=lambda name: sizes[name])[:SMALLEST]
         return self._equal(sizes, tensors) if self._equal(smallest, tensors) else set()
 
     def _equal(self, held: Collection[str], tensors: Tensors) -> set[str]:
         """The names among `held` whose checksum is that of the pushed tensors."""
-        own = {name: tensor for name, tensor in tensors.items() if layout.held_name(name) in held}
+        own = {name: tensor for name, tensor in tensors.items() if held_name(name) in held}
         known = _expected_checksums(own) if own else {}
         return {name for name, checksum in known.items() if self._seen.get(f"0/{name}") == checksum}
 
@@ -149,12 +159,12 @@ async def _by_checksums(link: Link) -> WeightProbe | None:
 
 
 def _expected_checksums(tensors: Tensors) -> dict[str, str]:
-    """SGLang's checksums on a CPU, by its names, if its layout is that of `layout.tensors_of_rank`."""
+    """SGLang's checksums on a CPU, by its names, if its layout is that of `tensors_of_rank`."""
     try:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
         return {}
-    return {name: f"{tensor_hash(one):016x}" for name, one in layout.tensors_of_rank(tensors)}
+    return {name: f"{tensor_hash(one):016x}" for name, one in tensors_of_rank(tensors)}
 
 
 def _unmoved_tensors(
@@ -167,7 +177,7 @@ def _unmoved_tensors(
     # A changed tensor may be unchanged in one rank's shard, but not in all shards.
     moved = {_name(key) for key in held if key not in unmoved}
     still = set(names) - moved
-    suspects = [name for name in tensors if layout.held_name(name) in still]
+    suspects = [name for name in tensors if held_name(name) in still]
     return [name for name in suspects if not _equal(before[name], tensors[name])]
 
 
@@ -228,3 +238,32 @@ class Values:
         probe = {"input_ids": self._text, "return_logprob": True, "logprob_start_len": 0}
         answer = await self._link.call("generate", sampling_params=sampling, **probe)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+# --- SGLang's layout -----------------------------------------------------------------------------------------
+
+
+def held_name(name: str) -> str:
+    """SGLang's name of the tensor that contains the model file's tensor `name`."""
+    for part, whole in FUSED:
+        name = re.sub(part, whole, name)
+    return name
+
+
+def tensors_of_rank(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a model in the layout of a single SGLang rank; experts are stacked, [experts, rows, columns].
+
+    A fused tensor is a copy: keep one at a time.
+    """
+    parts: dict[str, dict[int, dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        place = next((at for at, part in enumerate(ORDER) if f".{part}." in name), 0)
+        parts.setdefault(held_name(name), {}).setdefault(int(expert[1]) if expert else -1, {})[place] = tensor
+    for name, blocks in parts.items():
+        joined = [_joined([one for _, one in sorted(block.items())]) for _, block in sorted(blocks.items())]
+        yield name, joined[0] if -1 in blocks else torch.stack(joined)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

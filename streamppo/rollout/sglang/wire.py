@@ -19,7 +19,7 @@ from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Completion, Sampling, TokenCandidates
-from streamppo.rollout.sglang.client import Answer
+from streamppo.rollout.sglang.link import Answer
 from streamppo.types import Floats, Ints, Routes
 
 OLDEST = (0, 5, 17)

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from streamppo.config import reward as choices
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks import plugins
+from streamppo.tasks.coroutines import EagerCoroutine, TooLate, within
 from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.batcher import Batcher, CallBatch, CallOne
-from streamppo.tasks.rewards.eager_coroutine import EagerCoroutine
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, number, too_late
 from streamppo.tasks.rewards.processes import pool
 from streamppo.tasks.rewards.processes.pool import Pool
 from streamppo.tasks.rewards.signature import Columns, Texts
-from streamppo.tasks.time_limit import TooLate, within
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 if TYPE_CHECKING:
@@ -216,13 +215,13 @@ def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
     """Bound `call` by `timeout_s`. Calls in separate processes are bounded by their pool instead."""
 
     async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        begun, loop = EagerCoroutine(call(texts, columns)), asyncio.get_running_loop()
-        end_s = begun.at_s + timeout_s
+        scoring, loop = EagerCoroutine(call(texts, columns)), asyncio.get_running_loop()
+        end_s = scoring.start_s + timeout_s
         late = (too_late(timeout_s),) * len(texts)
-        if begun.ended is not None:
-            return late if loop.time() > end_s else begun.ended
+        if scoring.result is not None:
+            return late if loop.time() > end_s else scoring.result
         try:
-            return await within(asyncio.timeout_at(end_s), begun)
+            return await within(asyncio.timeout_at(end_s), scoring)
         except TooLate:
             return late
 

@@ -18,7 +18,7 @@ from streamppo.rollout.endpoint.dialects.chat import Chat
 from streamppo.rollout.endpoint.dialects.messages import Messages
 from streamppo.rollout.endpoint.dialects.responses import Responses
 from streamppo.rollout.endpoint.dialects.wire import Dialect
-from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.request import RequestRefused
 from streamppo.rollout.endpoint.session import SampledPolicy, Session
 from streamppo.rollout.engine import ContextReuse, Sampling
 from streamppo.tasks.stop import Stop

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from streamppo.errors import WeightsError
-from streamppo.rollout.sglang import layout, verify_weights
+from streamppo.rollout.sglang import verify_weights
+from streamppo.rollout.sglang.verify_weights import held_name, tensors_of_rank
 from streamppo.rollout.weight_checks import Architecture
 
 SHAPE: dict[str, Any] = {
@@ -39,14 +40,14 @@ class Checked:
 
     def __init__(self, known: Tensors, means: str, ranks: int = 1) -> None:
         self.means, self.ranks = means, ranks
-        self.held = {layout.held_name(name): {name: 0.0} for name in known}
+        self.held = {held_name(name): {name: 0.0} for name in known}
         for name in known:
-            self.held[layout.held_name(name)][name] = 0.0
+            self.held[held_name(name)][name] = 0.0
         self.lost = ""
 
     def load(self, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
-            held = self.held.get(layout.held_name(name), {})
+            held = self.held.get(held_name(name), {})
             if name in held and name != self.lost:
                 held[name] = float(tensor.double().sum())
 
@@ -150,7 +151,7 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
         """The sums of `Checked`, but for one tensor with an unknown layout."""
         sums: dict[str, dict[str, float]] = {}
         for name, tensor in tensors.items():
-            sums.setdefault(layout.held_name(name), {})[name] = float(tensor.double().sum())
+            sums.setdefault(held_name(name), {})[name] = float(tensor.double().sum())
         return {name: str(sorted(parts.items())) for name, parts in sums.items()} | {strange: "?"}
 
     monkeypatch.setattr(verify_weights, "_expected_checksums", known)
@@ -180,7 +181,7 @@ def test_nothing_is_hashed_for_an_engine_whose_checksum_is_another_function(
     def known(tensors: Tensors) -> dict[str, str]:
         """Checksums as of a CPU, where `Checked` has others, as on a GPU."""
         hashed.extend(tensors)
-        return {layout.held_name(name): "of a CPU" for name in tensors}
+        return {held_name(name): "of a CPU" for name in tensors}
 
     monkeypatch.setattr(verify_weights, "_expected_checksums", known)
 
@@ -188,7 +189,7 @@ def test_nothing_is_hashed_for_an_engine_whose_checksum_is_another_function(
         link = Checked(saved, "checksums")
         attestation = await loaded(link, saved)
         assert attestation.exact == set()
-        asked = {layout.held_name(name) for name in hashed}
+        asked = {held_name(name) for name in hashed}
         assert len(asked) == verify_weights.SMALLEST and "lm_head.weight" not in asked
         hashed.clear()
         await swap(link, attestation, {name: tensor + 1 for name, tensor in saved.items()})
@@ -284,3 +285,62 @@ def test_where_a_single_tensor_cannot_be_read_log_probs_say_that_nothing_has_mov
             await attestation.check(of_version(2))
 
     run(case())
+
+
+# --- SGLang's layout -----------------------------------------------------------------------------------------
+
+AT = "model.layers.0."
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("model.layers.1.mlp.experts.12.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.mlp.experts.w2_weight"),
+        ("model.layers.1.block_sparse_moe.experts.0.w3.weight", "model.layers.1.block_sparse_moe.experts.w13_weight"),
+        ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.weight"),
+        ("model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_tensors_are_found_behind_the_names_of_those_that_they_are_part_of(name: str, whole: str) -> None:
+    assert held_name(name) == whole
+
+
+def rows(*values: float) -> torch.Tensor:
+    return torch.tensor([[value, value] for value in values])
+
+
+def test_parts_lie_in_sglangs_order_whatever_their_order_in_files() -> None:
+    made = dict(
+        tensors_of_rank(
+            {
+                f"{AT}mlp.up_proj.weight": rows(5, 6),
+                f"{AT}self_attn.v_proj.bias": torch.tensor([3.0]),
+                f"{AT}self_attn.k_proj.weight": rows(3),
+                f"{AT}mlp.gate_proj.weight": rows(7, 8),
+                f"{AT}self_attn.q_proj.weight": rows(1, 2),
+                f"{AT}self_attn.v_proj.weight": rows(4),
+                f"{AT}self_attn.q_proj.bias": torch.tensor([1.0]),
+                f"{AT}self_attn.k_proj.bias": torch.tensor([2.0]),
+                "model.norm.weight": torch.ones(2),
+            }
+        )
+    )
+    assert {name: one.flatten().tolist() for name, one in made.items()} == {
+        f"{AT}mlp.gate_up_proj.weight": [7, 7, 8, 8, 5, 5, 6, 6],
+        f"{AT}self_attn.qkv_proj.bias": [1, 2, 3],
+        f"{AT}self_attn.qkv_proj.weight": [1, 1, 2, 2, 3, 3, 4, 4],
+        "model.norm.weight": [1, 1],
+    }
+
+
+def test_experts_stand_side_by_side_in_the_order_of_their_numbers() -> None:
+    for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        tensors = {f"{AT}mlp.experts.{n}.{down}.weight": rows(n).T for n in (10, 2)}
+        tensors |= {f"{AT}mlp.experts.{n}.{up}.weight": rows(n + 0.5) for n in (10, 2)}
+        tensors |= {f"{AT}mlp.experts.{n}.{gate}.weight": rows(n) for n in (10, 2)}
+        made = dict(tensors_of_rank(tensors))
+        assert made[f"{AT}mlp.experts.w13_weight"].tolist() == [[[2, 2], [2.5, 2.5]], [[10, 10], [10.5, 10.5]]]
+        assert made[f"{AT}mlp.experts.w2_weight"].shape == (2, 2, 1)

@@ -10,7 +10,7 @@ import pytest
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, ModelError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.sglang import failure, server, wire
+from streamppo.rollout.sglang import processes, server, wire
 
 PROMPT = np.array([3, 4], np.int32)
 
@@ -309,7 +309,7 @@ def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
     ],
 )
 def test_the_last_error_in_the_output_becomes_one_sentence(output: str, meaning: str) -> None:
-    found = failure.reason(output)
+    found = processes.explain_failure(output)
     assert meaning in found if meaning else found == ""
     assert "\n" not in found
 

@@ -9,7 +9,7 @@ from faulty_rewards import TOGETHER
 from reward_case import faulty, one_function, processes, started, total
 
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks.rewards.processes import forks, output
+from streamppo.tasks.rewards.processes import forks, template
 from streamppo.tasks.rewards.processes.wire import Outbox
 
 
@@ -172,7 +172,7 @@ def test_a_reward_that_prints_too_much_is_cut_off_and_scored(
             assert await total(rewards, "20") == 1.0
 
     asyncio.run(story())
-    assert capfd.readouterr().out.count("x") <= output.WINDOW_BYTES
+    assert capfd.readouterr().out.count("x") <= template.WINDOW_BYTES
     assert sum("prints more than 64 KiB a minute" in line for line in caplog.messages) == 1
 
 

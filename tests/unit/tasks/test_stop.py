@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from transformers import Gemma3Config, Qwen2Config
 
-from streamppo.errors import ModelError
+from streamppo.errors import ModelError, TaskError
 from streamppo.tasks import stop
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import character_tokenizer
+from streamppo.types import Identity, Prompt
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -173,3 +174,21 @@ def test_a_string_is_found_at_the_token_that_completes_it_however_it_is_spelt(st
     tokens = np.array(tokenizer.encode("x" * 80 + string + "x"), np.int32)
     found = [length for length in range(1, len(tokens) + 1) if completes(tokens[:length])]
     assert found[0] == len(tokens) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("half", r"own_limit:half': TypeError: 'float' object cannot be interpreted as an integer$"),
+        ("none_at_all", r"gave 0, and a completion has at least 1 token$"),
+    ],
+)
+def test_a_length_limit_that_is_no_number_of_tokens_is_refused(name: str, message: str) -> None:
+    limit = stop.load_limit(f"own_limit:{name}", 8)
+    with pytest.raises(TaskError, match=message):
+        limit(Prompt(text="1+1=", columns={}), None)
+
+
+def test_without_a_function_every_completion_has_the_limit_of_all() -> None:
+    prompt = Prompt(text="1+1=", columns={})
+    assert stop.load_limit("", 8)(prompt, Identity(task="t", prompt=1, sample=0)) == 8

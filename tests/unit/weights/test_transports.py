@@ -58,7 +58,8 @@ def ends(
         math_config(f"learner.transport={{kind='{request.param}'{path}}}"), tmp_path / "run"
     )
     factory.create_folder(config)
-    return lambda rank: (factory.sender(config, rank), factory.receiver(config))
+    ends = factory.ends(config)
+    return lambda rank: (ends.sender(rank), ends.receiver())
 
 
 class Queue:
@@ -381,7 +382,7 @@ def test_runs_of_one_name_have_folders_of_their_own_and_leave_nothing(
     assert first != second
     for one in (first, second):
         factory.create_folder(one)
-        factory.sender(one, 0).put(0, [SOMETHING])
+        factory.ends(one).sender(0).put(0, [SOMETHING])
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 2
     factory.create_folder(first)
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 1, "an earlier driver's ranks are dead"
@@ -405,7 +406,7 @@ def test_without_nixl_its_transport_says_how_it_is_installed(
 
     monkeypatch.setattr(nixl, "import_module", missing)
     config = math_config("learner.transport={kind='nixl'}")
-    for end in (lambda: factory.sender(config, 0), lambda: factory.receiver(config)):
+    for end in (lambda: factory.ends(config).sender(0), factory.ends(config).receiver):
         with pytest.raises(WeightsError, match=r"needs NIXL .*pip install 'streamppo\[nixl\]'"):
             end()
 

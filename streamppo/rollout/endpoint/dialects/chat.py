@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from streamppo.rollout.endpoint import refusal, reply
+from streamppo.rollout.endpoint import reply
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.wire import Body
-from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply, ToolCall
-from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
 from streamppo.types import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -27,7 +26,7 @@ class Chat:
         wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
         listed = wire.listed(body.get("messages"), "messages")
         if not listed:
-            raise refusal.bad("messages is empty")
+            raise malformed("messages is empty")
         tools = () if body.get("tool_choice") == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
         return Request(
             messages=tuple(map(_message, listed)),
@@ -121,14 +120,14 @@ def _message(item: Body) -> Message:
 def _read_call(item: Body) -> dict[str, Any]:
     function = item.get("function")
     if not isinstance(function, dict):
-        raise refusal.bad(f"a tool call is that of a function, not {item.get('type')!r}")
+        raise malformed(f"a tool call is that of a function, not {item.get('type')!r}")
     return wire.call(item.get("id"), function.get("name"), function.get("arguments"))
 
 
 def _tool(item: Body) -> dict[str, Any]:
     function = item.get("function")
     if item.get("type", "function") != "function" or not isinstance(function, dict):
-        raise refusal.bad(f"a tool is a function, not {item.get('type')!r}")
+        raise malformed(f"a tool is a function, not {item.get('type')!r}")
     return wire.tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 

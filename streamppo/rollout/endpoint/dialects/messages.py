@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from streamppo.rollout.endpoint import json_values, refusal, reply
+from streamppo.rollout.endpoint import json_values, reply
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.wire import Body
-from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
-from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
 from streamppo.types import Message
 
 ROLES = {one: one for one in ("user", "assistant", "system")}
@@ -35,10 +34,10 @@ class Messages:
         choice = body.get("tool_choice") or {"type": "auto"}
         kind = choice.get("type") if isinstance(choice, dict) else choice
         if kind not in ("auto", "none"):
-            raise refusal.bad(f"tool_choice {kind!r} is not possible here: the policy chooses by itself")
+            raise malformed(f"tool_choice {kind!r} is not possible here: the policy chooses by itself")
         listed = wire.listed(body.get("messages"), "messages")
         if not listed:
-            raise refusal.bad("messages is empty")
+            raise malformed("messages is empty")
         system = wire.text(body.get("system"), "the system prompt")
         first = (Message(role="system", content=system),) if system else ()
         tools = () if kind == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
@@ -159,7 +158,7 @@ def _assistant(blocks: Any) -> Message:
 
 def _tool(item: Body) -> dict[str, Any]:
     if item.get("type") not in (None, "custom"):
-        raise refusal.bad(f"a tool is one of the program's, not {item.get('type')!r}, which is Anthropic's")
+        raise malformed(f"a tool is one of the program's, not {item.get('type')!r}, which is Anthropic's")
     return wire.tool(item.get("name"), item.get("description"), item.get("input_schema"))
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from streamppo.rollout.endpoint import refusal, reply
+from streamppo.rollout.endpoint import reply
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import ROLES, Chat
 from streamppo.rollout.endpoint.dialects.wire import Body
-from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
-from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
 from streamppo.types import Message
 
 OF_ASSISTANT = ("reasoning", "function_call")
@@ -41,7 +40,7 @@ class Responses:
         tools = () if body.get("tool_choice") == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
         messages = (*first, *_messages(items))
         if not messages:
-            raise refusal.bad("input is empty")
+            raise malformed("input is empty")
         return Request(
             messages=messages,
             tools=tuple(tools),
@@ -171,7 +170,7 @@ def _message(item: Body, kind: str) -> Message:
             role="tool", content=wire.text(item.get("output"), "a tool's output"), tool_call_id=str(item.get("call_id"))
         )
     if kind != "message":
-        raise refusal.bad(f"an item of the input is a message, a function call or its output, not {kind or item!r}")
+        raise malformed(f"an item of the input is a message, a function call or its output, not {kind or item!r}")
     role = wire.role(item, ROLES)
     return Message(role=role, content=wire.text(item.get("content"), f"a message of the {item['role']}"))
 
@@ -202,7 +201,7 @@ def _assistant(parts: Sequence[Body]) -> Message:
 
 def _tool(item: Body) -> dict[str, Any]:
     if item.get("type") != "function":
-        raise refusal.bad(f"a tool is a function, not {item.get('type')!r}")
+        raise malformed(f"a tool is a function, not {item.get('type')!r}")
     return wire.tool(item.get("name"), item.get("description"), item.get("parameters"))
 
 

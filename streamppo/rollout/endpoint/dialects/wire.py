@@ -5,10 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from streamppo.rollout.endpoint import json_values, refusal
-from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint import json_values
 from streamppo.rollout.endpoint.reply import Reply
-from streamppo.rollout.endpoint.session import Request, Turn
+from streamppo.rollout.endpoint.request import Request, RequestRefused, Turn, malformed
 from streamppo.tasks.chat import PARTS
 
 MODEL = "policy"
@@ -79,14 +78,14 @@ def refuse_absent(body: Body) -> None:
     for name, why in ABSENT.items():
         refuse(body, name, why)
     if body.get("modalities") not in (None, [], ["text"]):
-        raise refusal.bad("modalities is not possible here: the policy reads and writes text", "unusable parameter")
+        raise malformed("modalities is not possible here: the policy reads and writes text", "unusable parameter")
 
 
 def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
     """Raise `RequestRefused` for a request that sets a parameter to a value other than `allowed`, null or a default."""
     given = body.get(name)
     if given not in (None, [], {}, False, *allowed):
-        raise refusal.bad(f"{name} is not possible here: {why}", "unusable parameter")
+        raise malformed(f"{name} is not possible here: {why}", "unusable parameter")
 
 
 def ignored(body: Body) -> tuple[str, ...]:
@@ -99,14 +98,14 @@ def role(item: Body, known: Mapping[str, str]) -> str:
     """Return the role of a message, as templates call it. Raises `RequestRefused` for an unknown one."""
     given = item.get("role")
     if not isinstance(given, str) or given not in known:
-        raise refusal.bad(f"a message's role is one of {', '.join(known)}, not {str(given)[:100]!r}")
+        raise malformed(f"a message's role is one of {', '.join(known)}, not {str(given)[:100]!r}")
     return known[given]
 
 
 def listed(value: object, name: str) -> Sequence[Body]:
     """Return a list of objects. Raises `RequestRefused` for another value."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise refusal.bad(f"{name} is a list of objects")
+        raise malformed(f"{name} is a list of objects")
     return cast("Sequence[Body]", value)
 
 
@@ -121,13 +120,13 @@ def _part(part: Body, where: str) -> str:
     kind, content = part.get("type"), part.get("text")
     if kind in PARTS and isinstance(content, str):
         return content
-    raise refusal.bad(f"the content of {where} is only text, and this has a part of the type {kind!r}")
+    raise malformed(f"the content of {where} is only text, and this has a part of the type {kind!r}")
 
 
 def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
     """Make a tool call as chat templates take it: its arguments are values. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
-        raise refusal.bad("a tool call has no name")
+        raise malformed("a tool call has no name")
     try:
         values = json_values.plain(json_values.read(arguments)) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -139,7 +138,7 @@ def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
 def tool(name: object, description: object, parameters: object) -> dict[str, Any]:
     """Make a tool as chat templates take it. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
-        raise refusal.bad("a tool has no name")
+        raise malformed("a tool has no name")
     about = {"description": description} if isinstance(description, str) else {}
     return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {}}}
 
@@ -151,7 +150,7 @@ def most_tokens(body: Body, *names: str) -> int | None:
         if given is None:
             continue
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise refusal.bad(f"{name} is a number of tokens above 0, not {given!r}")
+            raise malformed(f"{name} is a number of tokens above 0, not {given!r}")
         return given
     return None
 
@@ -160,7 +159,7 @@ def arguments_of(body: Body) -> Body:
     """Return the arguments of the chat template that a request gives, as vLLM and SGLang take them."""
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, dict):
-        raise refusal.bad("chat_template_kwargs are arguments by name")
+        raise malformed("chat_template_kwargs are arguments by name")
     return given
 
 

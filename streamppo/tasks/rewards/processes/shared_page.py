@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from streamppo.tasks.coroutine_steps import watch_steps
+from streamppo.tasks.coroutines import observe_steps
 
 FORMAT = struct.Struct("<QQ")
 TICK_S = 0.05
@@ -61,7 +61,7 @@ def mark_tasks(loop: asyncio.AbstractEventLoop, page: SharedPage) -> None:
     """Make every task of `loop` record its steps, and the loop count a step every `TICK_S`."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
-        return asyncio.Task(watch_steps(coroutine, _Marks(page)), loop=loop, **options)
+        return asyncio.Task(observe_steps(coroutine, _Marks(page)), loop=loop, **options)
 
     def tick() -> None:
         step = page.read()

@@ -2,24 +2,37 @@
 
 multiprocessing's forkserver forks as fast (15 ms; 33,000 calls/s), but survives a kill -9 of its parent, with every
 stuck child and its descendants.
+
+The output of the processes is forwarded with a bound, because user code may print any amount. Each line gets the prefix
+`reward FUNCTION: `, so that it cannot imitate one of our log lines.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from io import FileIO
 
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
-from streamppo.tasks.rewards.processes import output
+from streamppo.process import LINE_BYTES
 from streamppo.tasks.rewards.processes.wire import LoadReward, Order, ProcessStarted, Ready, frame, receive_async
+from streamppo.terminal import harmless
 
 LOAD_S = 300.0
 """Time limit of the import."""
 CLOSE_S = 2.0
 """Time for a template to end by itself."""
+WINDOW_S = 60.0
+WINDOW_BYTES = 64 * 2**10
+"""Bytes of output forwarded per window for all processes of a reward together; more is dropped."""
+
+log = logging.getLogger(__name__)
 
 
 async def start(config: FunctionScorer) -> "TemplateProcess":
@@ -36,7 +49,7 @@ async def start(config: FunctionScorer) -> "TemplateProcess":
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    output.forward(printed, config.function)
+    forward_output(printed, config.function)
     ours.setblocking(False)
     template = TemplateProcess(config.function, process, ours, *await asyncio.open_connection(sock=ours))
     async with contextlib.AsyncExitStack() as on_failure:
@@ -115,3 +128,49 @@ class TemplateProcess:
                 return await receive_async(self._reader, ProcessStarted)
             except (asyncio.IncompleteReadError, OSError) as error:
                 raise TemplateDied(f"the template process of {self._function!r} has died") from error
+
+
+# --- output --------------------------------------------------------------------------------------------------
+
+
+def forward_output(source: int, function: str) -> None:
+    """Forward `source` to the present standard output until every writer is gone, in a thread that closes it."""
+    try:
+        target = os.dup(1)
+    except OSError:
+        # Without a standard output the pipe must still be read, or its writers would block.
+        target = os.open(os.devnull, os.O_WRONLY)
+    threading.Thread(target=_copy_lines, args=(source, target, function), name="reward-output", daemon=True).start()
+
+
+def _copy_lines(source: int, target: int, function: str) -> None:
+    begin, passed, line = time.monotonic(), 0, b""
+    head = f"reward {harmless(function)}: ".encode()
+    with os.fdopen(source, "rb", buffering=0) as read, os.fdopen(target, "wb", buffering=0) as write:
+        while chunk := read.read(2**16):
+            if time.monotonic() - begin > WINDOW_S:
+                begin, passed = time.monotonic(), 0
+            forwarded = chunk[: max(0, WINDOW_BYTES - passed)]
+            if passed <= WINDOW_BYTES < passed + len(chunk):
+                log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
+            passed += len(chunk)
+            *whole, line = (line + forwarded).split(b"\n")
+            while len(line) > LINE_BYTES:
+                whole, line = [*whole, line[:LINE_BYTES]], line[LINE_BYTES:]
+            _write(write, b"".join(_sanitise(whole_line, head) for whole_line in whole))
+        if line:
+            _write(write, _sanitise(line, head))
+
+
+def _sanitise(line: bytes, head: bytes) -> bytes:
+    """Add the prefix to a line and make it harmless."""
+    return head + harmless(line.removesuffix(b"\r").decode(errors="replace")).encode() + b"\n"
+
+
+def _write(target: FileIO, chunk: bytes) -> None:
+    """Write all of `chunk`; stop if standard output is gone."""
+    try:
+        while chunk:
+            chunk = chunk[target.write(chunk) :]
+    except OSError:
+        return

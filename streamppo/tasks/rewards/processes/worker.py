@@ -22,6 +22,7 @@ from typing import NoReturn
 from streamppo import process
 from streamppo.errors import TaskError
 from streamppo.process import die_with_parent
+from streamppo.tasks.coroutines import TooLate, within
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import too_late
 from streamppo.tasks.rewards.processes import reaper
@@ -40,7 +41,6 @@ from streamppo.tasks.rewards.processes.wire import (
     send,
 )
 from streamppo.tasks.rewards.signature import LoadedReward
-from streamppo.tasks.time_limit import TooLate, within
 
 ENDING_S = 5.0
 """A process that does not end within this time after closing its socket is killed."""

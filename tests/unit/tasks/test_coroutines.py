@@ -10,7 +10,7 @@ import pytest
 from streamppo.config.reward import FunctionScorer
 from streamppo.config.reward import Reward as Choice
 from streamppo.errors import RewardFailed
-from streamppo.tasks.rewards.eager_coroutine import EagerCoroutine
+from streamppo.tasks.coroutines import EagerCoroutine
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.types import Prompt, ScoredText
 
@@ -40,9 +40,9 @@ async def after_several_waits() -> int:
 
 def test_what_waits_for_nothing_has_ended_and_what_waits_goes_on_as_if_it_were_awaited() -> None:
     async def story() -> None:
-        assert EagerCoroutine(at_once()).ended == 7
-        begun = EagerCoroutine(after_several_waits())
-        assert begun.ended is None and await begun == 7
+        assert EagerCoroutine(at_once()).result == 7
+        eager = EagerCoroutine(after_several_waits())
+        assert eager.result is None and await eager == 7
 
     asyncio.run(story())
 

@@ -1,21 +1,40 @@
-"""A thread of this process for SGLang: the processes started from it die with it."""
+"""SGLang's processes in an actor: their thread, their main function, and the reason of their failure.
+
+Processes started from the thread die with it. Their output goes to a file, which explains a failure.
+"""
 
 # SGLang, which brings ZeroMQ, is not installed where this project is type-checked.
 # pyright: reportMissingImports=false
 
 import asyncio
 import gc
+import importlib
 import multiprocessing
+import os
+import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Protocol, TypeVar
 
+from streamppo.process import die_with_parent
+
+MEMORY = (
+    "the model does not fit into the memory that SGLang may use: a larger rollout.engine.mem_fraction_static, more "
+    "rollout.gpus, or a smaller model"
+)
+EXPLANATIONS = (
+    (r"Not enough memory|out of memory|OutOfMemoryError|mem_fraction_static|mem-fraction-static", MEMORY),
+    (r"[Aa]ddress already in use|port \d+ is (already in use|not available)", "a port that it needs is taken"),
+    (r"No CUDA GPUs are available|no NVIDIA driver|libcuda", "there is no GPU: rollout.gpus must be 0 on a CPU"),
+    (r"No module named", "a package that SGLang needs is not installed"),
+)
+"""Patterns in SGLang's errors, and explanations for the user."""
 T = TypeVar("T")
 
 
-class Context(Protocol):
+class ZMQContext(Protocol):
     """A ZeroMQ context."""
 
     closed: bool
@@ -86,8 +105,41 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def _contexts() -> list[Context]:
+def _contexts() -> list[ZMQContext]:
     """The open ZeroMQ contexts of this process."""
     import zmq
 
     return [thing for thing in gc.get_objects() if issubclass(type(thing), zmq.Context) and not thing.closed]
+
+
+# --- the processes -------------------------------------------------------------------------------------------
+
+
+def run(log: str, target: str, *arguments: object) -> object:
+    """Call SGLang's `target` ("module:function") with this process's output redirected to the file `log`.
+
+    It is the main function of SGLang's processes, which look it up by name before they load SGLang. They die with the
+    actor from the start; SGLang itself arranges that only after loading, seconds later.
+    """
+    parent = multiprocessing.parent_process()
+    die_with_parent()
+    if parent is not None and os.getppid() != parent.pid:
+        # The parent ended before the death signal was set up.
+        os._exit(1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(*arguments)
+
+
+def explain_failure(output: str) -> str:
+    """Explain the last error in the output of SGLang's processes in one sentence; empty if there is none."""
+    errors = re.findall(r"^(?:\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", output, re.MULTILINE)
+    if not errors:
+        return ""
+    last = errors[-1].strip()
+    for pattern, explanation in EXPLANATIONS:
+        if re.search(pattern, last):
+            return f"{explanation} ({last[:200]})"
+    return last[:400]

@@ -1,0 +1,95 @@
+"""A request to the endpoint, and its outcome: a turn of the policy, or a refusal."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from streamppo.rollout.endpoint.reply import Reply
+from streamppo.rollout.endpoint.tree import digest
+from streamppo.types import Message
+
+NO_REPLY = Reply("")
+
+
+class Request(NamedTuple):
+    """A request, independent of its dialect. `arguments` are those of the chat template, except the tools."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    arguments: Mapping[str, Any] = {}
+    max_tokens: int | None = None
+    stream: bool = False
+    after: str = ""
+
+    @property
+    def setting(self) -> dict[str, object]:
+        """Everything besides its messages that a context depends on."""
+        return {"tools": self.tools, "arguments": self.arguments}
+
+    def key(self) -> tuple[object, ...]:
+        """The identity of a request; equal requests may differ in `stream`."""
+        return (*map(digest, self.messages), digest(Message(role="", content="", fields=self.setting)), self.max_tokens)
+
+
+@dataclass(eq=False)
+class Turn:
+    """A turn of the policy: under way, or ended with `reply`. `listeners` counts the connections that wait for it.
+
+    `number` counts from 1 in the order of the turns' ends; a turn under way has 0. `ended_before` is the number of
+    turns that had ended when its context was looked up.
+    """
+
+    id: str
+    request: Request
+    admitted: asyncio.Future[None]
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    listeners: int = 0
+    number: int = 0
+    ended_before: int = 0
+    context: int = 0
+    partial: Reply = NO_REPLY
+    shown_s: float = 0.0
+    opened: bool = False
+    text: str = ""
+    reply: Reply | None = None
+    finish: Literal["stop", "length"] = "stop"
+    tokens: int = 0
+    cached: int = 0
+    delivered: bool = False
+    reward: float = 0.0
+    error: Exception | None = None
+    task: asyncio.Task[None] | None = None
+    names: tuple[str, ...] = ()
+    """Further ids of the turn."""
+    new: tuple[Message, ...] = ()
+
+    @property
+    def message_id(self) -> str:
+        """The id of its message, in dialects that have one."""
+        return f"msg_{self.id}"
+
+
+class RequestRefused(Exception):
+    """A refused request: the status, a code known to clients of every dialect, a sentence, and its counter `reason`."""
+
+    def __init__(self, status: int, code: str, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.reason = status, code, reason
+
+
+def malformed(message: str, reason: str = "unusable request") -> RequestRefused:
+    """Make the refusal of a malformed request."""
+    return RequestRefused(400, "invalid_request_error", message, reason)
+
+
+def run_ended() -> RequestRefused:
+    """Make the refusal of an ended run's request."""
+    return RequestRefused(
+        410, "session_ended", "the run of this key has ended: nothing more is sampled for it", "after its end"
+    )
+
+
+def over_budget(message: str) -> RequestRefused:
+    """Make the refusal of a request beyond the run's budget."""
+    return RequestRefused(400, "context_length_exceeded", message, "over budget")

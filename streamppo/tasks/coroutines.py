@@ -1,0 +1,104 @@
+"""Runs coroutines of users: within a time limit, with observed steps, or eagerly up to the first wait.
+
+A step is the code between two waits of a coroutine; it blocks the event loop. A coroutine may swallow its cancellation.
+"""
+
+import asyncio
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class TooLate(Exception):
+    """A call exceeded its time limit."""
+
+
+async def within(limit: asyncio.Timeout, call: Awaitable[T]) -> T:
+    """Await `call` within `limit`. Raises `TooLate` beyond it, whatever the call returns.
+
+    A `TimeoutError` of the call itself is passed on.
+    """
+    try:
+        async with limit:
+            result = await call
+    except TimeoutError as error:
+        if limit.expired():
+            raise TooLate from error
+        raise
+    end_s = limit.when()
+    # A bare `except` swallows a cancellation, and the last step of a call cannot be cancelled.
+    if end_s is not None and asyncio.get_running_loop().time() > end_s:
+        raise TooLate
+    return result
+
+
+class StepObserver(Protocol):
+    """Observes the steps of a coroutine."""
+
+    def enter(self) -> None:
+        """Called before a step."""
+        ...
+
+    def leave(self) -> None:
+        """Called after a step."""
+        ...
+
+
+async def observe_steps(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> T:
+    """Run `coroutine`; call `observer` before and after each of its steps."""
+    # A task takes no generator, also not one of `types.coroutine`.
+    return await _step_by_step(coroutine, observer)
+
+
+@types.coroutine
+def _step_by_step(coroutine: Coroutine[Any, Any, T], observer: StepObserver) -> Generator[object, object, T]:
+    step: Callable[[], object] = partial(coroutine.send, None)
+    while True:
+        observer.enter()
+        try:
+            wait = step()
+        except StopIteration as end:
+            return end.value
+        finally:
+            observer.leave()
+        try:
+            step = partial(coroutine.send, (yield wait))
+        # A cancellation too must reach the coroutine.
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
+
+
+class EagerCoroutine(Generator[Any, Any, T]):
+    """Runs `coroutine` up to its first wait at once, and the remainder in the task that awaits it.
+
+    A reward without a wait needs no timer, which would cost more than most such rewards. `result` is the result of a
+    coroutine without a wait; else it is None, and this object must be awaited once. `start_s` is the event loop's time
+    at the start. The constructor raises an error raised before the first wait.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.start_s = asyncio.get_running_loop().time()
+        self._coroutine, self._is_resumed = coroutine, False
+        self.result: T | None = None
+        try:
+            self._first_wait = coroutine.send(None)
+        except StopIteration as end:
+            self.result = end.value
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        """Continue the coroutine, starting with its first wait."""
+        return self
+
+    def send(self, value: Any, /) -> Any:
+        """Return the first wait, and then the coroutine's further waits."""
+        if self._is_resumed:
+            return self._coroutine.send(value)
+        self._is_resumed = True
+        return self._first_wait
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error or a cancellation inside the coroutine."""
+        return self._coroutine.throw(*error)
