@@ -78,6 +78,12 @@ def learning(config: Config) -> dict[str, object]:
     return values | {"learner.gpus": config.learner.gpus > 0}
 
 
+def differ(before: Config, after: Config) -> bool:
+    """True if a value differs: any but the run's name, its origin, and the places of its files."""
+    was, becomes = _placeless(before), _placeless(after)
+    return any(was.get(name) != becomes.get(name) for name in was | becomes if not _in(name, ("name", "origin")))
+
+
 def fields(config: Config) -> dict[str, object]:
     """Every value of `config` by dotted name; the kind of a choice is a value too."""
     return dict(_leaves("", msgspec.to_builtins(config)))
@@ -103,9 +109,9 @@ def moved_paths(before: Config, after: Config) -> dict[str, str]:
 def as_present(recorded: Config, present: Config) -> Config:
     """`recorded` with the paths, addresses and transport of `present`, on which no weights depend.
 
-    Returns `present` itself if both have the same `learning` values.
+    Returns `present` itself if the two do not `differ`.
     """
-    if learning(recorded) == learning(present):
+    if not differ(recorded, present):
         return present
     places = [f"{name}={msgspec.json.encode(place).decode()}" for name, place in moved_paths(recorded, present).items()]
     config = configfile.change(recorded, places)

@@ -28,7 +28,7 @@ import ray
 from msgspec import structs
 
 from streamppo import process
-from streamppo.config.diff import learning
+from streamppo.config.diff import differ
 from streamppo.config.sections import Config
 from streamppo.errors import DIVERGENCE_CAUSES, Diverged, QueueError
 from streamppo.queue import report, resume_checks
@@ -111,7 +111,7 @@ class QueueActor(ArchivedRuns):
         resume_checks.refuse_other(before, self.config)
         if version < newest:
             log.info("versions %d to %d are redone, as first configured", version + 1, newest)
-        if before is None or learning(before) != learning(self.config):
+        if before is None or differ(before, self.config):
             self._journal.configure(newest, encode(self.config))
         await self._commits.commit()
         return self._queue.state.version

@@ -45,9 +45,12 @@ from streamppo.types import Identity
 
 
 class Rewound(NamedTuple):
-    """The properties of a version for `rewind`: the tokens of all batches before it, and the lag admitted with it."""
+    """The properties of a version for `rewind`: trajectories and tokens of all batches before it, and the lag admitted
+    with it.
+    """
 
     version: int
+    trajectories: int
     tokens: int = 0
     admitted_lag: int | None = None
 
@@ -190,13 +193,15 @@ def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
     shape = settings_of(config).shape
     given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in open_numbers})
     given_up += len(slots.skipped) * shape.unit_size
-    consumed = slots.opened - len(open_numbers) - given_up
+    consumed = rewound.trajectories
+    # Without segments it is 0. Otherwise those that were trained on, also of slots that are open again.
+    cut = consumed - (slots.opened - len(open_numbers) - given_up)
     return Counters(
         shape=shape,
         version=rewound.version,
         opened=slots.opened,
         abandoned=given_up,
-        counts={"stored": consumed, "consumed": consumed, "skipped_prompts": len(slots.skipped)},
+        counts={"stored": consumed, "consumed": consumed, "cut": cut, "skipped_prompts": len(slots.skipped)},
         tokens={"delivered": rewound.tokens, "consumed": rewound.tokens},
         dropped={},
         failed={},

@@ -133,7 +133,8 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
     lines = list(_lines(past))
     state = manifest.read(aside / "checkpoints" / f"{past.version:08d}").state if past.version else None
     tokens = round(sum(cast(dict[str, float], line).get("tokens", 0.0) for line in lines))
-    rewound = Rewound(past.version, tokens, state.lag[0] if state and state.lag else None)
+    trajectories = sum(past.history.at(version).queue.batch_size for version in range(past.version))
+    rewound = Rewound(past.version, trajectories, tokens, state.lag[0] if state and state.lag else None)
     with durable.naming(aside, RunError):
         rewind.rewind(past.run, aside, past.history.at(past.version), rewound)
         if Path(model_path(config, past.run)).is_relative_to(past.run):
@@ -210,10 +211,10 @@ def _lines(past: Past) -> Iterator[Line]:
     wall_s = 0.0
     for line in metrics_file.read(past.run):
         version = line.get("update", line.get("remade"))
+        if "evaluation" in line:
+            version = max(line["evaluation"], line["versions"][1])
         if isinstance(version, int) and version <= past.version:
             wall_s = max(wall_s, line["wall_s"])
-            yield line
-        elif "evaluation" in line and max(line["evaluation"], line["versions"][1]) <= past.version:
             yield line
     yield {"end": WAITS, "wall_s": wall_s}
 

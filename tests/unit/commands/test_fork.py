@@ -14,6 +14,8 @@ import thread_run
 
 import streamppo
 from streamppo import cli
+from streamppo.commands.look import verify
+from streamppo.config import diff
 from streamppo.config import file as configfile
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
@@ -75,6 +77,48 @@ def test_a_fork_without_a_change_is_the_same_run_bit_for_bit(exact: Path, tmp_pa
     assert origin and (origin.run, origin.version, origin.digest) == (str(exact), at, digests(exact)[at])
     numbers = [line["update"] for line in metrics_file.read(fork) if "update" in line]
     assert numbers == list(range(1, 7))
+
+
+def test_a_fork_at_any_version_has_the_evaluations_so_far_and_is_as_recorded(exact: Path, tmp_path: Path) -> None:
+    """An evaluation is answered after its update's line, and perhaps after later ones."""
+    run = shutil.copytree(exact, tmp_path / "math")
+    lines = list[Any]()
+    for line in metrics_file.read(run):
+        lines.append(line)
+        # Those of even versions are answered after the next update's line.
+        for version in {1: [1], 2: [], 3: [2, 3], 4: [], 5: [4, 5], 6: [6]}.get(line.get("update", 0), []):
+            answers = {"accuracy": 0.5, "count": 8, "failed": 0, "versions": [version, version]}
+            lines.append({"evaluation": version, "wall_s": line["wall_s"] + 1e-6, **answers})
+    (run / metrics_file.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for at in (2, 3):
+        fork = Path(forked(run, at, runs=tmp_path / "runs")["folder"])
+        evaluated = {line["evaluation"] for line in metrics_file.read(fork) if "evaluation" in line}
+        assert evaluated == set(range(1, at + 1))
+        assert verify.check(fork, 0).faults == []
+
+
+@pytest.mark.slow
+def test_a_fork_has_the_configuration_that_held_at_its_version(exact: Path, tmp_path: Path) -> None:
+    """Also in what no update depends on, and where a resume changed nothing else."""
+    run = shutil.copytree(exact, tmp_path / "moved" / "math")
+    held = {0: configfile.load(run / configfile.CONFIG)}
+    for version, changes in {
+        6: ("updates=7",),
+        7: ("updates=9", "evaluation.prompts=3", "checkpoint.every=4"),
+        8: ("rollout.slots=8", "reward.timeout_s=7.0"),
+        9: ("updates=10", "rollout.slots=4", "queue.max_attempts=7"),
+    }.items():
+        held[version] = configfile.load(run / configfile.CONFIG, changes)
+        configfile.save(held[version], run)
+        trained = thread_run.train(run, dies_at=8 if version == 7 else None)
+        assert trained.returncode == (thread_run.DIED if version == 7 else 0), trained.stdout
+    places = ("name", "origin", "updates", "checkpoint", "model")
+    for version, config in held.items():
+        fork = Path(forked(run, version, "--set", "updates=20", runs=tmp_path / "runs")["folder"])
+        its, wanted = (diff.fields(one) for one in (configfile.load(fork / configfile.CONFIG), config))
+        differ = {name for name in wanted if its.get(name) != wanted[name] and name.partition(".")[0] not in places}
+        assert not differ, version
+    assert verify.check(run, 0).faults == [] and replay_case.succeeds(run)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import thread_run
 from conftest import SUPPORT
 
 from streamppo import cli
+from streamppo.commands.look import verify
 from streamppo.commands.models import archived
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
@@ -60,6 +61,7 @@ def forked(run: Path, runs: Path) -> Path:
     fork = Path(told["folder"])
     trained = thread_run.train(fork)
     assert trained.returncode == 0, trained.stdout
+    assert verify.check(fork, 0).faults == []
     again = replay_case.replay(fork)
     assert again.returncode == 0, again.stdout + again.stderr
     return fork

@@ -25,7 +25,7 @@ from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.order import RowNumbers, SourceRows
-from streamppo.types import Failure, Ticket
+from streamppo.types import Failure, Ticket, Trajectory
 
 UPDATES = 8
 KINDS = {
@@ -33,6 +33,7 @@ KINDS = {
     "lag 2": ("queue.max_lag=2",),
     "groups": ("queue.max_lag=2", "algorithm.advantage={kind='grpo'}"),
     "groups that teach": ("queue.max_lag=1", "algorithm={advantage={kind='grpo'}, zero_variance='resample'}"),
+    "segments": ("queue.max_lag=4", "queue.too_old=mask", "queue.segments={max_tokens=2, just_in_time=false}"),
     "windowed": ("queue.max_lag=4", "queue.too_old=windowed"),
     "curriculum": ("queue.max_lag=0", "algorithm={advantage={kind='grpo'}, curriculum={skip='equal'}}"),
     "curriculum of groups that teach": (
@@ -50,9 +51,11 @@ ROWS = RowNumbers(sources=(SourceRows(name="rows", weight=1.0, count=5, key=(1,)
 class Played(NamedTuple):
     """What the run had at each version: the numbers of consumed slots, of held ones, and of all that were opened.
 
+    `trained` are the numbers of the batch that made it: with segments, also of completions that go on.
     `zero_variance` is the curriculum's count of each row, `skipped` the first slots of all prompts that it skipped.
     """
 
+    trained: dict[int, set[int]]
     consumed: dict[int, set[int]]
     held: dict[int, set[int]]
     opened: dict[int, int]
@@ -68,16 +71,17 @@ def play(folder: Path, config: Config, seed: int) -> Played:
     samples = config.queue.samples_per_prompt
     journal, archive = Journal(folder / "journal.sqlite"), Archive(folder / "archive", {})
     journal.configure(0, msgspec.msgpack.encode(config))
-    played = Played({0: set()}, {0: set()}, {0: 0}, {0: {}}, set())
+    played = Played({0: set()}, {0: set()}, {0: set()}, {0: 0}, {0: {}}, set())
     waiting, call = list[tuple[Ticket, int]](), 0
     journal.write(snapshot.take_changes(rules.settings, rules.state), [made(0, None)])
     while (version := rules.state.version) < UPDATES:
+        rules.cut_for("rollout-0", version)
         tickets = rules.issue("rollout-0", version, rng.randint(1, 9), call)
         call += bool(tickets)
         waiting += [(ticket, version) for ticket in tickets]
         rng.shuffle(waiting)
         for _ in range(rng.randint(0, len(waiting))):
-            deliver(rules, *waiting.pop(), rng)
+            waiting += deliver(rules, *waiting.pop(), rng)
         batch = rules.take(version)
         if batch is None:
             continue
@@ -86,7 +90,8 @@ def play(folder: Path, config: Config, seed: int) -> Played:
         played.skipped.update(rules.state.pending_changes.skipped)
         played.zero_variance[version + 1] = dict(rules.state.zero_variance)
         journal.write(snapshot.take_changes(rules.settings, rules.state), [made(version + 1, archived)], archive.settle)
-        numbers = {one.identity.prompt * samples + one.identity.sample for one in batch.trajectories}
+        played.trained[version + 1] = {number_of(one, samples) for one in batch.trajectories}
+        numbers = {number_of(one, samples) for one in batch.trajectories if one.finish != "cut"}
         played.consumed[version + 1] = played.consumed[version] | numbers
         played.held[version + 1] = {slot.number for slot in rules.state.waiting()}
         played.opened[version + 1] = rules.state.opened
@@ -98,13 +103,21 @@ def made(version: int, archived: object) -> PublishedVersion:
     return PublishedVersion(version=version, digest=f"{version:064x}", archived=archived)  # pyright: ignore[reportArgumentType]
 
 
-def deliver(rules: QueueRules, ticket: Ticket, version: int, rng: random.Random) -> None:
+def number_of(one: Trajectory, samples: int) -> int:
+    return one.identity.prompt * samples + one.identity.sample
+
+
+def deliver(rules: QueueRules, ticket: Ticket, version: int, rng: random.Random) -> list[tuple[Ticket, int]]:
+    """Deliver a failure, a trajectory, or a segment; returns the ticket of the rest of its completion."""
     if rng.random() < 0.1:
         failure = Failure(identity=ticket.identity, actor="rollout-0", stage="reward", reason="no", tokens=1)
         rules.fail(failure)
-        return
-    one = trajectory([5, 6, 1], versions=[version] * 3, reward=float(rng.random() < 0.5))
+        return []
+    finish = "cut" if rules.settings.segments and rng.random() < 0.4 else "stop"
+    one = trajectory([5, 6, 1], versions=[version] * 3, reward=float(rng.random() < 0.5), finish=finish)
     rules.put(structs.replace(one, identity=ticket.identity))
+    rest = structs.replace(ticket.identity, segment=ticket.identity.segment + 1)
+    return [(structs.replace(ticket, identity=rest), rules.state.version)] if finish == "cut" else []
 
 
 @pytest.mark.sampled(5)
@@ -120,18 +133,20 @@ def test_every_version_has_what_was_to_come(
     for version in range(UPDATES + 1):
         fork = tmp_path / f"fork-{version}"
         fork.mkdir()
-        rewind(run, fork, config, Rewound(version))
+        rewind(run, fork, config, Rewound(version, 8 * version))
         with closing(Journal.open_run(fork)) as journal:
             saved, saved_skips = journal.read(), journal.skipped()
             assert list(journal.versions()) == list(range(version + 1)) and saved is not None
         state = snapshot.rebuild(settings_of(config), saved, fork)
         open_again = {slot.number for slot in state.waiting()}
         consumed = played.consumed[version]
-        assert state.opened == max(consumed, default=-1) + 1 <= played.opened[version]
+        newest = max((number for made in range(version + 1) for number in played.trained[made]), default=-1)
+        assert state.opened == newest + 1 <= played.opened[version]
+        assert state.counts["consumed"] == 8 * version
         assert not open_again & consumed and state.held == len(open_again)
         # What was held is open, but for groups that the run gave up later.
         below = {number for number in played.held[version] if number < state.opened}
-        later = played.consumed[UPDATES] | played.held[UPDATES]
+        later = played.held[UPDATES].union(*(played.trained[made] for made in range(version + 1, UPDATES + 1)))
         assert open_again == below & later
         assert kind != "lag 0" or not open_again
         assert archives.open(fork).versions() == list(range(version))
@@ -142,10 +157,12 @@ def test_every_version_has_what_was_to_come(
         state.version, first_new = version, state.opened
         tickets = rules.issue("rollout-0", version, 1000, 0)
         asked = [ticket.slot for ticket in tickets]
-        assert asked[: len(open_again)] == sorted(open_again), "what was begun comes first"
+        # With segments fewer are admitted: places are kept for their cuts.
+        begun = sorted(open_again)[: len(asked) if kind == "segments" else None]
+        assert asked[: len(begun)] == begun, "what was begun comes first"
         skipped = state.pending_changes.skipped
         new = [number for number in range(first_new, state.opened) if number - number % 4 not in skipped]
-        assert asked[len(open_again) :] == new and ("curriculum" in kind or not skipped)
+        assert asked[len(begun) :] == new and ("curriculum" in kind or not skipped)
 
 
 def test_versions_whose_batches_do_not_tell_the_next_prompts_are_refused(
@@ -161,7 +178,7 @@ def test_versions_whose_batches_do_not_tell_the_next_prompts_are_refused(
         (fork := tmp_path / f"fork-{version}").mkdir()
         if 0 < version < 5:
             with pytest.raises(JournalError, match="a fork can begin at version 5 or later"):
-                rewind(run, fork, config, Rewound(version))
+                rewind(run, fork, config, Rewound(version, 8 * version))
         else:
-            rewind(run, fork, config, Rewound(version))
+            rewind(run, fork, config, Rewound(version, 8 * version))
             assert archives.open(fork).versions() == list(range(3, version))
