@@ -75,6 +75,8 @@ DECIDED = {
     "dtype": "by model.dtype",
     "enable_fp32_lm_head": "by model.float32_head",
     "tp_size": "by rollout.gpus",
+    "dp_size": "by rollout.actors, each with one copy of the model",
+    "pp_size": "by rollout.gpus, which share every layer",
     "max_running_requests": "by rollout.slots",
     "attention_backend": "by rollout.engine.attention_backend",
     "mem_fraction_static": "by rollout.engine.mem_fraction_static",

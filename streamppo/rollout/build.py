@@ -131,6 +131,7 @@ def _setup(
         chosen.kv,
         model.vocabulary,
         chosen.start_s,
+        room=model.room,
         cuts=sampling(config).cuts,
         streams=wire.streaming(config),
         routes=chosen.routes,

@@ -16,7 +16,7 @@ import sglang_case as case
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Sampling
-from streamppo.rollout.sglang import verify_weights
+from streamppo.rollout.sglang import server, verify_weights
 
 pytest_plugins = ["sglang_case"]
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
@@ -30,15 +30,15 @@ SERVER = (
 )
 
 
-def start_server(folder: str, port: int) -> subprocess.Popen[bytes]:
+def start_server(folder: str, port: int, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", f"--model-path={folder}", f"--port={port}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen([*command, *SERVER], env=environment, start_new_session=True)
+    return subprocess.Popen([*command, *SERVER, *more], env=environment, start_new_session=True)
 
 
-def kill(server: subprocess.Popen[bytes]) -> None:
-    os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+def kill(started: subprocess.Popen[bytes]) -> None:
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def url(setting: case.Setting, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     with socket.create_server(("127.0.0.1", 0)) as free:
         # SGLang takes another port 10000 above.
         port = free.getsockname()[1] % 20000 + 20000
-    server = start_server(setting.folder, port)
+    started = start_server(setting.folder, port)
     yield f"http://127.0.0.1:{port}"
-    kill(server)
+    kill(started)
 
 
 async def opened(setting: case.Setting, *overrides: str) -> Any:
@@ -121,6 +121,67 @@ def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setti
     setting.run(use())
 
 
+def test_a_load_that_takes_long_is_no_death_of_the_server(
+    setting: case.Setting, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paused server samples nothing, and so answers no check that asks for a token."""
+    after, long_s = case.model(seed=18), 1.5
+    monkeypatch.setattr(server, "SILENT_S", long_s)
+
+    async def use() -> None:
+        engine = await opened(setting, f"rollout.engine.urls=['{url}']")
+        try:
+            carrier, prompt = engine._life.carrier, case.prompts(1)[0]
+            carry = carrier.carry
+
+            async def carry_slowly(version: int, *, flush: bool) -> None:
+                await asyncio.sleep(3 * long_s)
+                await carry(version, flush=flush)
+
+            monkeypatch.setattr(carrier, "carry", carry_slowly)
+            under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
+            await asyncio.sleep(case.BEGUN_S)
+            await engine.update_weights(1, case.tensors(after))
+            await under_way
+            assert (engine.version, engine.usage().restarts) == (1, 0)
+        finally:
+            await engine.stop()
+
+    setting.run(use())
+
+
+def test_tokens_of_weights_that_another_program_pushed_are_refused(setting: case.Setting, url: str) -> None:
+    """Another run would push its own version 0, and another program any name."""
+
+    async def use() -> None:
+        engine = await opened(setting, f"rollout.engine.urls=['{url}']")
+        try:
+            prompt = case.prompts(1)[0]
+            assert set((await engine.generate(prompt, Sampling(5))).versions) == {0}
+            link = engine._life.link
+            for name in ("0", "0-ffffffff", "default"):
+                await link.call("update_weight_version", new_version=name, abort_all_requests=False)
+                with pytest.raises(ModelError, match=f"sampled with weights '{name}', which this actor never pushed"):
+                    await engine.generate(prompt, Sampling(5))
+            await engine.update_weights(1, case.tensors(setting.model))
+            assert set((await engine.generate(prompt, Sampling(5))).versions) <= {0, 1}
+        finally:
+            await engine.stop()
+
+    setting.run(use())
+
+
+def test_a_server_that_would_truncate_rows_is_refused(setting: case.Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    port = 22987
+    started = start_server(setting.folder, port, "--context-length=128")
+    try:
+        with pytest.raises(ModelError, match=r"rows of at most 128 tokens, and prompt and completion have up to 5\d\d"):
+            setting.run(opened(setting, f"rollout.engine.urls=['http://127.0.0.1:{port}']", "rollout.max_tokens=500"))
+    finally:
+        kill(started)
+
+
 def test_a_server_that_dies_and_comes_back_is_given_the_version_that_was_served(
     setting: case.Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,9 +203,9 @@ def test_a_server_that_dies_and_comes_back_is_given_the_version_that_was_served(
             assert engine.usage().restarts == 1
             await engine.stop()
         finally:
-            for server in servers:
-                if server.poll() is None:
-                    kill(server)
+            for started in servers:
+                if started.poll() is None:
+                    kill(started)
 
     setting.run(use())
 

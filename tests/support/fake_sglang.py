@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen2Config
 
 from streamppo.errors import ModelError
+from streamppo.rollout.sglang import versions
 from streamppo.rollout.sglang.engine import SGLangEngine, start
 from streamppo.rollout.sglang.session import SessionSetup
 from streamppo.rollout.weight_checks import Architecture
@@ -25,7 +26,7 @@ class Fake:
     cached tokens.
     """
 
-    version, ranks = (0, 5, 21), 1
+    version, ranks, longest = (0, 5, 21), 1, 1 << 20
 
     def __init__(self, capacity: int = 4) -> None:
         self.capacity = capacity
@@ -76,7 +77,7 @@ class Fake:
             await asyncio.sleep(0)
         finally:
             self.running -= 1
-        spans = [{"version": str(self.loaded), "start": 0, "end": 1}]
+        spans = [{"version": versions.name(self.loaded), "start": 0, "end": 1}]
         finish = {"type": "length"}
         return {
             "meta_info": {
@@ -154,7 +155,7 @@ class Streaming(Fake):
         await super().carry(version, flush=flush)
         for one in self.requests:
             if one.counted:
-                one.changes.append((str(before), one.counted))
+                one.changes.append((versions.name(before), one.counted))
 
     async def stream(self, **fields: Any) -> AsyncGenerator[Any]:
         knobs = fields["sampling_params"]
@@ -223,7 +224,7 @@ class Streaming(Fake):
             meta["output_token_sampling_mask"] = [candidates(one.name, n) for n in places]
             meta["output_token_sampling_logprobs"] = [2 * logprob(n) for n in places]
         if at_end:
-            ends = [*one.changes, (str(self.loaded), one.counted)]
+            ends = [*one.changes, (versions.name(self.loaded), one.counted)]
             begins = [0, *(end for _, end in ends)]
             meta["weight_versions"] = [
                 {"version": version, "start": begin, "end": end}

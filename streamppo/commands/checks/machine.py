@@ -46,12 +46,16 @@ def _sglang(config: Config) -> Finding:
         text = "SGLang is not installed: pip install 'streamppo[sglang]', or another rollout.engine"
         return Finding("engine", "not here", text)
     # The package rollout.sglang imports torch, as SGLang does.
-    from streamppo.rollout.sglang import wire
+    from streamppo.rollout.sglang import checks, wire
 
     try:
         version = wire.installed_version()
         if what := wire.streaming(config):
-            wire.check_streams(version, what)
+            checks.check_streams(version, what)
+        if config.rollout.top_p < 1 or config.rollout.top_k:
+            checks.check_candidates(version)
+        if config.rollout.engine.routes:
+            checks.check_routes(version)
         return Finding("engine", "ok", f"SGLang {'.'.join(map(str, version))}")
     except ModelError as error:
         return Finding("engine", "error", str(error))

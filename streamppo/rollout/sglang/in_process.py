@@ -10,15 +10,15 @@ import inspect
 import os
 import signal
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from streamppo.errors import ModelError
-from streamppo.rollout.sglang import processes, wire
-from streamppo.rollout.sglang.link import Answer
-from streamppo.rollout.sglang.processes import EngineThread
+from streamppo.rollout.sglang import checks, processes, wire
+from streamppo.rollout.sglang.link import HEALTH_S, Answer
+from streamppo.rollout.sglang.processes import EngineThread, ProcessOutput
 
 
 class Handler(NamedTuple):
@@ -67,10 +67,17 @@ class TokenizerManager(Protocol):
         ...
 
 
+class StartedSchedulers(Protocol):
+    """What SGLang's schedulers report at their start."""
+
+    scheduler_infos: Sequence[Mapping[str, object]]
+
+
 class SGLang(Protocol):
     """The part of `sglang.Engine` used here."""
 
     tokenizer_manager: TokenizerManager
+    _scheduler_init_result: StartedSchedulers
 
     def shutdown(self) -> None:
         """Kill every child process of this process; never call it."""
@@ -80,9 +87,10 @@ class SGLang(Protocol):
 class OwnEngine:
     """A `Link` to the processes of `engine`, which were started in `thread` and write to `output`."""
 
-    def __init__(self, thread: EngineThread, engine: SGLang, output: BinaryIO, settings: "LaunchSettings") -> None:
+    def __init__(self, thread: EngineThread, engine: SGLang, output: ProcessOutput, settings: "LaunchSettings") -> None:
         self.version = settings.version
         self.capacity, self.ranks = settings.capacity, settings.ranks
+        self.longest = checks.longest(engine._scheduler_init_result.scheduler_infos[0])
         self._thread, self._engine, self._output = thread, engine, output
         self._processes = thread.processes()
 
@@ -110,12 +118,13 @@ class OwnEngine:
 
     async def death(self) -> str:
         """See `Link.death`."""
+        self._output.show()
         ended = [process.exitcode or 0 for process in self._processes if not process.is_alive()]
         if not ended:
             return ""
         killed = [signal.Signals(-code).name for code in ended if code < 0]
         return (
-            f"one of its processes was killed by {killed[0]}" if killed else _reason(self._output) or "a process ended"
+            f"one of its processes was killed by {killed[0]}" if killed else self._output.reason() or "a process ended"
         )
 
     async def stop(self) -> None:
@@ -178,26 +187,40 @@ async def start(settings: LaunchSettings, life: int) -> OwnEngine:
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
     descriptor, log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
     async with AsyncExitStack() as undo:
-        output = undo.enter_context(os.fdopen(descriptor, "rb"))
+        file = undo.enter_context(os.fdopen(descriptor, "rb"))
+        output = ProcessOutput(file, shown=settings.arguments.get("log_level") != "error")
         # The processes keep the unlinked file open; it disappears when the last of them dies.
         undo.callback(os.unlink, log)
         thread = EngineThread(f"sglang-{life}")
         undo.push_async_callback(thread.end)
         try:
             async with asyncio.timeout(settings.start_s):
-                engine = await thread.run(_build(settings, settings.seed + life, log))
+                engine = await _shown(output, thread.run(_build(settings, settings.seed + life, log)))
         except ModelError:
             await thread.end()
             raise
         except Exception as error:
             # SGLang may raise any error. Its output is complete once its processes have ended.
             await thread.end()
+            output.show()
             late = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
             why = late if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
-            raise ModelError(f"SGLang cannot start: {_reason(output) or why}") from error
+            raise ModelError(f"SGLang cannot start: {output.reason() or why}") from error
         undo.pop_all()
         os.unlink(log)
     return OwnEngine(thread, engine, output, settings)
+
+
+async def _shown(output: ProcessOutput, work: Awaitable[SGLang]) -> SGLang:
+    """Return the result of `work`, and show the output during it: a start may take minutes."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=HEALTH_S)
+            output.show()
+        return await task
+    finally:
+        task.cancel()
 
 
 async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
@@ -221,8 +244,3 @@ async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
 def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:
     """Wrap `function`, the main function of an SGLang process, so that its output goes to the file `log`."""
     return partial(processes.run, log, f"{function.__module__}:{function.__name__}")
-
-
-def _reason(output: BinaryIO) -> str:
-    output.seek(0)
-    return processes.explain_failure(output.read().decode(errors="replace"))

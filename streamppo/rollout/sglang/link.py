@@ -30,6 +30,11 @@ class Link(Protocol):
         """Number of processes that share the model."""
         ...
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, a prompt and its completion, that its context and its cache hold."""
+        ...
+
     async def call(self, name: str, /, **fields: object) -> Answer:
         """Call endpoint `name` and return its answer.
 

@@ -1,4 +1,4 @@
-"""SGLang's processes in an actor: their thread, their main function, and the reason of their failure.
+"""SGLang's processes in an actor: their thread, their main function, their output, and the reason of their failure.
 
 Processes started from the thread die with it. Their output goes to a file, which explains a failure.
 """
@@ -9,6 +9,7 @@ Processes started from the thread die with it. Their output goes to a file, whic
 import asyncio
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import re
@@ -16,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from threading import Thread
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from streamppo.process import die_with_parent
 
@@ -32,6 +33,7 @@ EXPLANATIONS = (
 )
 """Patterns in SGLang's errors, and explanations for the user."""
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class ZMQContext(Protocol):
@@ -131,6 +133,34 @@ def run(log: str, target: str, *arguments: object) -> object:
         os.dup2(descriptor, stream)
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)(*arguments)
+
+
+class ProcessOutput:
+    """The `file` to which SGLang's processes write. With `shown`, `show` logs their lines."""
+
+    def __init__(self, file: BinaryIO, *, shown: bool) -> None:
+        self._file, self._shown = file, shown
+        self._position = 0
+
+    def show(self) -> None:
+        """Log the lines since the last call."""
+        if not self._shown:
+            return
+        self._file.seek(self._position)
+        whole, newline, _ = self._file.read().rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        for line in whole.decode(errors="replace").splitlines():
+            log.info("SGLang: %s", line)
+
+    def reason(self) -> str:
+        """Explain the last error; empty if there is none."""
+        self._file.seek(0)
+        return explain_failure(self._file.read().decode(errors="replace"))
+
+    def close(self) -> None:
+        """Show the rest, and close the file."""
+        self.show()
+        self._file.close()
 
 
 def explain_failure(output: str) -> str:

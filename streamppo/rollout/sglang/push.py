@@ -16,6 +16,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from streamppo.rollout.sglang import versions
 from streamppo.rollout.sglang.link import Link
 from streamppo.weights.buckets import ALIGNMENT
 
@@ -223,7 +224,7 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
 
 def _ending(version: int, *, last: bool, flush: bool) -> dict[str, object]:
     """Fields of a part's request: only the last part sets the version and flushes the cache."""
-    return {"weight_version": str(version) if last else None, "flush_cache": last and flush}
+    return {"weight_version": versions.name(version) if last else None, "flush_cache": last and flush}
 
 
 def _bucket(part: Named) -> Bucket:
@@ -244,7 +245,8 @@ def _address(url: str) -> tuple[str, int]:
     host = "127.0.0.1"
     if url:
         parts = urlsplit(url)
-        with socket.create_connection((parts.hostname or "", parts.port or 80)) as there:
+        default = 443 if parts.scheme == "https" else 80
+        with socket.create_connection((parts.hostname or "", parts.port or default)) as there:
             host = there.getsockname()[0]
     with socket.create_server((host, 0)) as free:
         return host, free.getsockname()[1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -13,11 +14,16 @@ import msgspec
 
 from streamppo.config.rollout import SGLangEngine
 from streamppo.errors import ModelError
-from streamppo.rollout.sglang import wire
+from streamppo.rollout.sglang import checks, wire
 from streamppo.rollout.sglang.link import HEALTH_S, Answer
 
-SILENT_S = 5.0
-"""A server without an answer for this long counts as dead."""
+SILENT_S = 20.0
+"""A server whose HTTP process gives no answer for this long counts as dead."""
+IDLE_S = 2.0
+"""Idle connections are closed after this long: SGLang closes them after 5 s, and loses a request of that moment."""
+GATEWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+"""Statuses of a proxy that does not reach SGLang."""
+log = logging.getLogger(__name__)
 
 
 class Server:
@@ -28,6 +34,7 @@ class Server:
         room = sum(state.get("effective_max_running_requests_per_dp") or slots for state in states)
         self.version = wire.parse_supported_version(info["version"], f"the SGLang server at {url}")
         self.capacity, self.ranks = min(slots, room), int(info.get("tp_size", 1))
+        self.longest = checks.longest(info)
         self._client, self._url = client, url
 
     async def call(self, name: str, /, **fields: object) -> Answer:
@@ -40,13 +47,8 @@ class Server:
             raise ConnectionError(f"{type(error).__name__} at {self._url}") from error
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise NotImplementedError(name)
-        content = answer.json() if answer.content else None
-        answer_fields = content if isinstance(content, dict) else {}
-        if answer.is_error or answer_fields.get("success") is False:
-            raise ValueError(
-                str(answer_fields.get("message") or answer_fields.get("error") or f"status {answer.status_code}")
-            )
-        return answer_fields.get("ranks") if name == "weights_checker" else content
+        content = _read(answer, self._url)
+        return content.get("ranks") if name == "weights_checker" else content
 
     async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
         """See `Link.stream`. Its answers are server-sent events."""
@@ -55,20 +57,27 @@ class Server:
         try:
             async with self._client.stream("POST", "/generate", json=fields) as response:
                 if response.is_error:
-                    raise ValueError(f"status {response.status_code}: {(await response.aread())[:400].decode()}")
+                    await response.aread()
+                    _read(response, self._url)
                 async for answer in _events(response):
                     yield answer
         except httpx.TransportError as error:
             raise ConnectionError(f"{type(error).__name__} at {self._url}") from error
 
     async def abort(self, rid: str) -> None:
-        """See `Link.abort`."""
-        await self.call("abort_request", rid=rid)
+        """See `Link.abort`. A server that does not answer is left to `death`."""
+        with suppress(ValueError, NotImplementedError, TimeoutError):
+            async with asyncio.timeout(SILENT_S):
+                await self.call("abort_request", rid=rid)
 
     async def death(self) -> str:
-        """See `Link.death`."""
+        """See `Link.death`.
+
+        Only SGLang's HTTP process is asked. /health would sample a token, which a server does not while it is paused or
+        takes weights, and a death of its other processes ends the HTTP process too.
+        """
         try:
-            (await self._client.get("/health", timeout=SILENT_S)).raise_for_status()
+            (await self._client.get("/model_info", timeout=SILENT_S)).raise_for_status()
         except httpx.HTTPError as error:
             return f"the server at {self._url} gives no answer ({type(error).__name__})"
         return ""
@@ -78,11 +87,30 @@ class Server:
         await self._client.aclose()
 
 
+def _read(answer: httpx.Response, url: str) -> Answer:
+    """Return the content of an answer. Raises `ValueError` for a refusal, `ConnectionError` if a proxy wrote it."""
+    try:
+        content = msgspec.json.decode(answer.content) if answer.content else None
+    except msgspec.DecodeError:
+        content = answer.text[:400]
+    fields = content if isinstance(content, dict) else {}
+    if answer.status_code in GATEWAY and not fields:
+        raise ConnectionError(f"status {answer.status_code} at {url}")
+    if isinstance(content, str):
+        # Of an error that SGLang did not expect, for example; its log says more.
+        raise ValueError(f"status {answer.status_code}: {content}")
+    if answer.is_error or fields.get("success") is False:
+        why = fields.get("message") or fields.get("error") or fields.get("detail")
+        why = why.get("message") if isinstance(why, dict) else why
+        raise ValueError(f"status {answer.status_code}: {why}" if answer.is_error else str(why))
+    return content
+
+
 async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
     """Yield the events of a stream. Raises `ValueError` for an error event."""
     async for line in response.aiter_lines():
         if line.startswith("data: {"):
-            answer = msgspec.json.decode(line.removeprefix("data: "))
+            answer: Answer = msgspec.json.decode(line.removeprefix("data: "))
             if "error" in answer:
                 raise ValueError(str(answer["error"].get("message")))
             yield answer
@@ -95,15 +123,14 @@ async def connect(chosen: SGLangEngine, key: str, slots: int, strings: Sequence[
     they end at `strings`. Raises `ModelError` for a server that cannot be reached or used.
     """
     (url,) = chosen.urls
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots)
     async with AsyncExitStack() as undo:
-        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
+        client = _client(url, key, slots)
         undo.push_async_callback(client.aclose)
         info = await _answer(client, url, chosen.start_s)
+        checks.check_server(info, url)
         server = Server(client, url, slots, info)
-        wire.check_server(info, chosen.kv, server.version, routes=chosen.routes)
-        wire.check_strings(info, strings)
+        checks.check_cache(info, chosen.kv, server.version, routes=chosen.routes)
+        checks.check_strings(info, strings)
         with suppress(ValueError, NotImplementedError):
             await server.call("end_weight_update")
         await server.call("continue_generation")
@@ -112,19 +139,35 @@ async def connect(chosen: SGLangEngine, key: str, slots: int, strings: Sequence[
     return server
 
 
+def _client(url: str, key: str, slots: int) -> httpx.AsyncClient:
+    """A client of the server at `url`, which no proxy of this machine's environment reaches."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots, keepalive_expiry=IDLE_S)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    direct: dict[str, httpx.AsyncBaseTransport | None] = {"http://": None, "https://": None}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits, mounts=direct)
+
+
 async def _answer(client: httpx.AsyncClient, url: str, start_s: float) -> Mapping[str, Answer]:
     """Request /server_info until the server answers. Raises `ModelError` if it does not within `start_s`."""
-    deadline = time.monotonic() + start_s
+    begin, is_logged = time.monotonic(), False
     while True:
         try:
             answer = await client.get("/server_info", timeout=SILENT_S)
             if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
                 raise ModelError(f"the SGLang server at {url} refuses the key: see rollout.engine.api_key_env")
+            if answer.is_client_error or answer.is_redirect:
+                raise ModelError(
+                    f"{url} is no SGLang server: it answers /server_info with status {answer.status_code}; "
+                    "rollout.engine.urls has no path, such as /v1"
+                )
             return answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
-            if time.monotonic() > deadline:
-                why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"
+            if time.monotonic() > begin + start_s:
                 raise ModelError(f"no SGLang server can be reached at {url} ({why})") from error
+        if not is_logged:
+            log.info("waits up to rollout.engine.start_s (%g s) for the SGLang server at %s (%s)", start_s, url, why)
+            is_logged = True
         await asyncio.sleep(HEALTH_S)
 
 
@@ -138,7 +181,8 @@ def check_address(url: str, key: str) -> None:
     addresses = [ipaddress.ip_address(entry[4][0]) for entry in resolved]
     if all(address.is_loopback for address in addresses):
         return
-    if not all(address.is_private for address in addresses):
+    # Some clusters number their machines in 100.64.0.0/10, which is neither private nor public.
+    if any(address.is_global for address in addresses):
         raise ModelError(f"the SGLang server at {url} has a public address: everybody who reaches it controls it")
     if not key:
         raise ModelError(f"the SGLang server at {url} needs a key (--api-key), given by rollout.engine.api_key_env")

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
-from streamppo.rollout.sglang import verify_weights, wire
+from streamppo.rollout.sglang import checks, verify_weights, wire
 from streamppo.rollout.sglang.link import HEALTH_S, Link, Start
 from streamppo.rollout.sglang.push import Carrier, Connect
 from streamppo.rollout.sglang.verify_weights import Attestation
@@ -22,9 +22,9 @@ class SessionSetup(NamedTuple):
     """Settings of all sessions: SGLang's start, the transport of weights, the KV cache at a swap.
 
     `cuts`: completions are sampled with top-p or top-k. `streams`: the choice that streams them. `routes`:
-    they report each token's experts. A completion ends at the first of `strings`. `unknown` tokens, which the tokenizer
-    lacks, are never sampled. Versions are copied to buckets of `bucket_bytes`, in `shared` memory if SGLang reads them
-    there.
+    they report each token's experts. A row has up to `room` tokens. A completion ends at the first of `strings`.
+    `unknown` tokens, which the tokenizer lacks, are never sampled. Versions are copied to buckets of `bucket_bytes`, in
+    `shared` memory if SGLang reads them there.
     """
 
     start: Start
@@ -32,6 +32,7 @@ class SessionSetup(NamedTuple):
     kv: Literal["keep", "recompute"]
     vocabulary: int
     start_s: float
+    room: int = 0
     cuts: bool = False
     streams: str = ""
     routes: bool = False
@@ -74,12 +75,13 @@ async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping
     link = await setup.start(number)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
+        checks.check_room(link.longest, setup.room)
         if setup.cuts:
-            wire.check_candidates(link.version)
+            checks.check_candidates(link.version)
         if setup.streams:
-            wire.check_streams(link.version, setup.streams)
+            checks.check_streams(link.version, setup.streams)
         if setup.routes:
-            wire.check_routes(link.version)
+            checks.check_routes(link.version)
         try:
             async with asyncio.timeout(setup.start_s):
                 life = await _until_death(link, _fill(setup, link, version, tensors))

@@ -19,6 +19,7 @@ from streamppo.config.sections import Config
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Completion, Sampling, TokenCandidates
+from streamppo.rollout.sglang import versions
 from streamppo.rollout.sglang.link import Answer
 from streamppo.types import Floats, Ints, Routes
 
@@ -289,9 +290,9 @@ def complete(
     if not count:
         raise ModelError("SGLang gave a completion without tokens")
     spans = meta.get("weight_versions")
-    known = None if spans is None else versions(spans, count)
+    known = None if spans is None else versions.of_tokens(spans, count)
     if known is not None and kv == "keep":
-        known = one_later(known, oldest)
+        known = versions.one_later(known, oldest)
     return Completion(
         tokens=part.tokens,
         logprobs=part.logprobs,
@@ -321,75 +322,6 @@ def streaming(config: Config) -> str:
     if isinstance(config.environment, AgentEnvironment):
         return "agents (environment.kind = 'agent')"
     return "queue.segments" if config.queue.segments is not None else ""
-
-
-def check_streams(version: tuple[int, ...], what: str) -> None:
-    """Raise `ModelError` for an SGLang without incremental streams, which `what` needs."""
-    _refuse_older(version, STREAMS, what)
-
-
-def check_candidates(version: tuple[int, ...]) -> None:
-    """Raise `ModelError` for an SGLang that does not return candidates."""
-    if version < NAMES_CANDIDATES:
-        wanted = ".".join(map(str, NAMES_CANDIDATES))
-        raise ModelError(
-            f"with rollout.top_p or top_k, SGLang must be {wanted} or newer, and is {'.'.join(map(str, version))}: "
-            "older ones do not return the remaining tokens, and the learner would compare another distribution"
-        )
-
-
-def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
-    """Expand SGLang's spans [{version, start, end}] to one version for each of `count` tokens.
-
-    Raises `ModelError` if a token has no span or a version is not an integer.
-    """
-    by_token = np.full(count, -1, np.int32)
-    for span in spans:
-        try:
-            by_token[span["start"] : span["end"]] = int(span["version"])
-        except ValueError:
-            raise ModelError(f"SGLang sampled with weights {span['version']!r}, which were never pushed") from None
-    if (by_token < 0).any():
-        raise ModelError(f"SGLang does not say which weights sampled token {int(np.argmin(by_token))} of {count}")
-    return by_token
-
-
-def one_later(versions_N: Ints, oldest: int) -> Ints:
-    """Shift every boundary between versions one token later; the first token gets `oldest`.
-
-    SGLang prepares a step while the previous one runs. At a pause in place one step is computed and not yet counted, so
-    SGLang attributes its tokens to the next version. With the shift, a token truly of the next version counts as one
-    version older.
-    """
-    return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)
-
-
-def check_routes(version: tuple[int, ...]) -> None:
-    """Raise `ModelError` for an SGLang that does not return experts."""
-    _refuse_older(version, NAMES_ROUTES, "rollout.engine.routes")
-
-
-def _refuse_older(version: tuple[int, ...], wanted: tuple[int, ...], what: str) -> None:
-    if version < wanted:
-        least, found = (".".join(map(str, one)) for one in (wanted, version))
-        raise ModelError(f"{what} need SGLang {least} or newer, and it is {found}")
-
-
-def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
-    """Raise `ModelError` for a server that cannot find `strings` in completions."""
-    if strings and info.get("skip_tokenizer_init"):
-        raise ModelError(
-            f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "
-            "--skip-tokenizer-init, or stop only at names of tokens"
-        )
-
-
-def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:
-    """Raise `ModelError` for a server that lacks routes, or whose prefix cache cannot be recomputed."""
-    if routes and not info.get("enable_return_routed_experts"):
-        raise ModelError("with rollout.engine.routes a server needs --enable-return-routed-experts")
-    if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):
-        raise ModelError("with rollout.engine.kv = 'recompute' an SGLang before 0.5.21 needs --disable-radix-cache")
 
 
 # --- attestation ---------------------------------------------------------------------------------------------

@@ -15,6 +15,10 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry of the request may succeed."""
 CONNECTIONS = 32
 """Connections of one client. httpx scans all of a client's connections for every request, so more are slow."""
+DIRECT: Mapping[str, httpx.AsyncBaseTransport | None] = dict.fromkeys(
+    f"all://{host}" for host in ("localhost", "127.0.0.1", "[::1]")
+)
+"""Hosts that are asked directly, whatever proxy the environment names: it would ask itself."""
 
 
 class Client:
@@ -32,7 +36,7 @@ class Client:
         tls, limits = httpx.create_ssl_context(), httpx.Limits(max_connections=CONNECTIONS)
         # No timeout: httpx would bound each read, but the caller bounds the whole call.
         self._clients = [
-            httpx.AsyncClient(headers=headers, timeout=None, verify=tls, limits=limits)
+            httpx.AsyncClient(headers=headers, timeout=None, verify=tls, limits=limits, mounts=DIRECT)
             for _ in range(math.ceil(concurrency / CONNECTIONS))
         ]
         self._next_client = cycle(self._clients)

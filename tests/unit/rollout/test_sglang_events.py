@@ -1,18 +1,26 @@
-"""The stream of a server: its events become answers, and its faults errors."""
+"""What a server answers: events become answers, and faults errors."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
 import pytest
 from fake_sglang import run
 
+from streamppo.errors import ModelError, TaskError
+from streamppo.rollout.sglang import checks, server
+from streamppo.rollout.sglang.processes import ProcessOutput
 from streamppo.rollout.sglang.server import Server
+from streamppo.tasks.rewards.client import Client
 
+pytest_plugins = ["rollout_log"]
 EVENT = b'data: {"meta_info": {"completion_tokens": %d}}\n\n'
-INFO = {"version": "0.5.21"}
+INFO: dict[str, Any] = {"version": "0.5.21", "max_req_input_len": 506}
 
 
 def served(*parts: bytes, status: int = 200, breaks: bool = False) -> Server:
@@ -52,6 +60,8 @@ def test_events_become_answers_however_they_are_cut_into_packets() -> None:
     [
         ({"parts": [b'data: {"error": {"message": "too long"}}\n\n']}, ValueError, "too long"),
         ({"parts": [b"no such field"], "status": 400}, ValueError, "status 400: no such field"),
+        ({"parts": [b'{"error": {"message": "too long"}}'], "status": 400}, ValueError, "status 400: too long"),
+        ({"parts": [b"<html>bad gateway</html>"], "status": 502}, ConnectionError, "status 502 at http://localhost:1"),
         ({"parts": [EVENT % 1], "breaks": True}, ConnectionError, "RemoteProtocolError at http://localhost:1"),
     ],
 )
@@ -65,3 +75,108 @@ def test_a_refusal_and_a_broken_connection_are_told_apart(made: dict[str, Any], 
             await counts(link, found)
 
     asyncio.run(case())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "message"),
+    [
+        (500, b"Internal Server Error", ValueError, "^status 500: Internal Server Error$"),
+        (400, b'{"error": {"message": "over the context"}}', ValueError, "^status 400: over the context$"),
+        (400, b'{"success": false, "message": "no tensor w"}', ValueError, "^status 400: no tensor w$"),
+        (200, b'{"success": false, "message": "no tensor w"}', ValueError, "^no tensor w$"),
+        (422, b'{"detail": [{"msg": "Field required"}]}', ValueError, "status 422: .*Field required"),
+        (503, b'{"error": {"message": "The request queue is full."}}', ValueError, "503: The request queue is full"),
+        (502, b"<html><h1>502 Bad Gateway</h1></html>", ConnectionError, "^status 502 at http://localhost:1$"),
+        (503, b"no healthy upstream", ConnectionError, "^status 503 at http://localhost:1$"),
+        (504, b"", ConnectionError, "^status 504 at http://localhost:1$"),
+        (200, b"<html>sign in</html>", ValueError, "^status 200: <html>sign in</html>$"),
+    ],
+)
+def test_an_answer_to_a_call_is_read_or_its_reason_given(status: int, body: bytes, error: type, message: str) -> None:
+    async def case() -> None:
+        link = served(body, status=status)
+        with pytest.raises(error, match=message):
+            await link.call("generate", rid="r")
+        await link.stop()
+
+    run(case())
+
+
+def test_an_answer_without_content_is_no_refusal() -> None:
+    assert run(served().call("generate", rid="r")) is None
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"models": []}, "http://localhost:1 is no SGLang server"),
+        ([], "http://localhost:1 is no SGLang server"),
+        (INFO | {"dp_size": 8}, "has dp_size = 8, .*start one server for each replica"),
+        (INFO | {"pp_size": 2}, "has pp_size = 2, .*start one server for each replica"),
+    ],
+)
+def test_a_server_that_takes_no_weights_is_refused_at_once(info: Any, message: str) -> None:
+    checks.check_server(INFO | {"dp_size": 1, "pp_size": None}, "http://localhost:1")
+    with pytest.raises(ModelError, match=message):
+        checks.check_server(info, "http://localhost:1")
+
+
+@pytest.mark.parametrize("status", [302, 404, 405])
+def test_a_server_of_another_kind_is_not_waited_for(status: int) -> None:
+    async def case() -> None:
+        def answer(request: httpx.Request) -> httpx.Response:
+            return httpx.Response(status, text="no")
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://localhost:1/v1") as client:
+            with pytest.raises(ModelError, match=f"is no SGLang server: .* status {status}; .* has no path, such as"):
+                await server._answer(client, "http://localhost:1/v1", 900.0)
+
+    run(asyncio.wait_for(case(), 20))
+
+
+def test_rows_that_sglang_would_truncate_are_refused() -> None:
+    assert checks.longest(INFO) == 512
+    checks.check_room(512, 512)
+    with pytest.raises(ModelError, match=r"rows of at most 512 tokens, and prompt and completion have up to 1,536"):
+        checks.check_room(512, 1536)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_lines_of_sglang_are_logged_once_and_whole_if_it_writes_more_than_errors(
+    shown: bool, log_lines: list[str], tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("ab", buffering=0) as written, (tmp_path / "log").open("rb") as file:
+        output = ProcessOutput(file, shown=shown)
+        output.show()
+        for part in (b"Load weight begin\nCapture cuda gra", b"ph end\n", b"", b"ValueError: no head\n"):
+            written.write(part)
+            output.show()
+        assert output.reason() == "ValueError: no head"
+        output.show()
+    lines = ["SGLang: Load weight begin", "SGLang: Capture cuda graph end", "SGLang: ValueError: no head"]
+    assert log_lines == (lines if shown else [])
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_this_network(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy is a port at which nothing listens."""
+    for other in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def case(host: str) -> None:
+        async with server._client(f"http://{host}:{port}", "a key", 4) as client:
+            assert (await client.get("/server_info")).status_code == 404
+        link = Client("", 1)
+        with pytest.raises(TaskError, match=r"status 501"):
+            await link.post(f"http://{host}:{port}/score", {})
+        await link.close()
+
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other_server:
+        port = other_server.server_port
+        Thread(target=other_server.serve_forever, daemon=True).start()
+        for host in ("127.0.0.1", "localhost"):
+            run(case(host))
+        other_server.shutdown()

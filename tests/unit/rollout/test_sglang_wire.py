@@ -10,13 +10,13 @@ import pytest
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, ModelError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.sglang import processes, server, wire
+from streamppo.rollout.sglang import checks, processes, server, versions, wire
 
 PROMPT = np.array([3, 4], np.int32)
 
 
 def span(version: str, start: int, end: int) -> dict[str, Any]:
-    return {"version": version, "start": start, "end": end}
+    return {"version": versions.name(int(version)) if version.isdigit() else version, "start": start, "end": end}
 
 
 def answer(count: int = 3, finish: str = "length", **more: Any) -> dict[str, Any]:
@@ -25,14 +25,16 @@ def answer(count: int = 3, finish: str = "length", **more: Any) -> dict[str, Any
 
 
 def test_spans_become_one_version_for_each_token() -> None:
-    assert wire.versions([span("4", 0, 2), span("6", 2, 3)], 3).tolist() == [4, 4, 6]
+    assert versions.of_tokens([span("4", 0, 2), span("6", 2, 3)], 3).tolist() == [4, 4, 6]
 
 
 def test_spans_that_leave_a_token_out_or_name_no_version_of_ours_are_refused() -> None:
     with pytest.raises(ModelError, match="token 1 of 3"):
-        wire.versions([span("4", 0, 1), span("6", 2, 3)], 3)
-    with pytest.raises(ModelError, match="'default', which were never pushed"):
-        wire.versions([span("default", 0, 3)], 3)
+        versions.of_tokens([span("4", 0, 1), span("6", 2, 3)], 3)
+    with pytest.raises(ModelError, match=r"'3-0a1b2c3d', which .* another run, updates the same server"):
+        versions.of_tokens([span("3-0a1b2c3d", 0, 3)], 3)
+    with pytest.raises(ModelError, match="'default', which this actor never pushed"):
+        versions.of_tokens([span("default", 0, 3)], 3)
 
 
 def test_a_completion_has_the_tokens_that_were_drawn_with_their_log_probs_and_versions() -> None:
@@ -93,10 +95,10 @@ def test_strings_need_a_tokenizer_in_sglang(math_config: Any) -> None:
         assert made["skip_tokenizer_init"] is not spells
         assert made["sampling_defaults"] == "openai"
     assert "sampling_defaults" not in wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 17))
-    wire.check_strings({"skip_tokenizer_init": True}, ())
-    wire.check_strings({"skip_tokenizer_init": False}, ("x",))
+    checks.check_strings({"skip_tokenizer_init": True}, ())
+    checks.check_strings({"skip_tokenizer_init": False}, ("x",))
     with pytest.raises(ModelError, match=r"rollout\.stop has the string 'x', which a server finds by its tokenizer"):
-        wire.check_strings({"skip_tokenizer_init": True}, ("x",))
+        checks.check_strings({"skip_tokenizer_init": True}, ("x",))
     with pytest.raises(ConfigError, match="sampling_defaults is decided elsewhere"):
         math_config("rollout.engine.kind=sglang", "rollout.engine.args.sampling_defaults=model")
 
@@ -151,10 +153,10 @@ def test_routes_are_read_for_every_token_but_the_last_and_asked_for_where_they_a
     own = arguments(math_config(sglang, "rollout.engine.routes=true"))
     assert own == arguments(math_config(sglang)) | {"enable_return_routed_experts": True}
     with pytest.raises(ModelError, match="a server needs --enable-return-routed-experts"):
-        wire.check_server({}, "keep", (0, 5, 21), routes=True)
-    wire.check_server({"enable_return_routed_experts": True}, "keep", (0, 5, 21), routes=True)
+        checks.check_cache({}, "keep", (0, 5, 21), routes=True)
+    checks.check_cache({"enable_return_routed_experts": True}, "keep", (0, 5, 21), routes=True)
     with pytest.raises(ModelError, match=r"need SGLang 0\.5\.21 or newer, and it is 0\.5\.20"):
-        wire.check_routes((0, 5, 20))
+        checks.check_routes((0, 5, 20))
 
 
 def test_log_probs_are_those_among_the_candidates_that_sglang_names() -> None:
@@ -291,14 +293,14 @@ def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
     kv: str, said: dict[str, Any], message: str | None
 ) -> None:
     if message is None:
-        wire.check_server(said, kv, (0, 5, 20))
+        checks.check_cache(said, kv, (0, 5, 20))
         return
     with pytest.raises(ModelError, match=message):
-        wire.check_server(said, kv, (0, 5, 20))
+        checks.check_cache(said, kv, (0, 5, 20))
 
 
 @pytest.mark.parametrize(
-    ("output", "meaning"),
+    ("written", "meaning"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "mem_fraction_static"),
         ("[2026-01-01 00:00:00] RuntimeError: Not enough memory. Please", "mem_fraction_static"),
@@ -308,8 +310,8 @@ def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
         ("nothing went wrong", ""),
     ],
 )
-def test_the_last_error_in_the_output_becomes_one_sentence(output: str, meaning: str) -> None:
-    found = processes.explain_failure(output)
+def test_the_last_error_in_the_output_becomes_one_sentence(written: str, meaning: str) -> None:
+    found = processes.explain_failure(written)
     assert meaning in found if meaning else found == ""
     assert "\n" not in found
 
@@ -319,6 +321,8 @@ def test_the_last_error_in_the_output_becomes_one_sentence(output: str, meaning:
     [
         ("http://127.0.0.1:30000", "", None),
         ("http://10.1.2.3:30000", "key", None),
+        ("http://100.64.7.8:30000", "key", None),
+        ("http://100.64.7.8:30000", "", "needs a key"),
         ("http://10.1.2.3:30000", "", "needs a key"),
         ("http://8.8.8.8:30000", "key", "public address"),
     ],

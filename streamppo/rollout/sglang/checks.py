@@ -1,0 +1,82 @@
+"""Checks of a started SGLang: its version, its server's settings, and the room for the longest row."""
+
+from collections.abc import Mapping, Sequence
+
+from streamppo.errors import ModelError
+from streamppo.rollout.sglang.link import Answer
+from streamppo.rollout.sglang.wire import FLUSHES_PAUSED, NAMES_CANDIDATES, NAMES_ROUTES, STREAMS
+
+
+def check_streams(version: tuple[int, ...], what: str) -> None:
+    """Raise `ModelError` for an SGLang without incremental streams, which `what` needs."""
+    _refuse_older(version, STREAMS, what)
+
+
+def check_candidates(version: tuple[int, ...]) -> None:
+    """Raise `ModelError` for an SGLang that does not return candidates."""
+    if version < NAMES_CANDIDATES:
+        wanted = ".".join(map(str, NAMES_CANDIDATES))
+        raise ModelError(
+            f"with rollout.top_p or top_k, SGLang must be {wanted} or newer, and is {'.'.join(map(str, version))}: "
+            "older ones do not return the remaining tokens, and the learner would compare another distribution"
+        )
+
+
+def check_routes(version: tuple[int, ...]) -> None:
+    """Raise `ModelError` for an SGLang that does not return experts."""
+    _refuse_older(version, NAMES_ROUTES, "rollout.engine.routes")
+
+
+def _refuse_older(version: tuple[int, ...], wanted: tuple[int, ...], what: str) -> None:
+    if version < wanted:
+        least, found = (".".join(map(str, one)) for one in (wanted, version))
+        raise ModelError(f"{what} need SGLang {least} or newer, and it is {found}")
+
+
+def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
+    """Raise `ModelError` for a server that cannot find `strings` in completions."""
+    if strings and info.get("skip_tokenizer_init"):
+        raise ModelError(
+            f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "
+            "--skip-tokenizer-init, or stop only at names of tokens"
+        )
+
+
+def check_server(info: Mapping[str, Answer], url: str) -> None:
+    """Raise `ModelError` for an answer to /server_info that is not SGLang's, or of a server with several replicas."""
+    if not isinstance(info, dict) or not isinstance(info.get("version"), str) or "max_req_input_len" not in info:
+        raise ModelError(
+            f"{url} is no SGLang server: its /server_info has no version of SGLang and no max_req_input_len"
+        )
+    for name in ("dp_size", "pp_size"):
+        if (size := info.get(name) or 1) > 1:
+            raise ModelError(
+                f"the SGLang server at {url} has {name} = {size}, with which it takes no weights from outside: start "
+                "one server for each replica (--tp-size N --base-gpu-id M), and name all of them in rollout.engine.urls"
+            )
+
+
+def longest(info: Mapping[str, Answer]) -> int:
+    """Tokens of the longest row in SGLang's context and cache, by the `info` on its scheduler.
+
+    It reports 6 less, and truncates a completion that does not fit.
+    """
+    return int(info["max_req_input_len"]) + 6
+
+
+def check_room(longest: int, room: int) -> None:
+    """Raise `ModelError` if SGLang, whose rows have at most `longest` tokens, would truncate rows of `room` tokens."""
+    if longest < room:
+        raise ModelError(
+            f"SGLang holds rows of at most {longest:,} tokens, and prompt and completion have up to {room:,}: more "
+            "memory for its cache (rollout.engine.mem_fraction_static or max_total_tokens, rollout.gpus), a longer "
+            "context of a server (--context-length), or a smaller rollout.max_tokens or max_prompt_tokens"
+        )
+
+
+def check_cache(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:
+    """Raise `ModelError` for a server that lacks routes, or whose prefix cache cannot be recomputed."""
+    if routes and not info.get("enable_return_routed_experts"):
+        raise ModelError("with rollout.engine.routes a server needs --enable-return-routed-experts")
+    if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):
+        raise ModelError("with rollout.engine.kv = 'recompute' an SGLang before 0.5.21 needs --disable-radix-cache")
