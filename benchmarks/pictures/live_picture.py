@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from streamppo.config import file as configfile
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.live import memory
-from streamppo.telemetry.live.display import state_of
+from streamppo.telemetry.live.display import empty_state, memory_in_use
 from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.live.view import view
 
@@ -30,12 +29,12 @@ WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, fla
 
 def state_at(folder: Path, version: int) -> RunState:
     """The state of the run in `folder` after the update that made `version`."""
-    found = state_of(configfile.load(folder / configfile.CONFIG), Path("runs") / folder.name)
+    found = empty_state(configfile.load(folder / configfile.CONFIG), Path("runs") / folder.name)
     for line in metrics_file.read(folder):
         found.add(line)
         if line.get("update") == version:
             break
-    found.memory, found.doing = memory.memory_in_use(), f"update {version + 1}"
+    found.memory, found.doing = memory_in_use(), f"update {version + 1}"
     return found
 
 

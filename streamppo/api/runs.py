@@ -55,7 +55,7 @@ class Run:
         `accuracy` is the held-out accuracy of this version, if it was evaluated.
         """
         lines = metrics_file.read(self.folder)
-        accuracy = dict(summary.summarise(lines)["evaluations"])
+        accuracy = dict(summary.line_totals(lines)["evaluations"])
         rows: list[dict[str, float]] = []
         for line in summary.updates_in_order(lines):
             version = line["remade"] if "remade" in line else line["update"]

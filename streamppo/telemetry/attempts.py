@@ -1,4 +1,4 @@
-"""Counts attempts by their ends, and estimates the effect of counting the untrained ones as 0. Pure: no disk, no clock.
+"""Counts attempts by their ends, and estimates the effect of a reward of 0 for untrained ones. Pure: no disk, no clock.
 
 trained    in a batch; some of its tokens may be masked (too old) or undelivered (sampled but not received)
 failed     a stage raised, or the trajectory could not be trained on
@@ -10,9 +10,8 @@ is 0.5, and every advantage of the two is 0.25 larger.
 
 The length test compares the lengths of failed and trained completions: a difference means a biased training set. It is
 the rank test of van Elteren (1960) over windows of `WINDOW` versions, so that a drift of lengths or of the failure rate
-does not count as a dependence. A prompt counts once on either side of a window, by its first attempt: a prompt that
-always fails is one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and m trained prompts, N =
-n + m:
+is no dependence. A prompt counts once on either side of a window, by its first attempt: a prompt that always fails is
+one failure. With q = P(failed longer) + P(equal) / 2 in a window of n failed and m trained prompts, N = n + m:
 
     z = sum (U - n m / 2) / (N + 1)  /  sqrt(sum n m (N + 1 - ties) / 12 / (N + 1)^2)      U = q n m
 """
@@ -28,7 +27,7 @@ End: TypeAlias = Literal["trained", "failed", "dropped", "lost"]
 WINDOW = 20
 """Versions of a window of the length test."""
 LEAST_FAILED, LEAST_Z, LEAST_SHIFT = 20, 4.0, 0.1
-"""The sign of the length test: the least failed prompts, |z|, and distance of the chance from one half."""
+"""The sign fires from this many failed prompts, this |z|, and this distance of the probability from one half."""
 FIRES = (
     f"failed completions are longer than trained ones in more than {0.5 + LEAST_SHIFT:.0%} of the pairs, or in less "
     f"than {0.5 - LEAST_SHIFT:.0%}, at a z beyond ±{LEAST_Z:g} (by chance in one run of 15,000), with {LEAST_FAILED} "
@@ -62,9 +61,9 @@ class Attempt(NamedTuple):
 
 
 class AttemptRow(TypedDict):
-    """Some attempts: their number, and the share of each end; of the trained ones, shares masked and undelivered.
+    """Some attempts: their number, the share of each end, and the shares of the trained ones masked and undelivered.
 
-    `reward` is the mean of the trained ones, `as_zero` the mean of all, with 0 for those that were not trained on.
+    `reward` is the mean of the trained ones, `as_zero` the mean of all, with 0 for each untrained one.
     """
 
     by: str
@@ -80,7 +79,7 @@ class AttemptRow(TypedDict):
 
 
 class LengthTest(TypedDict):
-    """Prompts that were compared, the statistic, and the chance that a failed completion is the longer one."""
+    """The compared prompts, the statistic, and the probability that a failed completion is the longer one."""
 
     failed: int
     trained: int
@@ -89,10 +88,10 @@ class LengthTest(TypedDict):
 
 
 class AttemptTable(TypedDict):
-    """All attempts of a run, by different names; the trained ones are counted of `read` of its `batches`.
+    """All attempts of a run, by reason, length, source, lag and hour; trained ones come from `read` of its `batches`.
 
-    `advantage_shift` is the mean by which advantages of trained completions would rise, `advantage_deviation` their
-    standard deviation; both are rewards less the mean of the prompt, or of the batch where samples are not compared.
+    `advantage_shift` is the mean rise of advantages of trained completions, `advantage_deviation` their standard
+    deviation. An advantage is the reward less the mean of the prompt, or of the batch where samples are not compared.
     """
 
     batches: int
@@ -113,15 +112,27 @@ def table(
     """
     scale = batches / max(read, 1)
     rows = [_row("all", "", attempts, scale), *_reasons(attempts, scale)]
-    rows += _rows("length", attempts, scale, lambda one: (one.tokens, _power(one.tokens)) if one.tokens else None)
-    sources = {name for name, _ in Counter(one.source for one in attempts if one.source).most_common(MOST_NAMES)}
-    rows += _rows("source", attempts, scale, lambda one: (0, one.source) if one.source in sources else None)
-    rows += _rows("lag", attempts, scale, lambda one: None if one.lag is None else (one.lag, _power(one.lag, EXACT)))
-    width = 1 + max((one.hour or 0 for one in attempts), default=0) // MOST_HOURS
     rows += _rows(
-        "hour", attempts, scale, lambda one: None if one.hour is None else (one.hour, _hours(one.hour, width))
+        "length", attempts, scale, lambda attempt: (attempt.tokens, _power(attempt.tokens)) if attempt.tokens else None
     )
-    shift, deviation = _advantages(attempts, lambda one: one.prompt if compared else one.version)
+    sources = {
+        name for name, _ in Counter(attempt.source for attempt in attempts if attempt.source).most_common(MOST_NAMES)
+    }
+    rows += _rows("source", attempts, scale, lambda attempt: (0, attempt.source) if attempt.source in sources else None)
+    rows += _rows(
+        "lag",
+        attempts,
+        scale,
+        lambda attempt: None if attempt.lag is None else (attempt.lag, _power(attempt.lag, EXACT)),
+    )
+    width = 1 + max((attempt.hour or 0 for attempt in attempts), default=0) // MOST_HOURS
+    rows += _rows(
+        "hour",
+        attempts,
+        scale,
+        lambda attempt: None if attempt.hour is None else (attempt.hour, _hours(attempt.hour, width)),
+    )
+    shift, deviation = _advantages(attempts, lambda attempt: attempt.prompt if compared else attempt.version)
     return {
         "batches": batches,
         "read": read,
@@ -172,16 +183,16 @@ def dependence(test: LengthTest | None) -> str | None:
     )
 
 
-def _mann_whitney(lost: Sequence[int], kept: Sequence[int]) -> tuple[float, float]:
+def _mann_whitney(failed: Sequence[int], trained: Sequence[int]) -> tuple[float, float]:
     """(pairs with a longer failed completion, equal ones counted half; the ties' share of N + 1 in the variance)."""
-    count, rank, ranks, ties = len(lost) + len(kept), 0, 0.0, 0
-    ordered = sorted([*((length, True) for length in lost), *((length, False) for length in kept)])
-    for _, same in groupby(ordered, key=lambda one: one[0]):
-        are_lost = [is_lost for _, is_lost in same]
-        size = len(are_lost)
-        ranks += sum(are_lost) * (rank + (size + 1) / 2)
+    count, rank, ranks, ties = len(failed) + len(trained), 0, 0.0, 0
+    ordered = sorted([*((length, True) for length in failed), *((length, False) for length in trained)])
+    for _, equal in groupby(ordered, key=lambda pair: pair[0]):
+        are_failed = [is_failed for _, is_failed in equal]
+        size = len(are_failed)
+        ranks += sum(are_failed) * (rank + (size + 1) / 2)
         rank, ties = rank + size, ties + size**3 - size
-    return ranks - len(lost) * (len(lost) + 1) / 2, ties / (count * (count - 1))
+    return ranks - len(failed) * (len(failed) + 1) / 2, ties / (count * (count - 1))
 
 
 # --- the pieces ----------------------------------------------------------------------------------------------
@@ -223,8 +234,7 @@ def _rows(
 
 
 def _reasons(attempts: Sequence[Attempt], scale: float) -> Iterable[AttemptRow]:
-    """A row for each reason, the most frequent first, and one for the others; its `as_zero` counts only its own
-    attempts."""
+    """A row for each reason, the most frequent first, and one for the others; `as_zero` adds only its attempts."""
     trained = [attempt for attempt in attempts if attempt.end == "trained"]
     counted = Counter(attempt.reason for attempt in attempts if attempt.end != "trained").most_common()
     chosen = [(reason, {reason}) for reason, _ in counted[:MOST_NAMES]]
@@ -246,9 +256,14 @@ def _advantages(attempts: Iterable[Attempt], group: Callable[[Attempt], int]) ->
             untrained[group(attempt)] += 1
     if not rewards:
         return None, None
-    means = {key: fmean(some) for key, some in rewards.items()}
-    shifts = [means[key] * untrained[key] / (len(some) + untrained[key]) for key, some in rewards.items() for _ in some]
-    return fmean(shifts), pstdev(reward - means[key] for key, some in rewards.items() for reward in some)
+    means = {key: fmean(group_rewards) for key, group_rewards in rewards.items()}
+    shifts = [
+        means[key] * untrained[key] / (len(group_rewards) + untrained[key])
+        for key, group_rewards in rewards.items()
+        for _ in group_rewards
+    ]
+    advantages = (reward - means[key] for key, group_rewards in rewards.items() for reward in group_rewards)
+    return fmean(shifts), pstdev(advantages)
 
 
 def _power(number: int, exact: int = 1) -> str:

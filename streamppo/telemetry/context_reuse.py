@@ -1,8 +1,8 @@
-"""The reuse of engines' caches: tokens of prompts that came from a cache, by the age of the weights that computed them.
+"""The reuse of engines' caches: tokens of prompts from a cache, by the age of the weights that computed them.
 
-prefix_reused     share of all prompts' tokens that came from a cache
-context_reused    share of earlier turns' contexts that came from a cache; 1 is possible
-kv_ages           tokens that came from a cache, by versions since they were computed; with kv = "keep" above 0
+prefix_reused     share of all prompts' tokens from a cache
+context_reused    share of earlier turns' contexts from a cache; 1 is possible
+kv_ages           tokens from a cache, by versions since their computation; above 0 with kv = "keep"
 kv_age            their mean
 """
 
@@ -16,7 +16,7 @@ from streamppo.types import EngineReport
 
 
 class ReuseNumbers(TypedDict):
-    """The numbers of an engine, or of several; each is present once its count is not 0."""
+    """The numbers of one engine or several; each is present once its count is not 0."""
 
     prefix_reused: NotRequired[float]
     context_reused: NotRequired[float]
@@ -37,8 +37,8 @@ class ContextShares(NamedTuple):
         return mean_age(self.ages)
 
 
-def of_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
-    """Sum up what rollout actors have reused since they started."""
+def sum_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
+    """The reuse of rollout actors since they started."""
     prompted, context = sum(report.prompted for report in reports), sum(report.context for report in reports)
     numbers: ReuseNumbers = {}
     if prompted:
@@ -54,8 +54,8 @@ def of_reports(reports: Sequence[EngineReport]) -> ReuseNumbers:
     return numbers
 
 
-def of_lines(lines: Sequence[EngineLine]) -> ContextShares:
-    """Combine the newest lines of rollout actors, one of each."""
+def mean_shares(lines: Sequence[EngineLine]) -> ContextShares:
+    """The mean shares and all ages in the newest lines of rollout actors, one line of each."""
     prefixes = [line["prefix_reused"] for line in lines if "prefix_reused" in line]
     contexts = [line["context_reused"] for line in lines if "context_reused" in line]
     ages: Counter[int] = Counter()
@@ -64,15 +64,15 @@ def of_lines(lines: Sequence[EngineLine]) -> ContextShares:
     return ContextShares(_mean(prefixes), _mean(contexts), dict(sorted(ages.items())))
 
 
-def newest(lines: Sequence[Line]) -> list[EngineLine]:
+def newest_lines(lines: Sequence[Line]) -> list[EngineLine]:
     """The newest line of each rollout actor in the newest part of a run."""
-    found: dict[str, EngineLine] = {}
+    by_engine: dict[str, EngineLine] = {}
     for line in lines:
         if "part" in line:
-            found = {}
+            by_engine = {}
         if "engine" in line:
-            found[line["engine"]] = line
-    return list(found.values())
+            by_engine[line["engine"]] = line
+    return list(by_engine.values())
 
 
 def mean_age(ages: Mapping[int, int]) -> float | None:

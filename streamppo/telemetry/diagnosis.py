@@ -1,8 +1,8 @@
 """Applies the rules to a run's lines as they are written, and to all lines of a finished run.
 
 The rules run every `WINDOW` updates, and once at the end with the summary; early rules also run after the first `EARLY`
-updates. A finding starts when its rule fires and is over when a later check of the rule does not fire; it has the first
-and the last update at which the rule fired.
+updates. A finding begins when its rule fires, and is over when a later check does not fire it; it has the first and
+the last update at which the rule fired.
 """
 
 from collections import deque
@@ -40,19 +40,19 @@ class Diagnosis:
         self._windows: list[Numbers] = []
         self._evaluations: list[EvaluationLine] = []
         self._engines: dict[str, EngineLine] = {}
-        self._seen = 0
+        self._num_updates = 0
         self._version = 0
         self._findings: dict[str, Sign] = {}
         self.newest: Sign | None = None
 
     @property
     def findings(self) -> dict[str, Sign]:
-        """All findings, also the ones that are over: first early ones (bad settings), then in the order of `RULES`."""
+        """All findings, those that are over included: early ones (bad settings) first, then in the order of `RULES`."""
         known = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
         return {sign.name: sign for sign in sorted(known, key=lambda sign: sign.first > EARLY)}
 
     def add(self, line: Line) -> list[Sign]:
-        """Add one line of metrics.jsonl; return the findings that are new and the ones that are over."""
+        """Add a line of metrics.jsonl; return the findings that begin and those that end with it."""
         if "evaluation" in line:
             self._evaluations = sorted([*self._evaluations, line], key=lambda evaluation: evaluation["evaluation"])
         if "part" in line:
@@ -63,27 +63,27 @@ class Diagnosis:
             return []
         self._version = line["update"]
         self._recent.append(numbers(line))
-        self._seen += 1
-        if self._seen == EARLY:
-            return self._look(None, early=True)
-        if self._seen % WINDOW:
+        self._num_updates += 1
+        if self._num_updates == EARLY:
+            return self._check_rules(None, early=True)
+        if self._num_updates % WINDOW:
             return []
         self._windows.append(_means(self._recent))
-        return self._look(None)
+        return self._check_rules(None)
 
     def close(self, summary: Summary | None) -> list[Sign]:
-        """Check once more at the end of the run; return the findings that are new and the ones that are over."""
-        if self._seen > WINDOW and self._seen % WINDOW:
+        """Check once more at the end of the run; return the findings that begin and those that end."""
+        if self._num_updates > WINDOW and self._num_updates % WINDOW:
             self._windows.append(_means(self._recent))
-        return self._look(summary)
+        return self._check_rules(summary)
 
-    def _look(self, summary: Summary | None, *, early: bool = False) -> list[Sign]:
-        enough = self._recent if self._windows or early else ()
+    def _check_rules(self, summary: Summary | None, *, early: bool = False) -> list[Sign]:
+        recent = list(self._recent) if self._windows or early else []
         engines = list(self._engines.values())
-        evidence = Evidence(self._config, list(enough), self._windows, self._evaluations, summary, engines)
+        evidence = Evidence(self._config, recent, self._windows, self._evaluations, summary, engines)
         changed: list[Sign] = []
         for rule in (rule for rule in RULES if rule.early or not early):
-            before, numbers = self._findings.get(rule.name), rule.look(evidence)
+            before, numbers = self._findings.get(rule.name), rule.check(evidence)
             if numbers is None and (before is None or not before.holds):
                 continue
             if numbers is None and before is not None:

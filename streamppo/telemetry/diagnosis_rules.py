@@ -1,8 +1,8 @@
 """Signs of bad learning, each a small function of a run's numbers. Pure: no disk, no clock.
 
-A rule gets an `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy default run. A
-nearly solved task is not a fault, although its entropy is low, its groups are equal and no variance is left to explain.
-Nor is low entropy of a policy that still improves, or a single evaluation below the previous one.
+A rule gets a run's `Evidence` and returns the numbers that made it fire, or None. No rule fires on a healthy default
+run. A nearly solved task is not a fault, although its entropy is low, its groups are equal and no variance is left to
+explain. Nor is low entropy of a policy that still improves, or a single evaluation below the previous one.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, WAITS_CPU, IDLE, IDLE_CPU = 0.8, 0.95, 0.5, 0.75
 LEAST_AHEAD = 2
-"""Smallest number of versions by which engines must be allowed ahead to work concurrently with the learner."""
+"""The least number of versions ahead at which engines work concurrently with the learner."""
 FALLEN = 0.1
-"""A reward has fallen after an update if it is lower by this share of reward.correct_at."""
+"""The reward has fallen if it is lower by this share of reward.correct_at."""
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
@@ -40,88 +40,88 @@ class SignRule(NamedTuple):
     name: str
     fires: str
     advice: str
-    look: Callable[[Evidence], str | None]
+    check: Callable[[Evidence], str | None]
     early: bool = False
 
 
 # --- the policy ----------------------------------------------------------------------------------------------
 
 
-def _unmoved(seen: Evidence) -> str | None:
-    steps, low, high = (seen.mean(name) for name in ("steps", "ratio_p01", "ratio_p99"))
+def _unmoved(run: Evidence) -> str | None:
+    steps, low, high = (run.mean(name) for name in ("steps", "ratio_p01", "ratio_p99"))
     if steps is None or low is None or high is None or steps <= 1:
         return None
-    clipped = sum(seen.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
+    clipped = sum(run.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
     if clipped or high - low > UNMOVED:
         return None
     return f"no token clipped, 98% of the ratios between {low:.4f} and {high:.4f} after {steps:g} steps an update"
 
 
-def _clipped(seen: Evidence) -> str | None:
-    share = sum(seen.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
+def _clipped(run: Evidence) -> str | None:
+    share = sum(run.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
     return f"{share:.0%} of the trained tokens are clipped" if share > CLIPPED else None
 
 
-def _kl_spikes(seen: Evidence) -> str | None:
+def _kl_spikes(run: Evidence) -> str | None:
     for name in ("proximal_kl", "behavior_kl", "reference_kl"):
-        values = seen.series(name)
+        values = run.series(name)
         high = [value for value in values if value > max(SPIKE_KL, SPIKE * median(values))]
         # A KL is a heavy-tailed mean: a rare token that has become likely is not a fault by itself.
-        if len(high) >= SPIKES or (high and _falls_after_the_largest(seen, name)):
+        if len(high) >= SPIKES or (high and _reward_falls_after_largest(run, name)):
             return f"{name} was {max(values):.3g} nats, {median(values):.3g} in the median"
     return None
 
 
-def _entropy_collapses(seen: Evidence) -> str | None:
-    first, entropy = _first(seen, "entropy"), seen.mean("entropy")
-    if first is None or entropy is None or entropy > COLLAPSED * first * seen.left or seen.rises:
+def _entropy_collapses(run: Evidence) -> str | None:
+    first, entropy = _first(run, "entropy"), run.mean("entropy")
+    if first is None or entropy is None or entropy > COLLAPSED * first * run.left or run.rises:
         return None
     return f"entropy {entropy:.3g} nats a token, {first:.3g} in the first {WINDOW} updates"
 
 
-def _gradient_spikes(seen: Evidence) -> str | None:
-    bad, norms = sum(seen.series("bad_steps")), seen.series("grad_norm")
+def _gradient_spikes(run: Evidence) -> str | None:
+    bad, norms = sum(run.series("bad_steps")), run.series("grad_norm")
     if bad:
         return f"{bad:g} optimizer steps were left out: their gradient was not finite"
     high = [norm for norm in norms if norm > SPIKE * median(norms) > 0]
     # A gradient is a heavy-tailed sum, and it is clipped: a large one is not a fault by itself. If nearly all groups
     # are correct, most gradients are almost 0 and those of the rare wrong answers are large by comparison.
-    many = len(high) >= SPIKES and seen.right < SOLVED
-    if many or (high and _falls_after_the_largest(seen, "grad_norm")):
+    many = len(high) >= SPIKES and run.right < SOLVED
+    if many or (high and _reward_falls_after_largest(run, "grad_norm")):
         return f"grad_norm was {max(norms):.3g}, {median(norms):.3g} in the median"
     return None
 
 
-def _falls_after_the_largest(seen: Evidence, name: str) -> bool:
+def _reward_falls_after_largest(run: Evidence, name: str) -> bool:
     """True if the reward is lower after the largest value of a metric than before it."""
-    pairs = [(update[name], update["reward"]) for update in seen.recent if {name, "reward"} <= {*update}]
+    pairs = [(update[name], update["reward"]) for update in run.recent if {name, "reward"} <= {*update}]
     place = max(range(len(pairs)), key=lambda number: pairs[number][0], default=0)
     before, behind = ([reward for _, reward in part] for part in (pairs[:place], pairs[place + 1 :]))
-    return bool(before and behind) and fmean(before) - fmean(behind) > FALLEN * seen.config.reward.correct_at
+    return bool(before and behind) and fmean(before) - fmean(behind) > FALLEN * run.config.reward.correct_at
 
 
 # --- the critic ----------------------------------------------------------------------------------------------
 
 
-def _value_loss_diverges(seen: Evidence) -> str | None:
-    means = [window["value_loss"] for window in seen.windows if "value_loss" in window]
-    if len(means) < 3 or not 0 < DIVERGED * min(means[:-1]) < means[-1] or means[-1] < means[-2] or seen.is_solved:
+def _value_loss_diverges(run: Evidence) -> str | None:
+    means = [window["value_loss"] for window in run.windows if "value_loss" in window]
+    if len(means) < 3 or not 0 < DIVERGED * min(means[:-1]) < means[-1] or means[-1] < means[-2] or run.is_solved:
         return None
     return f"value loss {means[-1]:.3g}, and {min(means[:-1]):.3g} at its lowest"
 
 
-def _explains_nothing(seen: Evidence) -> str | None:
-    explained = [window["explained_variance"] for window in seen.windows[-2:] if "explained_variance" in window]
+def _explains_nothing(run: Evidence) -> str | None:
+    explained = [window["explained_variance"] for window in run.windows[-2:] if "explained_variance" in window]
     # A single window may have nearly equal rewards, whose variance cannot be explained.
-    if len(explained) < 2 or max(explained) > UNEXPLAINED or not seen.mean("value_loss") or seen.is_solved:
+    if len(explained) < 2 or max(explained) > UNEXPLAINED or not run.mean("value_loss") or run.is_solved:
         return None
     return f"explained variance {explained[-1]:.2f}: the critic is worse than a constant"
 
 
-def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
+def _cuts_without_critic(run: Evidence) -> str | None:
     # An update without cuts lacks the metric.
-    share, explained = sum(seen.series("segments_cut")) / max(len(seen.recent), 1), seen.mean("explained_variance")
-    if explained is None or share <= CUT or explained >= EXPLAINED or seen.is_solved:
+    share, explained = sum(run.series("segments_cut")) / max(len(run.recent), 1), run.mean("explained_variance")
+    if explained is None or share <= CUT or explained >= EXPLAINED or run.is_solved:
         return None
     return f"{share:.0%} of the segments end in a cut, and the critic explains nothing there ({explained:.2f})"
 
@@ -129,8 +129,8 @@ def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
 # --- the data ------------------------------------------------------------------------------------------------
 
 
-def _worse_than_at_first(seen: Evidence) -> str | None:
-    known = progress.evaluations_with_score(seen.evaluations)
+def _worse_than_at_start(run: Evidence) -> str | None:
+    known = progress.evaluations_with_score(run.evaluations)
     if len(known) < 2 or not progress.is_below(known[-1], known[0]):
         return None
     best = max(known, key=lambda evaluation: evaluation.accuracy)
@@ -140,15 +140,15 @@ def _worse_than_at_first(seen: Evidence) -> str | None:
     )
 
 
-def _held_out_falls(evidence: Evidence) -> str | None:
-    known = progress.evaluations_with_score(evidence.evaluations)
-    if not known or not evidence.windows:
+def _held_out_falls(run: Evidence) -> str | None:
+    known = progress.evaluations_with_score(run.evaluations)
+    if not known or not run.windows:
         return None
     best = max(known, key=lambda evaluation: (evaluation.accuracy, evaluation.version))
     # A single evaluation may be of an unlucky version; two in a row are a fall.
     later = [evaluation for evaluation in known if evaluation.version > best.version][-2:]
-    then = evidence.windows[min(max(best.version - 1, 0) // WINDOW, len(evidence.windows) - 1)].get("reward")
-    reward = evidence.mean("reward")
+    then = run.windows[min(max(best.version - 1, 0) // WINDOW, len(run.windows) - 1)].get("reward")
+    reward = run.mean("reward")
     falls = len(later) == 2 and all(progress.is_below(evaluation, best) for evaluation in later)
     if not falls or then is None or reward is None or reward <= then:
         return None
@@ -158,101 +158,101 @@ def _held_out_falls(evidence: Evidence) -> str | None:
     )
 
 
-def _few_effective(seen: Evidence) -> str | None:
-    values = sorted(seen.series("ess"))
+def _few_effective(run: Evidence) -> str | None:
+    values = sorted(run.series("ess"))
     # A few such updates can ruin a policy, and the mean over all updates hides them.
     if not values or (quartile := values[len(values) // 4]) >= FEW_EFFECTIVE:
         return None
     return f"ess at most {quartile:.2f} in a quarter of the updates: so few of the tokens count"
 
 
-def _too_old(seen: Evidence) -> str | None:
-    share, bound = seen.share("tokens_too_old", "tokens"), seen.config.queue.bound
+def _too_old(run: Evidence) -> str | None:
+    share, bound = run.share("tokens_too_old", "tokens"), run.config.queue.bound
     if share > TOO_OLD:
         return f"{share:.0%} of the tokens are beyond queue.max_lag ({bound}) and stay out of the loss"
-    dropped = ((seen.summary and seen.summary["dropped"]) or {}).get("too_old", 0)
-    trained = (seen.summary and seen.summary["trajectories"]) or 0
+    dropped = ((run.summary and run.summary["dropped"]) or {}).get("too_old", 0)
+    trained = (run.summary and run.summary["trajectories"]) or 0
     if dropped > TOO_OLD * (dropped + trained):
         return f"{dropped} trajectories beyond queue.max_lag ({bound}) were dropped, {trained} trained on"
     return None
 
 
-def _mismatched(seen: Evidence) -> str | None:
-    mismatch = seen.mean("mismatch")
+def _mismatched(run: Evidence) -> str | None:
+    mismatch = run.mean("mismatch")
     if mismatch is None or mismatch < MISMATCH:
         return None
     return f"mismatch {mismatch:.3g} nats a token between engine and learner with the same weights"
 
 
-def _length_drifts(seen: Evidence) -> str | None:
-    first, length = _first(seen, "length"), seen.mean("length")
+def _length_drifts(run: Evidence) -> str | None:
+    first, length = _first(run, "length"), run.mean("length")
     if not first or length is None or 1 / DRIFTED < length / first < DRIFTED:
         return None
     return f"{length:.1f} tokens a completion, {first:.1f} in the first {WINDOW} updates"
 
 
-def _truncated(seen: Evidence) -> str | None:
-    share = seen.mean("truncated") or 0.0
+def _truncated(run: Evidence) -> str | None:
+    share = run.mean("truncated") or 0.0
     if share >= NEARLY_ALL:
-        bound = seen.config.rollout.max_tokens
+        bound = run.config.rollout.max_tokens
         return f"nearly all completions ({share:.0%}) are cut off: rollout.max_tokens ({bound}) ends them"
-    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and len(seen.windows) > 1 else None
+    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and len(run.windows) > 1 else None
 
 
-def _equal_groups(seen: Evidence) -> str | None:
-    share = seen.mean("equal_groups") or 0.0
-    if seen.config.algorithm.compares_samples is None or share < EQUAL or seen.is_solved:
+def _equal_groups(run: Evidence) -> str | None:
+    share = run.mean("equal_groups") or 0.0
+    if run.config.algorithm.compares_samples is None or share < EQUAL or run.is_solved:
         return None
     return f"{share:.0%} of the trajectories are in groups of equal scores, which have no signal"
 
 
-def _rewards_fail(seen: Evidence) -> str | None:
-    failed = sum(((seen.summary and seen.summary["failed"]) or {}).values())
-    stored = (seen.summary and seen.summary["trajectories"]) or 0
+def _rewards_fail(run: Evidence) -> str | None:
+    failed = sum(((run.summary and run.summary["failed"]) or {}).values())
+    stored = (run.summary and run.summary["trajectories"]) or 0
     if failed > FAILED * (failed + stored):
         return f"{failed} attempts failed, {stored} trajectories were trained on"
-    if seen.evaluations and (last := seen.evaluations[-1])["failed"] > FAILED * (last["failed"] + last["count"]):
+    if run.evaluations and (last := run.evaluations[-1])["failed"] > FAILED * (last["failed"] + last["count"]):
         return f"{last['failed']} of {last['failed'] + last['count']} held-out prompts have no score"
     return None
 
 
-def _nothing_to_learn(seen: Evidence) -> str | None:
-    empty, taken = sum(seen.series("empty_steps")), sum(seen.series("steps"))
+def _nothing_to_learn(run: Evidence) -> str | None:
+    empty, taken = sum(run.series("empty_steps")), sum(run.series("steps"))
     return f"{empty:g} of {empty + taken:g} steps had no token left" if empty > EMPTY * (empty + taken) else None
 
 
 # --- the pipeline --------------------------------------------------------------------------------------------
 
 
-def _starved(seen: Evidence) -> str | None:
-    share = seen.share("wait_s", "update_s")
+def _starved(run: Evidence) -> str | None:
+    share = run.share("wait_s", "update_s")
     # Engines without GPUs have the learner's cores: it waits while they sample, and more actors would not shorten the
     # wait.
-    most = WAITS if seen.config.rollout.gpus else WAITS_CPU
+    most = WAITS if run.config.rollout.gpus else WAITS_CPU
     return f"the learner waits {share:.0%} of its time" if share > most else None
 
 
-def _blocked(seen: Evidence) -> str | None:
-    engines = seen.summary and seen.summary["engines"]
+def _blocked(run: Evidence) -> str | None:
+    engines = run.summary and run.summary["engines"]
     # With segments admission keeps one version of slack. Engines at most one ahead take turns with the learner.
-    queue = seen.config.queue
+    queue = run.config.queue
     ahead = queue.bound - (queue.segments is not None)
-    most = IDLE if seen.config.rollout.gpus else IDLE_CPU
+    most = IDLE if run.config.rollout.gpus else IDLE_CPU
     if not engines or engines["idle_share"] < most or ahead < LEAST_AHEAD:
         return None
     return f"the engines had nothing to decode {engines['idle_share']:.0%} of their time"
 
 
-def _computed_again(seen: Evidence) -> str | None:
-    share = context_reuse.of_lines(seen.engines).contexts
-    if share is None or share >= REUSED or not seen.windows:
+def _contexts_recomputed(run: Evidence) -> str | None:
+    share = context_reuse.mean_shares(run.engines).contexts
+    if share is None or share >= REUSED or not run.windows:
         return None
     return f"{1 - share:.0%} of the contexts that earlier turns had were computed again"
 
 
-def _first(seen: Evidence, name: str) -> float | None:
+def _first(run: Evidence, name: str) -> float | None:
     """The mean of a metric in the first window; None while it is the only one."""
-    return seen.windows[0].get(name) if len(seen.windows) > 1 else None
+    return run.windows[0].get(name) if len(run.windows) > 1 else None
 
 
 RULES = (
@@ -285,7 +285,7 @@ RULES = (
         "cuts rest on the critic",
         f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
         "leave out queue.segments.max_tokens, for which the policy waits, or train on whole completions",
-        _cuts_rest_on_the_critic,
+        _cuts_without_critic,
     ),
     SignRule(
         "gradient spikes",
@@ -368,7 +368,7 @@ RULES = (
         "worse than at the start",
         f"held-out accuracy {progress.SIGMAS:g} standard errors below that of the first evaluation",
         "look at the other signs first, lower learner.lr; `streamppo export RUN --version N` gets the best version",
-        _worse_than_at_first,
+        _worse_than_at_start,
     ),
     SignRule(
         "starved learner",
@@ -388,7 +388,7 @@ RULES = (
         f"less than {REUSED:.0%} of the contexts of 64 tokens and more that earlier turns had came from the cache",
         "more rollout.slots than rollout.in_flight, a larger cache of SGLang, rollout.engine.kv = 'keep' (embedded), "
         "agents that extend their conversation",
-        _computed_again,
+        _contexts_recomputed,
     ),
 )
 """All rules: faults of data and pipeline, then of an update, then their consequences, then of speed."""

@@ -22,9 +22,9 @@ Numbers: TypeAlias = Mapping[str, float]
 class Evidence(NamedTuple):
     """The numbers that rules check.
 
-    `recent` are the metrics of the last `WINDOW` updates; `windows` are the means of every `WINDOW` updates from the
-    first on; `evaluations` are ordered by version; `engines` are the newest lines of the
-    rollout actors. `summary` is set at the end of a run.
+    `recent` are the metrics of the last `WINDOW` updates, `windows` the means of every `WINDOW` updates from the first
+    on, `evaluations` ordered by version, `engines` the newest lines of the rollout actors. `summary` is set at the end
+    of a run.
     """
 
     config: Config
@@ -61,8 +61,8 @@ class Evidence(NamedTuple):
     def right(self) -> float:
         """The share of correct answers: by the samples' mean reward, or by held-out accuracy if that is lower.
 
-        A single evaluation may be of an unlucky version, so the better of the last two counts. Evaluations older than
-        about `RISE_WINDOWS` windows are not of the present policy and are ignored.
+        A single version may be unlucky, so the better of the last two evaluations counts. Evaluations older than about
+        `RISE_WINDOWS` windows are of another policy and are ignored.
         """
         share = self._share(self.mean("reward"))
         known = progress.evaluations_with_score(self.evaluations)[-2:]

@@ -1,7 +1,7 @@
 """metrics.jsonl: one line for every event of a run, as it happens; the source of all numbers about a whole run.
 
-The first name of a line is its kind (`telemetry.catalogue.LINES`). A line without a newline at its end was truncated by
-a kill or a full disk and is ignored. A damaged line is skipped and reported; the run continues without it.
+The first name of a line is its kind (`telemetry.catalogue.LINES`). A last line without a newline was truncated by a
+kill or a full disk and is ignored. A damaged line is skipped and reported; the run continues without it.
 """
 
 import json
@@ -20,7 +20,7 @@ METRICS = "metrics.jsonl"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
-"""A finite number that can be rounded: every one that a line must have."""
+"""A finite number that can be rounded: the type of a line's required numbers."""
 Digits: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,18}$")]
 """A lag or an age, as a name in JSON."""
 
@@ -48,7 +48,7 @@ class UpdateLine(TypedDict):
 
 
 class RemadeLine(TypedDict):
-    """An update's line was lost: the metrics that its archived batch gives, including reward components."""
+    """An update's line was lost: the metrics that follow from its archived batch, including reward components."""
 
     remade: int
     wall_s: Number
@@ -198,7 +198,7 @@ class Tail:
                 self._recognize((status.st_dev, status.st_ino), status.st_size)
                 self.written_s = status.st_mtime
                 file.seek(self.end)
-                # A line that is being written may be read in two pieces: stop at the first one without a newline.
+                # A concurrent write may leave a line incomplete: stop at the first line without a newline.
                 complete = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         except FileNotFoundError:
             self.written_s = 0.0
@@ -252,9 +252,9 @@ def read(folder: Path) -> list[Line]:
 
 def content(folder: Path) -> Content:
     """Read the whole file of the run in `folder`."""
-    follower = LineReader(folder)
-    follower.read()
-    return follower.content
+    reader = LineReader(folder)
+    reader.read()
+    return reader.content
 
 
 def updates(folder: Path) -> list[UpdateLine]:
@@ -273,7 +273,7 @@ def recorded_versions(lines: Iterable[Line]) -> set[int]:
     return versions
 
 
-def mend(folder: Path) -> None:
+def drop_truncated_line(folder: Path) -> None:
     """Remove a truncated last line, so that the next line starts on its own."""
     path = folder / METRICS
     if path.exists():
@@ -296,11 +296,11 @@ def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
 
 
 def is_line(content: object) -> TypeGuard[Line]:
-    """Return True if `content` has all fields of its kind of line, and is of no other kind."""
+    """True if `content` has all fields of its kind of line, and the name of no other kind."""
     if not isinstance(content, dict):
         return False
     kind = next(iter(content), "")
-    # Readers find the lines of a kind by its name, wherever it stands.
+    # Readers find a line's kind by its name at any position.
     if KINDS.keys() & content != {kind}:
         return False
     try:

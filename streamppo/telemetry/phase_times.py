@@ -25,8 +25,7 @@ class PerUpdate(NamedTuple):
 def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
     """The phases of every process between its first and its newest line, and `ELSEWHERE`.
 
-    Its start-up is thus excluded, unless the process has a single line. A process without an update in that time is
-    omitted.
+    A process's start-up is excluded, unless it has a single line. A process without an update in that time is omitted.
     """
     timed = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]

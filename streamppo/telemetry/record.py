@@ -34,7 +34,7 @@ PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
 
 REPORTS_S = 8.0
-"""Least seconds between two lines about a process. Reports come every 10 s, and more often for a live view."""
+"""Least seconds between two lines about a process. Reports come every 10 s, for a live view more often."""
 
 DAMAGE_SHOWN = 3
 """Damaged lines that are logged one by one."""
@@ -89,12 +89,12 @@ class RunRecord:
         self.version = max(metrics_file.recorded_versions(before), default=0)
         self._started = started - max((line["wall_s"] for line in before), default=0.0)
         self.display: Display = display or PlainLines()
-        self._began, self._told_at = time.monotonic(), dict[str, float]()
+        self._began, self._written_at = time.monotonic(), dict[str, float]()
         for sentence in damage[:DAMAGE_SHOWN]:
             log.info(sentence)
         if len(damage) > DAMAGE_SHOWN:
             log.info(f"{len(damage)} lines of {metrics_file.METRICS} are damaged: summary.json covers the others")
-        metrics_file.mend(folder)
+        metrics_file.drop_truncated_line(folder)
         for line in before:
             self.display.line(line)
         # The old summary covers only the earlier parts.
@@ -176,21 +176,21 @@ class RunRecord:
     def _engine(self, report: EngineReport, *, written: bool) -> None:
         counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
         agents = {"agents": report.agents} if report.agents else {}
-        more = {**counters, **context_reuse.of_reports([report]), **agents, "sampled": _sampled(report.sample)}
-        self._show_event("engine", report.actor, more, written=written)
+        content = {**counters, **context_reuse.sum_reports([report]), **agents, "sampled": _sampled(report.sample)}
+        self._show_event("engine", report.actor, content, written=written)
 
     def tick(self, doing: str) -> None:
-        """Let the display update its time, and check the trackers; `doing` is the driver's reason to wait."""
+        """Update the display's time, and check the trackers; `doing` is the driver's reason to wait."""
         self.display.tick(doing, self.wall_s)
         if self._sinks is not None:
             self._sinks.check()
 
     def _due(self, process: str) -> bool:
-        """True if `REPORTS_S` have passed since the last True for this process, or since the record was created."""
+        """True if the last lines of this process, or the start of the record, are `REPORTS_S` old."""
         present = time.monotonic()
-        if present - self._told_at.setdefault(process, self._began) < REPORTS_S:
+        if present - self._written_at.setdefault(process, self._began) < REPORTS_S:
             return False
-        self._told_at[process] = present
+        self._written_at[process] = present
         return True
 
     def _line(self, report: UpdateReport) -> str:
@@ -203,8 +203,8 @@ class RunRecord:
             f"learner waits {m['wait_s'] / m['update_s']:.0%}"
         )
 
-    def _write(self, kind: str, value: int | str, more: Mapping[str, object] | None = None) -> None:
-        self._show_event(kind, value, more or {}, written=True)
+    def _write(self, kind: str, value: int | str, content: Mapping[str, object] | None = None) -> None:
+        self._show_event(kind, value, content or {}, written=True)
 
     def _show_event(self, kind: str, value: int | str, content: Mapping[str, object], *, written: bool) -> None:
         """Show an event, and if `written` append it to metrics.jsonl and send it to the trackers."""
@@ -245,7 +245,7 @@ class RunRecord:
     ) -> Summary:
         """Write summary.json and return it. `outcome` is `FINISHED` or the reason for an early end.
 
-        Raises `RunError` if it cannot be written; if the run had failed before, that is only logged.
+        Raises `RunError` if it cannot be written; after a failed run that error is only logged.
         """
         self.display.line({"end": outcome, "wall_s": self.wall_s})
         self.display.close()
@@ -260,8 +260,8 @@ class RunRecord:
                 self._write("end", outcome)
             content: Summary = {
                 "outcome": outcome,
-                **summary.summarise(metrics_file.read(self.folder)),
-                **summary.queue_counts(queue),
+                **summary.line_totals(metrics_file.read(self.folder)),
+                **summary.queue_totals(queue),
                 "engines": summary.engine_totals(engines),
                 "checksum": self.checksum,
                 "seed": self.seed,
@@ -272,7 +272,7 @@ class RunRecord:
             with self._after(outcome), durable.naming(path, RunError):
                 durable.write(path, (json.dumps(content, indent=2) + "\n").encode())
         finally:
-            # A still buffered line was refused by the disk before, and that was reported.
+            # The disk has refused a line that is still buffered, and the error was reported.
             with suppress(OSError):
                 self._file.close()
             if self._sinks is not None:
@@ -281,7 +281,7 @@ class RunRecord:
 
     @contextmanager
     def _after(self, outcome: str) -> Generator[None]:
-        """After a failed run log a disk error instead of raising it, so that it does not hide the first error."""
+        """After a failed run log a disk error instead of raising it: it would hide the first error."""
         try:
             yield
         except RunError as error:

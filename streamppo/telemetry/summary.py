@@ -38,16 +38,15 @@ class LagSummary(TypedDict):
     histogram: dict[int, int]
 
 
-class OfLines(TypedDict):
+class LineTotals(TypedDict):
     """Numbers from the lines of metrics.jsonl.
 
-    `phases`: each process's newest (`telemetry.catalogue.PHASES`): calls, wall seconds, CPU seconds. `lag`: of all
+    `phases`: the newest of each process (`telemetry.catalogue.PHASES`): calls, wall seconds, CPU seconds. `lag`: of all
     sampled tokens; `trained_lag`: of tokens within `max_lag`. `evaluations`: ordered by version; `eval_accuracy`: of
     the first and the last version. `verdict`: compares these two, empty without them.
     """
 
     verdict: str
-
     eval_accuracy: StartAndEnd
     evaluations: list[tuple[int, float | None]]
     reward: StartAndEnd
@@ -66,7 +65,7 @@ class OfLines(TypedDict):
     phases: dict[str, dict[str, tuple[int, float, float]]]
 
 
-class OfQueue(TypedDict):
+class QueueTotals(TypedDict):
     """Counts of the queue since the start of the run; None without its report, because the run ended early."""
 
     trajectories: int | None
@@ -78,9 +77,8 @@ class OfQueue(TypedDict):
     skipped_prompts: int | None
 
 
-class OfEngines(ReuseNumbers):
-    """Counts of the engines at the end of the run, each since it started; what they reused is as in context_reuse.py.
-
+class EngineTotals(ReuseNumbers):
+    """Counts of the engines at the end of the run, each since it started; reuse as in context_reuse.py.
 
     `tokens_per_s`: sum over engines of tokens / own seconds. `restarts`: deaths of an engine's processes that its actor
     survived. `stalls`: steps of environments that blocked an actor, by file and line. `agents`: agents' requests, by
@@ -101,26 +99,26 @@ class OfEngines(ReuseNumbers):
     agents: NotRequired[dict[str, int]]
 
 
-class Summary(OfLines, OfQueue):
+class Summary(LineTotals, QueueTotals):
     """The content of summary.json. `outcome` is "finished" or the reason for an early end.
 
     `attempts` is absent if the journal or the archive could not be read.
     """
 
     outcome: str
-    engines: OfEngines | None
+    engines: EngineTotals | None
     checksum: str
     seed: int
     versions: dict[str, str]
     attempts: NotRequired[AttemptTable]
 
 
-def summarise(lines: Sequence[Line]) -> OfLines:
-    """Summarise the lines of a run."""
+def line_totals(lines: Sequence[Line]) -> LineTotals:
+    """The numbers of a whole run from its lines."""
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
     known = updates_in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
-    # They end in any order; a resumed run may repeat a version, and its last evaluation stays the newest.
+    # Evaluations end in any order; of a version that a resumed run repeats, the last one stays the newest.
     evaluations.sort(key=lambda evaluation: evaluation[0])
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
@@ -170,7 +168,7 @@ def final_line(summary: Summary) -> str:
     return ", ".join([*parts, f"learner idle {summary['learner_idle_share']:.0%}"])
 
 
-def queue_counts(queue: QueueReport | None) -> OfQueue:
+def queue_totals(queue: QueueReport | None) -> QueueTotals:
     """The queue's counts for the summary."""
     return {
         "trajectories": queue and queue.consumed,
@@ -183,7 +181,7 @@ def queue_counts(queue: QueueReport | None) -> OfQueue:
     }
 
 
-def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
+def engine_totals(engines: Sequence[EngineReport]) -> EngineTotals | None:
     """Sum up the engines' reports; None without a report."""
     if not engines:
         return None
@@ -206,7 +204,7 @@ def engine_totals(engines: Sequence[EngineReport]) -> OfEngines | None:
         "too_long": dict(engines[0].too_long),
         "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
         "agents": dict(sum((Counter(engine.agents) for engine in engines), Counter[str]())),
-        **context_reuse.of_reports(engines),
+        **context_reuse.sum_reports(engines),
     }
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from streamppo.telemetry.metrics_file import EngineLine, Line, UpdateLine
 
 
-class Stretch(NamedTuple):
+class EngineInterval(NamedTuple):
     """The interval between two consecutive lines of a rollout actor."""
 
     before: EngineLine
@@ -25,7 +25,7 @@ class Stretch(NamedTuple):
         return idle_s / max(idle_s + self.line["busy_s"] - self.before["busy_s"], 1e-9)
 
 
-def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
+def engine_intervals(lines: Sequence[Line]) -> Iterator[EngineInterval]:
     """Pair each line of a rollout actor with its previous one; the first with its start, when all counts were 0."""
     engines: dict[str, EngineLine] = {}
     for line in lines:
@@ -36,7 +36,7 @@ def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
             engines[line["engine"]] = line
             if before is None or before["tokens"] > line["tokens"]:
                 before = _start(line)
-            yield Stretch(before, line)
+            yield EngineInterval(before, line)
 
 
 def _start(line: EngineLine) -> EngineLine:
@@ -45,8 +45,8 @@ def _start(line: EngineLine) -> EngineLine:
     return {**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
 
 
-def asked_s(line: UpdateLine) -> float:
-    """The second of the run at which an update requested its batch, and the previous version's push began."""
+def requested_s(line: UpdateLine) -> float:
+    """The second of the run at which an update requested its batch; the push of the previous version began then."""
     return line["wall_s"] - line["update_s"]
 
 

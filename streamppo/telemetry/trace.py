@@ -1,8 +1,8 @@
 """A run's lines as a trace for Perfetto and chrome://tracing: the work and waiting of each stage over time.
 
-Format: Trace Event Format (Chromium), times in microseconds. Updates and pushes are slices, with the parts of an update
-inside it. Evaluations, restarts, and the driver's starts and ends are instants. The queue's trajectories, the engines'
-tokens and the phases of every process are counters between two consecutive lines.
+Format: Trace Event Format (Chromium), times in microseconds. Updates, their parts, and pushes are slices. Evaluations,
+restarts, and the driver's starts and ends are instants. The queue's trajectories, the engines' tokens and the phases of
+every process are counters between two consecutive lines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,8 +41,8 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
     updated = pushed = 0.0
     for line in lines:
         if "update" in line:
-            # The times come from two clocks, and slices of a lane must not overlap by their difference.
-            begin = max(updated, timeline.asked_s(line))
+            # The times come from two clocks, whose difference must not make slices of a lane overlap.
+            begin = max(updated, timeline.requested_s(line))
             yield from _update(line, begin)
             pushed, updated = max(pushed, begin), line["wall_s"]
             yield _slice("push", f"version {line['update'] - 1}", pushed, line["push_ms"] / 1e3, {})
@@ -81,10 +81,10 @@ def _instants(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _counters(lines: Sequence[Line]) -> Iterator[Event]:
-    for stretch in timeline.stretches(lines):
+    for interval in timeline.engine_intervals(lines):
         # A counter's value holds from its event on, so the event is at the earlier line.
-        engine, begin_s = stretch.line["engine"], stretch.before["wall_s"]
-        yield _counter(f"{engine}: tokens a second", begin_s, {"tokens": stretch.tokens_per_s})
+        engine, begin_s = interval.line["engine"], interval.before["wall_s"]
+        yield _counter(f"{engine}: tokens a second", begin_s, {"tokens": interval.tokens_per_s})
     processes: dict[str, PhasesLine] = {}
     for line in lines:
         if "update" in line:

@@ -61,7 +61,7 @@ def _write(folder: Path, config: Config) -> None:
     def commit(*made: PublishedVersion) -> None:
         journal.write(snapshot.take_changes(settings, rules.state), made)
 
-    metrics_file.mend(folder)
+    metrics_file.drop_truncated_line(folder)
     recorded = max(metrics_file.recorded_versions(metrics_file.read(folder)))
     calls = 2 * rules.state.version + 2
     with (folder / metrics_file.METRICS).open("a", buffering=1) as lines:

@@ -49,7 +49,7 @@ def summary(run: Path, *, as_json: bool) -> int:
 def current_summary(run: Path) -> dict[str, object]:
     """The content of summary.json; without it, the numbers of metrics.jsonl and the run's state."""
     shown = _view(run)
-    known = {**(shown.summary or {"outcome": condition(run, shown), **summaries.summarise(shown.lines)})}
+    known = {**(shown.summary or {"outcome": condition(run, shown), **summaries.line_totals(shown.lines)})}
     if "attempts" not in known and (found := report.count_attempts(run, configfile.load(run / configfile.CONFIG))):
         known["attempts"] = found
     return known
@@ -86,7 +86,7 @@ def _row(folder: Path) -> list[str]:
     """The name of a run, its state, its numbers; the state of an unreadable run is the reason."""
     shown, why = make_part(lambda: _view(folder))
     shown = shown or View(folder.name, [])
-    totals = summaries.summarise(shown.lines)
+    totals = summaries.line_totals(shown.lines)
     numbers = [_short(totals[name]["final"]) for name in ("reward", "eval_accuracy")]
     when = datetime.fromtimestamp(_last_change_s(folder)).strftime("%Y-%m-%d %H:%M")
     return [folder.name, why or condition_word(condition(folder, shown)), f"{totals['updates']}", *numbers, when]

@@ -210,7 +210,7 @@ class Records:
         if saved is None:
             return
         # Through JSON, as the file: keys are texts there.
-        counted = json.loads(json.dumps(summary.summarise(self.content.lines)))
+        counted = json.loads(json.dumps(summary.line_totals(self.content.lines)))
         present = json.loads(json.dumps(saved))
         if (last := (self.content.lines or [None])[-1]) is not None and "end" in last:
             counted |= {"outcome": last["end"]}

@@ -19,10 +19,9 @@ from rich.text import Text
 
 from streamppo.config.sections import Config
 from streamppo.telemetry.diagnosis import Diagnosis
-from streamppo.telemetry.live import memory
 from streamppo.telemetry.live.screen import Screen, ScreenRow
 from streamppo.telemetry.live.state import RunState
-from streamppo.telemetry.live.view import last, view
+from streamppo.telemetry.live.view import final_rows, view
 from streamppo.telemetry.metrics_file import Line
 
 EVERY_S = 10.0
@@ -32,6 +31,10 @@ DRAW_S, CLOCK_S = 0.5, 1.0
 REPORTS_S = 2.0
 """Seconds between two reports of queue and engines for the view."""
 STDOUT = 1
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+"""Mount point of a container's own cgroup."""
+GIB = 2**30
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +67,14 @@ class Display(Protocol):
 
 
 def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> Display:
-    """Choose the display for standard output. Findings that are over in the run's `diagnosis` are hidden."""
+    """Choose the display for standard output; it hides findings that are over in the run's `diagnosis`."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     if sys.stdout.isatty() and utf8 and os.environ.get("TERM") != "dumb":
-        return LiveView(state_of(config, folder, diagnosis))
+        return LiveView(empty_state(config, folder, diagnosis))
     return PlainLines()
 
 
-def state_of(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> RunState:
+def empty_state(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> RunState:
     """The empty state of a run; the owner of `diagnosis` adds the lines to it."""
     queue = config.queue
     lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
@@ -118,7 +121,7 @@ class LiveView:
         self._plain = PlainLines()
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
         self._warnings = _Warnings(state)
-        self._drawn_at, self._looked_at = 0.0, 0.0
+        self._drawn_at, self._memory_read_at = 0.0, 0.0
         self._changed = self._closed = False
         logging.getLogger("streamppo").addHandler(self._warnings)
 
@@ -139,8 +142,8 @@ class LiveView:
         wait_s = DRAW_S if self._changed or doing != self._state.doing else CLOCK_S
         if self._closed or present - self._drawn_at < wait_s:
             return
-        if present - self._looked_at > REPORTS_S:
-            self._looked_at, self._state.memory = present, memory.memory_in_use()
+        if present - self._memory_read_at > REPORTS_S:
+            self._memory_read_at, self._state.memory = present, memory_in_use()
         self._drawn_at, self._changed = present, False
         self._state.doing, self._state.wall_s = doing, wall_s
         if size := self._screen.size():
@@ -158,7 +161,7 @@ class LiveView:
         size = self._screen.size()
         if self._screen.shown and size:
             self._state.doing = ""
-            self._draw(lambda: last(self._state, size.columns))
+            self._draw(lambda: final_rows(self._state, size.columns))
         self._leave()
 
     def _leave(self) -> None:
@@ -189,3 +192,18 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the record's first line."""
         self._state.warn(record.getMessage().partition("\n")[0])
+
+
+def memory_in_use() -> tuple[float, float] | None:
+    """(used without droppable files, total) memory of this machine or container in GiB; None if it cannot be read."""
+    try:
+        rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        total, free = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        limit = CGROUP / "memory.max"
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
+            counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+            used = int((CGROUP / "memory.current").read_text()) - int(counts["inactive_file"])
+            return used / GIB, int(text) / GIB
+        return (total - free) / GIB, total / GIB
+    except (OSError, ValueError, KeyError):
+        return None

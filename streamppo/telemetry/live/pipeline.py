@@ -11,7 +11,7 @@ LABEL = 10
 WAITS = 0.1
 """A stage is reported as waiting from this share of its time on."""
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-"""Buckets of lags: as in the metrics, but lags from 9 on are one bucket to fit a line."""
+"""Buckets of lags: those of the metrics, with one bucket for all lags from 9 on, to fit a line."""
 TALL_BAR = 24
 """Cells of the longest bar of the lag histogram with a row for each bucket."""
 
@@ -115,7 +115,7 @@ def _speed(state: RunState, width: int) -> list[Text]:
         row.append(f"{trained:,.0f}", "bold").append(" trained  ")
     if update_s is not None:
         row = _if_it_fits(row, f"{update_s:.2g} s an update", width)
-    contexts = context_reuse.of_lines([one.newest for one in state.engines.values()]).contexts
+    contexts = context_reuse.mean_shares([engine.newest for engine in state.engines.values()]).contexts
     return [row if contexts is None else _if_it_fits(row, f"  contexts {contexts:.0%} reused", width)]
 
 

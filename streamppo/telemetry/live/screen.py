@@ -1,11 +1,11 @@
 """Rows at the bottom of a terminal that are redrawn in place, while all other output scrolls above them.
 
-    log lines, ours and Ray's       whole lines, inserted above the rows; then left to the terminal's scrollback
+    log lines, replacement and Ray's       whole lines, inserted above the rows; then left to the terminal's scrollback
     row 1 .. row n                  drawn in one write; the cursor stays after the last one
 
 While rows are shown, `sys.stdout` and `sys.stderr` are replaced, because Ray prints its actors' lines from another
-thread. Printing a line costs time in proportion to its length: the rows are rewritten unchanged, and only the line is
-wrapped.
+thread. A printed line costs time in proportion to its length: only the line is wrapped, and the rows are rewritten
+unchanged.
 """
 
 import io
@@ -35,8 +35,8 @@ class Screen:
     def __init__(self) -> None:
         self._lock = Lock()
         self._rows: Sequence[ScreenRow] = ()
-        self._late: deque[str] = deque()
-        self._replaced: dict[str, tuple[TextIO, Above]] = {}
+        self._postponed: deque[str] = deque()
+        self._replaced: dict[str, tuple[TextIO, StreamAbove]] = {}
 
     @property
     def shown(self) -> bool:
@@ -71,10 +71,10 @@ class Screen:
     def say(self, text: str) -> None:
         """Write whole lines above the rows from a signal handler, without waiting for the lock.
 
-        If the handler interrupted a writer, that writer writes them afterwards.
+        A writer that the handler has interrupted writes them afterwards.
         """
         if not self._lock.acquire(blocking=False):
-            self._late.append(text)
+            self._postponed.append(text)
             return
         try:
             with suppress(OSError, ValueError):
@@ -84,14 +84,14 @@ class Screen:
 
     def leave(self) -> None:
         """Leave the rows on the screen; later output goes below them."""
-        for _, ours in self._replaced.values():
-            ours.finish()
+        for _, replacement in self._replaced.values():
+            replacement.finish()
         with self._locked():
             if self._rows:
                 self._write("\n")
             self._rows = ()
-        for name, (stream, ours) in self._replaced.items():
-            if getattr(sys, name) is ours:
+        for name, (stream, replacement) in self._replaced.items():
+            if getattr(sys, name) is replacement:
                 setattr(sys, name, stream)
         self._replaced = {}
 
@@ -100,16 +100,16 @@ class Screen:
             stream = getattr(sys, name)
             # A stream that is redirected to a file stays as it is.
             if name not in self._replaced and stream.isatty():
-                ours = Above(stream, self)
-                self._replaced[name] = stream, ours
-                setattr(sys, name, ours)
+                replacement = StreamAbove(stream, self)
+                self._replaced[name] = stream, replacement
+                setattr(sys, name, replacement)
 
     @contextmanager
     def _locked(self) -> Generator[None]:
         with self._lock:
             yield
-            while self._late:
-                self._write(self._with(self._late.popleft()))
+            while self._postponed:
+                self._write(self._with(self._postponed.popleft()))
 
     def _write(self, text: str) -> None:
         # A lost terminal must not stop the run.
@@ -137,7 +137,7 @@ class Screen:
         return "\n".join(row.text + ERASE_LINE for row in self._rows) + ERASE_BELOW
 
 
-class Above(io.TextIOBase):
+class StreamAbove(io.TextIOBase):
     """A stream in place of standard output or standard error: its whole lines appear above the rows.
 
     A line written in pieces, as `print` does, is buffered per thread until its newline, so threads do not mix.
@@ -145,7 +145,7 @@ class Above(io.TextIOBase):
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:
         self._stream, self._screen = stream, screen
-        self._begun = local()
+        self._partial = local()
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -154,15 +154,15 @@ class Above(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         """Write whole lines, and buffer the rest for the next call."""
-        whole, newline, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
-        self._begun.text = rest
+        whole, newline, rest = (getattr(self._partial, "text", "") + text).rpartition("\n")
+        self._partial.text = rest
         if newline:
             self._screen.above(whole + newline)
         return len(text)
 
     def finish(self) -> None:
         """Write this thread's buffered line, if there is one."""
-        if getattr(self._begun, "text", ""):
+        if getattr(self._partial, "text", ""):
             self.write("\n")
 
     def writable(self) -> bool:

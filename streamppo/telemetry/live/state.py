@@ -94,7 +94,7 @@ class RunState:
         """Remember the newest warning."""
         self.warning, self.warned_s = text, self.wall_s
 
-    # --- numbers made of it ----------------------------------------------------------------------------------
+    # --- derived numbers -------------------------------------------------------------------------------------
 
     @property
     def present_warning(self) -> str:

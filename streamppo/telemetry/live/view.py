@@ -53,7 +53,7 @@ def view(state: RunState, columns: int, rows: int) -> list[Text]:
     return texts[: max(1, rows - 1)]
 
 
-def last(state: RunState, columns: int) -> list[Text]:
+def final_rows(state: RunState, columns: int) -> list[Text]:
     """Lay out the rows that remain in the scrollback after the run."""
     width = columns - 1
     if columns < LEAST_COLUMNS:

@@ -108,7 +108,7 @@ PANELS = (
     Panel("Memory of rank 0", ("peak_memory_mib",), "MiB"),
 )
 """The charts in their order; a chart is omitted if no run has its metrics."""
-OWN = {
+COMPUTED = {
     "accuracy": "share of held-out prompts with a correct greedy answer, by the version evaluated",
     "wait_share": "wait_s / update_s: share of the learner's time without a batch",
 }
@@ -135,9 +135,9 @@ def render(
     differences: Sequence[tuple[str, RunsTable]] = (),
     predicted: Sequence[tuple[str, RunsTable]] = (),
 ) -> str:
-    """Write the page of one run, or of several to be compared.
+    """The page of one run, or of several in comparison.
 
-    `differences` and what was `predicted` are sentences, each with a table.
+    Each of `differences` and `predicted` is a sentence with a table.
     """
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {
@@ -150,7 +150,12 @@ def render(
         "agents": view.agents,
     }
     environment.globals |= {"timeline": lambda run_view: plot.timeline(view.events(run_view)), "lags": lags}
-    environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}
+    environment.globals |= {
+        "charts": charts,
+        "section": view.section,
+        "condition_class": view.condition_class,
+        "signs": view.signs,
+    }
     template = environment.get_template("page.html")
     return template.render(
         views=views,
@@ -160,9 +165,9 @@ def render(
     )
 
 
-def curves(one: View) -> str:
+def curves(run_view: View) -> str:
     """The HTML of only a run's curves, for a notebook, in the order of the panels."""
-    drawn = [f"<figure><h3>{chart.title}</h3>{chart.drawing}</figure>" for chart in charts([one])]
+    drawn = [f"<figure><h3>{chart.title}</h3>{chart.drawing}</figure>" for chart in charts([run_view])]
     style = (Path(__file__).parent / "page.css").read_text()
     body = "".join(drawn) or '<p class="none">No update was made yet.</p>'
     return f'<style>{style} body {{ padding: 0; }}</style><div class="grid">{body}</div>'
@@ -194,10 +199,11 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
     return Chart(panel.title, drawing, sentences, legend, is_flat=is_flat, says=panel.says)
 
 
-def _by_version(one: View) -> list[Mapping[str, object]]:
+def _by_version(run_view: View) -> list[Mapping[str, object]]:
     """The lines of updates, original or remade; each has its version under the name `update`."""
     return [
-        {"update": line["remade"], **line} if "remade" in line else line for line in summary.updates_in_order(one.lines)
+        {"update": line["remade"], **line} if "remade" in line else line
+        for line in summary.updates_in_order(run_view.lines)
     ]
 
 
@@ -221,12 +227,12 @@ def _number(value: object) -> float:
 
 def _sentence(metric: str) -> str:
     known = catalogue.find(metric)
-    return OWN.get(metric) or (known.text if known else "")
+    return COMPUTED.get(metric) or (known.text if known else "")
 
 
-def lags(one: View) -> Markup:
+def lags(run_view: View) -> Markup:
     """Tokens by lag; masked ones in another colour."""
-    totals = summary.summarise(one.lines)
+    totals = summary.line_totals(run_view.lines)
     sampled, trained = totals["lag"]["histogram"], totals["trained_lag"]["histogram"]
     every = sampled if max(sampled, default=0) > plot.MOST_COLUMNS else range(max(sampled, default=-1) + 1)
     bars = [Bar(f"{lag}", sampled.get(lag, 0), 0 if trained.get(lag) else 3) for lag in every]

@@ -1,7 +1,7 @@
 """Charts as SVG: curves, bars, heat maps over time, and a timeline. Colours come from the style, for light and dark.
 
-The page's script computes values from the points of a curve: `data-box` of its SVG has the ranges of the axes. Written
-here because bokeh takes 2 s of CPU and 1.3 MB for as many charts.
+The page's script computes values from the points of a curve: `data-box` of its SVG has the ranges of the axes. bokeh
+would take 2 s of CPU and 1.3 MB for as many charts.
 """
 
 import math
@@ -30,8 +30,8 @@ FEW = 12
 TREND = 3
 """Least points that are joined by a line."""
 LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
-"""A smoothed curve is added from this many points on, if their mean distance from their neighbours exceeds this share
-of the height."""
+"""A curve is smoothed from this many points on, if their mean distance from their neighbours exceeds this share of the
+height."""
 Point = tuple[float, float]
 
 

@@ -1,4 +1,4 @@
-"""All data that a report shows of one run, and the tables that follow from metrics.jsonl."""
+"""The data of one run in a report, and the tables that follow from metrics.jsonl."""
 
 import traceback
 from collections import Counter
@@ -17,8 +17,8 @@ from streamppo.telemetry.diagnosis import Sign
 from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine
 from streamppo.telemetry.progress import WORSE
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, abbreviate
-from streamppo.telemetry.summary import OfLines, Summary
-from streamppo.telemetry.timeline import Stretch
+from streamppo.telemetry.summary import LineTotals, Summary
+from streamppo.telemetry.timeline import EngineInterval
 from streamppo.types import QueueReport
 
 T = TypeVar("T")
@@ -27,12 +27,12 @@ AGES = 12
 
 
 def make_part(part: Callable[[], T]) -> tuple[T | None, str]:
-    """Make a part of a page. Returns (part, ""), or (None, the reason) if it failed."""
+    """Make a part of a page. Returns (part, ""), or (None, the reason) after a failure."""
     try:
         return part(), ""
     except StreamppoError as error:
         return None, str(error)
-    # A bug in one part is shown in its place, and the other parts are still made.
+    # A bug in one part is shown in its place; the page has the other parts.
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return None, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
@@ -44,7 +44,7 @@ def or_dash(value: float | None, form: str) -> str:
 
 
 def section(caller: Callable[[], Markup]) -> Markup:
-    """Make a section of a page; on failure, a paragraph with the reason."""
+    """A section of a page, or after a failure a paragraph with the reason."""
     content, why = make_part(caller)
     return Markup(f'<p class="none">{escape(why)}</p>') if content is None else content
 
@@ -111,7 +111,7 @@ def evaluations(view: View) -> list[EvaluationLine]:
     return [line for line in view.lines if "evaluation" in line]
 
 
-def kind(condition: str) -> str:
+def condition_class(condition: str) -> str:
     """The colour class of a run's condition or outcome; unknown outcomes are failures."""
     known = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
     if condition.startswith("Interrupted"):
@@ -121,7 +121,7 @@ def kind(condition: str) -> str:
 
 def condition_word(condition: str) -> str:
     """The condition in one word; for an error its first line."""
-    return condition.strip().partition("\n")[0] if kind(condition) == "failed" else condition
+    return condition.strip().partition("\n")[0] if condition_class(condition) == "failed" else condition
 
 
 def signs(view: View) -> tuple[list[Sign], list[Sign]]:
@@ -131,7 +131,7 @@ def signs(view: View) -> tuple[list[Sign], list[Sign]]:
 
 def headline(view: View) -> list[NamedNumber]:
     """The most important numbers of a run."""
-    totals = summaries.summarise(view.lines)
+    totals = summaries.line_totals(view.lines)
     rows = [NamedNumber("verdict", totals["verdict"])] if totals["verdict"] else []
     rows += [NamedNumber("outcome", view.outcome), NamedNumber("updates", f"{totals['updates']}")]
     rows += [
@@ -146,7 +146,7 @@ def headline(view: View) -> list[NamedNumber]:
     if view.summary and (engines := view.summary["engines"]):
         rows.append(NamedNumber("engines idle", f"{engines['idle_share']:.0%}", "of their time"))
         rows.append(NamedNumber("sampled", f"{abbreviate(engines['tokens_per_s'])}/s", "tokens, all engines together"))
-    shares = context_reuse.of_lines(context_reuse.newest(view.lines))
+    shares = context_reuse.mean_shares(context_reuse.newest_lines(view.lines))
     if shares.contexts is not None:
         rows.append(NamedNumber("contexts reused", f"{shares.contexts:.0%}", "of earlier turns' contexts"))
     restarts = sum(totals["restarts"].values())
@@ -175,16 +175,16 @@ def compare_headlines(views: Sequence[View]) -> RunsTable | None:
     )
 
 
-def _ends(told: OfLines) -> list[NamedNumber]:
+def _ends(totals: LineTotals) -> list[NamedNumber]:
     rows: list[NamedNumber] = []
-    for name, ends in (("held-out accuracy", told["eval_accuracy"]), ("reward", told["reward"])):
+    for name, ends in (("held-out accuracy", totals["eval_accuracy"]), ("reward", totals["reward"])):
         if ends["start"] is not None and ends["final"] is not None:
             rows.append(NamedNumber(name, f"{ends['final']:.3f}", f"{ends['start']:.3f} at the start"))
     return rows
 
 
 def ledger(view: View) -> tuple[list[NamedNumber], str]:
-    """The delivered tokens by their fate, and a sentence that compares the sum with the deliveries.
+    """The delivered tokens by outcome, and a sentence that compares their sum with the deliveries.
 
     All counts are as of the journal's version; lines of later updates are excluded. The learner counts the tokens of
     its batches; the queue counts delivered, abandoned and waiting tokens.
@@ -258,7 +258,7 @@ ATTEMPTS = ("attempts", "failed", "dropped", "lost", "masked", "undelivered", "r
 
 
 def attempts(view: View) -> tuple[str, RunsTable] | None:
-    """The ends of the attempts, in a sentence and a table; None if unknown."""
+    """The ends of the attempts, in a sentence and a table; None without data."""
     if (table := view.attempts) is None:
         return None
     rows = [
@@ -294,7 +294,7 @@ def attempts(view: View) -> tuple[str, RunsTable] | None:
 
 def reuse(view: View) -> list[NamedNumber]:
     """The reuse of caches: shares, and the tokens from caches by the age of the weights."""
-    reused = context_reuse.of_lines(context_reuse.newest(view.lines))
+    reused = context_reuse.mean_shares(context_reuse.newest_lines(view.lines))
     rows = list[NamedNumber]()
     if reused.prefixes is not None:
         rows.append(NamedNumber("prompts", f"{reused.prefixes:.0%}", "prefix_reused: tokens that came from a cache"))
@@ -326,11 +326,11 @@ AGENTS = {
 
 def agents(view: View) -> list[NamedNumber]:
     """Count the requests of agents by outcome, over the rollout actors at work."""
-    found: Counter[str] = Counter()
-    for line in context_reuse.newest(view.lines):
-        found.update(line.get("agents", {}))
-    names = [*(name for name in AGENTS if name in found), *sorted(found.keys() - AGENTS.keys())]
-    return [NamedNumber(name, f"{found[name]:,}", AGENTS.get(name, "")) for name in names]
+    counts: Counter[str] = Counter()
+    for line in context_reuse.newest_lines(view.lines):
+        counts.update(line.get("agents", {}))
+    names = [*(name for name in AGENTS if name in counts), *sorted(counts.keys() - AGENTS.keys())]
+    return [NamedNumber(name, f"{counts[name]:,}", AGENTS.get(name, "")) for name in names]
 
 
 def events(view: View) -> list[Event]:
@@ -338,15 +338,15 @@ def events(view: View) -> list[Event]:
     listed: list[Event] = []
     updates = [line for line in view.lines if "update" in line]
     for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
-        begin, end, push_s = timeline.asked_s(line), line["wall_s"], line["push_ms"] / 1e3
+        begin, end, push_s = timeline.requested_s(line), line["wall_s"], line["push_ms"] / 1e3
         ready, name = begin + line["wait_s"], f"update {line['update']}"
         listed.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
         reward = f", reward {line['reward']:.3f}" if "reward" in line else ""
         listed.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s{reward}", 0))
         listed.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
-    stretches = list(timeline.stretches(view.lines))
-    listed += [_engine(stretch) for stretch in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
-    listed += _untold(view.lines, stretches)
+    intervals = list(timeline.engine_intervals(view.lines))
+    listed += [_engine(interval) for interval in intervals[:: max(1, len(intervals) // MOST_POINTS + 1)]]
+    listed += _unreported(view.lines, intervals)
     for line in view.lines:
         if (described := timeline.describe_event(line)) is not None:
             lane, before, colour = INSTANTS[described[0]]
@@ -355,27 +355,27 @@ def events(view: View) -> list[Event]:
     return listed
 
 
-def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
+def _unreported(lines: Sequence[Line], intervals: Sequence[EngineInterval]) -> list[Event]:
     """The time since the last line of each rollout actor of the newest part, which has no data yet."""
     end_s = max((line["wall_s"] for line in lines), default=0.0)
     begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
     newest = {
-        stretch.line["engine"]: stretch.line["wall_s"] for stretch in stretches if stretch.line["wall_s"] >= begun_s
+        interval.line["engine"]: interval.line["wall_s"] for interval in intervals if interval.line["wall_s"] >= begun_s
     }
     text = "{}: no report since second {:.0f}"
-    return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
+    return [Event(name, at, end_s, text.format(name, at), UNREPORTED) for name, at in newest.items() if at < end_s]
 
 
-def _engine(stretch: Stretch) -> Event:
-    before, line = stretch
+def _engine(interval: EngineInterval) -> Event:
+    before, line = interval
     versions = f"version {before['version']}" + (
         f" to {line['version']}" if line["version"] != before["version"] else ""
     )
-    text = f"{line['engine']}: {abbreviate(stretch.tokens_per_s)} tokens/s, idle {stretch.idle:.0%}, {versions}"
-    return Event(line["engine"], before["wall_s"], line["wall_s"], text, 5, 0.15 + 0.85 * (1 - stretch.idle))
+    text = f"{line['engine']}: {abbreviate(interval.tokens_per_s)} tokens/s, idle {interval.idle:.0%}, {versions}"
+    return Event(line["engine"], before["wall_s"], line["wall_s"], text, 5, 0.15 + 0.85 * (1 - interval.idle))
 
 
-UNTOLD, FINISHED_COLOUR = 8, 2
+UNREPORTED, FINISHED_COLOUR = 8, 2
 """Colours of time without data yet, and of a successful end."""
 INSTANTS = {
     "evaluation": ("evaluation", "after update ", 1),

@@ -1,6 +1,6 @@
 """Sends a run's metrics to other programs: trackers and Prometheus.
 
-    metrics.jsonl --follow.py--> points.py --> a tracker (trackers/) in a process of its own (process.py)
+    metrics.jsonl --points.py--> a tracker (trackers/) in its own process (process.py)
                                                  |
     driver: sinks.py starts it, checks it        +--> runs/NAME/trackers/KIND.json: its progress
 

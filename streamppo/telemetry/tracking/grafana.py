@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from streamppo.telemetry.tracking import names
+from streamppo.telemetry.tracking import gauges
 
 ROWS = {
     "Learning": ("evaluation_accuracy", "reward", "reward_", "entropy", "length", "truncated", "version"),
@@ -33,7 +33,7 @@ WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 def dashboard() -> dict[str, object]:
     """The whole dashboard; data source and runs are chosen in Grafana."""
     open_entries = {entry for row in ROWS.values() for entry in row}
-    closed_entries = tuple(entry for entry in names.TEXTS if entry not in open_entries)
+    closed_entries = tuple(entry for entry in gauges.TEXTS if entry not in open_entries)
     panels: list[dict[str, object]] = []
     top = 0
     for title, entries in [*ROWS.items(), (REST, closed_entries)]:
@@ -68,14 +68,14 @@ def _row(
 
 
 def _panel(entry: str, at: int, top: int, number: int) -> dict[str, object]:
-    begin = f'{{__name__=~"(ray_)?{names.name(entry)}", {names.RUN}=~"$run"}}'
-    legend = f"{{{{{names.RUN}}}}}" + (f" {{{{{names.OF}}}}}" if entry.endswith("_") else "")
+    begin = f'{{__name__=~"(ray_)?{gauges.name(entry)}", {gauges.RUN}=~"$run"}}'
+    legend = f"{{{{{gauges.RUN}}}}}" + (f" {{{{{gauges.OF}}}}}" if entry.endswith("_") else "")
     expression = f"rate({begin}[1m])" if entry in COUNTERS else begin
     return {
         "id": number,
         "type": "timeseries",
         "title": f"{entry.rstrip('_')}{' a second' if entry in COUNTERS else ''}",
-        "description": names.TEXTS[entry],
+        "description": gauges.TEXTS[entry],
         "datasource": {"type": "prometheus", "uid": "${source}"},
         "gridPos": {"h": HEIGHT, "w": WIDTH, "x": at % COLUMNS * WIDTH, "y": top + at // COLUMNS * HEIGHT},
         "targets": [{"refId": "A", "expr": expression, "legendFormat": legend}],
@@ -87,7 +87,7 @@ def _source() -> dict[str, object]:
 
 
 def _runs() -> dict[str, object]:
-    query = f'label_values({{__name__=~"(ray_)?{names.name(names.VERSION)}"}}, {names.RUN})'
+    query = f'label_values({{__name__=~"(ray_)?{gauges.name(gauges.VERSION)}"}}, {gauges.RUN})'
     return {
         "name": "run",
         "label": "Run",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from streamppo.telemetry.metrics_file import EngineLine, Line, numbers
+from streamppo.telemetry.metrics_file import EngineLine, Line, RemadeLine, UpdateLine, numbers
 
 BY_ENGINE = ("version", "tokens", "busy_s", "idle_s", "prefix_reused", "context_reused", "kv_age")
 """The possible numbers of a rollout actor's line."""
@@ -35,9 +35,9 @@ class Points:
     def _values(self, line: Line) -> tuple[int, dict[str, float]]:
         if "update" in line:
             self.version = line["update"]
-            return self.version, _without("update", numbers(line))
+            return self.version, _metrics("update", line)
         if "remade" in line:
-            return line["remade"], _without("remade", numbers(line))
+            return line["remade"], _metrics("remade", line)
         if "evaluation" in line:
             right = {} if line["accuracy"] is None else {"evaluation_accuracy": line["accuracy"]}
             return line["evaluation"], {**right, "evaluation_failed": line["failed"]}
@@ -48,21 +48,21 @@ class Points:
             self._restarts = {}
         if "end" in line:
             self.outcome = line["end"]
-        return self.version, _of_pipeline(line)
+        return self.version, _pipeline_values(line)
 
 
-def _without(kind: str, found: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in found.items() if name != kind}
+def _metrics(kind: str, line: UpdateLine | RemadeLine) -> dict[str, float]:
+    return {name: value for name, value in numbers(line).items() if name != kind}
 
 
-def _of_pipeline(line: Line) -> dict[str, float]:
+def _pipeline_values(line: Line) -> dict[str, float]:
     if "queue" in line:
         skipped = {"skipped_prompts": line["skipped_prompts"]} if "skipped_prompts" in line else {}
         return {"queue_ready": line["queue"], "queue_in_flight": line["in_flight"], **skipped}
-    return _of_engine(line) if "engine" in line else {}
+    return _engine_values(line) if "engine" in line else {}
 
 
-def _of_engine(line: EngineLine) -> dict[str, float]:
+def _engine_values(line: EngineLine) -> dict[str, float]:
     counters: Mapping[str, object] = {**line}
     values = {name: counters.get(name) for name in BY_ENGINE}
     return {f"engine_{name}_{line['engine']}": float(n) for name, n in values.items() if isinstance(n, int | float)}

@@ -4,8 +4,8 @@
     any state -> an error of the library: ended (1), its traceback in the log
     any state but following -> over its time limit: ended (1), with the hanging stack in the log
 
-The first line of standard input is the `TrackedRun`; standard input ends when the driver ends, for whatever reason. The
-driver itself waits `CLOSE_S` at its end; the limit here is needed when the driver is gone.
+The first line of standard input is the `TrackedRun`; standard input ends with the driver, for whatever reason. The
+driver waits `CLOSE_S` at its end; this process has the same limit for the case that the driver is gone.
 """
 
 import faulthandler
@@ -21,11 +21,12 @@ from msgspec import structs
 
 from streamppo import durable
 from streamppo.errors import UNREADABLE
-from streamppo.telemetry.tracking.follow import ResumedReader
+from streamppo.telemetry.metrics_file import Line, Tail, parse
 from streamppo.telemetry.tracking.points import Points
-from streamppo.telemetry.tracking.trackers.build import build
 from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
+MOST_BYTES = 2**20
+"""Approximate bytes of one read, so that a long file is never in memory as a whole."""
 POLL_S = 1.0
 """Seconds between two reads of the file."""
 OPEN_S, SEND_S, CLOSE_S = 120.0, 60.0, 20.0
@@ -57,16 +58,16 @@ def follow(run: TrackedRun) -> None:
     path = progress_path(Path(run.folder), run.kind)
     progress = _read(path)
     with _limit(OPEN_S):
-        tracker = build(structs.replace(run, id=progress.id))
-    follower, points = ResumedReader(Path(run.folder), progress.sent), Points(progress.version)
-    _save(path, Progress(tracker.id, follower.sent, points.version))
+        tracker = _open_tracker(structs.replace(run, id=progress.id))
+    tail, points = Tail(Path(run.folder), progress.sent), Points(progress.version)
+    _save(path, Progress(tracker.id, tail.end, points.version))
     while not _has_ended(POLL_S):
         with _limit(SEND_S):
-            if _send(tracker, follower, points):
-                _save(path, Progress(tracker.id, follower.sent, points.version))
+            if _send(tracker, tail, points):
+                _save(path, Progress(tracker.id, tail.end, points.version))
     with _limit(CLOSE_S):
-        while _send(tracker, follower, points):
-            _save(path, Progress(tracker.id, follower.sent, points.version))
+        while _send(tracker, tail, points):
+            _save(path, Progress(tracker.id, tail.end, points.version))
         tracker.close(points.outcome)
 
 
@@ -85,12 +86,42 @@ def progress_path(folder: Path, kind: Kind) -> Path:
     return folder / "trackers" / f"{kind}.json"
 
 
-def _send(tracker: Tracker, follower: ResumedReader, points: Points) -> bool:
+def _open_tracker(run: TrackedRun) -> Tracker:
+    """Open the tracker of kind `run.kind`; its library is imported here. Raises the errors of the library."""
+    match run.kind:
+        case "tensorboard":
+            from streamppo.telemetry.tracking.trackers.tensorboard_tracker import TensorBoard
+
+            return TensorBoard(run)
+        case "wandb":
+            from streamppo.telemetry.tracking.trackers.wandb_tracker import WeightsAndBiases
+
+            return WeightsAndBiases(run)
+        case "trackio":
+            from streamppo.telemetry.tracking.trackers.trackio_tracker import Trackio
+
+            return Trackio(run)
+        case "mlflow":
+            from streamppo.telemetry.tracking.trackers.mlflow_tracker import MLflow
+
+            return MLflow(run)
+        case "prometheus":
+            from streamppo.telemetry.tracking.trackers.endpoint import PrometheusEndpoint
+
+            return PrometheusEndpoint(run)
+
+
+def _send(tracker: Tracker, tail: Tail, points: Points) -> bool:
     """Send the next lines; False if there are none."""
-    before, look = follower.sent, follower.look()
-    if new_points := list(points.make(look.lines, look.written_s)):
+    before, lines = tail.end, read_lines(tail)
+    if new_points := list(points.make(lines, tail.written_s)):
         tracker.send(new_points)
-    return follower.sent != before
+    return tail.end != before
+
+
+def read_lines(tail: Tail) -> list[Line]:
+    """Read the next complete lines, about `MOST_BYTES` of them, and skip damaged ones."""
+    return [line for text in tail.read(MOST_BYTES) if (line := parse(text))]
 
 
 def _save(path: Path, progress: Progress) -> None:

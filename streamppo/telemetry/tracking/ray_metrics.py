@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.util.metrics import Gauge
 
 from streamppo.telemetry.metrics_file import Line
-from streamppo.telemetry.tracking import names
+from streamppo.telemetry.tracking import gauges
 from streamppo.telemetry.tracking.points import Points
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class RayGauges:
             return
         try:
             for point in self._points.make([line], time.time()):
-                self._newest |= {**point.values, names.VERSION: self._points.version}
+                self._newest |= {**point.values, gauges.VERSION: self._points.version}
             for metric, value in self._newest.items():
                 self._set(metric, value)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
@@ -41,7 +41,7 @@ class RayGauges:
             log.warning("Ray's metrics have stopped, the run continues without them: %s", error)
 
     def _set(self, metric: str, value: float) -> None:
-        if gauge := names.gauge(metric):
+        if gauge := gauges.gauge(metric):
             known = self._gauges.get(gauge.name) or Gauge(gauge.name, gauge.text, gauge.labels)
             self._gauges[gauge.name] = known
             known.set(value, dict(zip(gauge.labels, (self._run, gauge.of), strict=False)))

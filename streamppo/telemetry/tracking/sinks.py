@@ -60,7 +60,7 @@ class Sinks:
     def close(self) -> None:
         """Let all trackers send the remaining lines, and kill the late ones. Later calls do nothing."""
         for child in self._processes.values():
-            _hang_up(child)
+            _close_input(child)
         deadline = time.monotonic() + END_S
         for kind, child in list(self._processes.items()):
             try:
@@ -73,7 +73,7 @@ class Sinks:
         self._processes = {}
 
     def _start(self, run: TrackedRun) -> "subprocess.Popen[bytes]":
-        """Start a process in its own session, so that Ctrl-C reaches only the driver, which then lets it finish."""
+        """Start a process in its own session: Ctrl-C reaches only the driver, which lets the process finish."""
         path = self._log(run.kind)
         for folder in (path.parent, process.progress_path(self._folder, run.kind).parent):
             folder.mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ class Sinks:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        _hang_up(child)
+        _close_input(child)
         log.warning("%s has ended, the run continues without it: %s; see %s", kind, reason, self._log(kind))
 
     def _reason(self, kind: Kind) -> str:
@@ -109,10 +109,10 @@ class Sinks:
         return self._folder / "logs" / f"{kind}.log"
 
 
-def _hang_up(one: "subprocess.Popen[bytes]") -> None:
-    if one.stdin is not None:
+def _close_input(child: "subprocess.Popen[bytes]") -> None:
+    if child.stdin is not None:
         with suppress(BrokenPipeError):
-            one.stdin.close()
+            child.stdin.close()
 
 
 def runs(config: Config, folder: Path) -> list[TrackedRun]:

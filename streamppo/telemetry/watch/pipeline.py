@@ -65,14 +65,14 @@ def stages(state: RunState) -> list[StageView]:
 
 
 def waits(state: RunState) -> str:
-    """Describe which of learner and engines waits; empty before the first update."""
+    """The stage that waits, learner or engines, in words; empty before the first update."""
     learner = state.learner_waits
     return "" if learner is None else verdict(learner, state.engines_idle or 0.0)
 
 
 def actors(lines: Sequence[Line]) -> list[Actor]:
     """The rollout actors with a line in the newest part of the run."""
-    newest = {stretch.line["engine"]: stretch for stretch in timeline.stretches(_newest_part(lines))}
+    newest = {interval.line["engine"]: interval for interval in timeline.engine_intervals(_newest_part(lines))}
     return [
         Actor(name, f"{last.line['version']:,}", _whole(last.tokens_per_s), f"{last.idle:.0%}")
         for name, last in sorted(newest.items())
@@ -85,15 +85,15 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
     return [chart for chart in all_charts if chart.drawing]
 
 
-def newest_updates(one: View) -> Markup:
+def newest_updates(run_view: View) -> Markup:
     """Draw the timeline of the newest updates."""
-    updates = [line for line in one.lines if "update" in line][-NEWEST:]
+    updates = [line for line in run_view.lines if "update" in line][-NEWEST:]
     if not updates:
         return Markup("")
-    begin_s = timeline.asked_s(updates[0])
+    begin_s = timeline.requested_s(updates[0])
     # A rollout actor's interval starts at its previous line, so all its lines are needed.
-    part = [line for line in one.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
-    return plot.timeline(view.events(View(one.name, part)), begin_s)
+    part = [line for line in run_view.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
+    return plot.timeline(view.events(View(run_view.name, part)), begin_s)
 
 
 # --- charts --------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _waiting(lines: Sequence[Line]) -> Chart:
         for line in lines
         if "update" in line and line["update_s"] > 0
     ]
-    engines = [(stretch.line["wall_s"], stretch.idle) for stretch in timeline.stretches(lines)]
+    engines = [(interval.line["wall_s"], interval.idle) for interval in timeline.engine_intervals(lines)]
     text = "share of its time: the learner without a batch, a rollout actor with nothing to decode"
     curves = [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)]
     return _chart("Who waits", curves, "share of time", text)

@@ -1,4 +1,4 @@
-"""The sections of the live page that are rendered again during a run, as HTML. Text of a run is escaped."""
+"""The sections of the live page as HTML, rendered again and again during a run. Text of a run is escaped."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -64,8 +64,8 @@ def environment() -> Environment:
         "lengths": view.lengths,
         "reuse": view.reuse,
         "agents": view.agents,
-        "kind": view.kind,
-        "in_short": view.condition_word,
+        "condition_class": view.condition_class,
+        "condition_word": view.condition_word,
         "signs": view.signs,
     }
     return jinja
@@ -79,8 +79,8 @@ def sections(runs: Sequence[RunView]) -> dict[str, str]:
     first, views = runs[0], [run.view for run in runs]
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
-        "head": lambda: MACROS.head(first, _left(first)),
-        "headline": lambda: MACROS.headline(first, _rows(first), view.compare_headlines(views)),
+        "head": lambda: MACROS.head(first, _time_left(first)),
+        "headline": lambda: MACROS.headline(first, _headline(first), view.compare_headlines(views)),
         "curves": lambda: MACROS.curves([chart for chart in charts() if _is_first(chart)]),
         "more": lambda: MACROS.curves([chart for chart in charts() if not _is_first(chart)]),
         "pipeline": lambda: MACROS.pipeline(first),
@@ -94,26 +94,26 @@ def _is_first(chart: page.Chart) -> bool:
     return chart.title in FIRST and not chart.is_flat
 
 
-def _restarts(one: View) -> list[RestartLine]:
+def _restarts(run_view: View) -> list[RestartLine]:
     """The newest restarts, the newest first."""
-    return [line for line in one.lines if "restart" in line][-RESTARTS:][::-1]
+    return [line for line in run_view.lines if "restart" in line][-RESTARTS:][::-1]
 
 
-def _rows(run: RunView) -> list[NamedNumber]:
+def _headline(run: RunView) -> list[NamedNumber]:
     """The headline numbers, with present speeds while the run continues."""
     rows = [row for row in view.headline(run.view) if row.name != "outcome"]
     if run.condition != "running":
         return rows
     state = run.state
-    now = {"sampled": state.sampled_per_s, "trained": state.trained_per_s}
+    speeds = {"sampled": state.sampled_per_s, "trained": state.trained_per_s}
     return rows + [
         NamedNumber(f"{name} at present", f"{plot.abbreviate(round(speed))}/s", "tokens")
-        for name, speed in now.items()
+        for name, speed in speeds.items()
         if speed
     ]
 
 
-def _left(one: RunView) -> str:
+def _time_left(run: RunView) -> str:
     """The remaining time of a running run at its present speed."""
-    seconds = one.state.seconds_left
-    return f"about {view.duration(seconds)} left" if seconds and one.condition == "running" else ""
+    seconds = run.state.seconds_left
+    return f"about {view.duration(seconds)} left" if seconds and run.condition == "running" else ""

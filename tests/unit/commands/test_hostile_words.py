@@ -29,9 +29,9 @@ from streamppo.config.sections import Config
 from streamppo.errors import RunError
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.live.display import state_of
+from streamppo.telemetry.live.display import empty_state
 from streamppo.telemetry.live.view import last, view
-from streamppo.telemetry.summary import queue_counts
+from streamppo.telemetry.summary import queue_totals
 from streamppo.terminal import HARMFUL
 from streamppo.types import Failure, Trajectory
 
@@ -212,7 +212,7 @@ def _write_lines(run: Path) -> None:
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *told]))
     (run / "summary.json").write_text(
-        json.dumps({**current_summary(run), **queue_counts(None), "outcome": WORDS, **REST})
+        json.dumps({**current_summary(run), **queue_totals(None), "outcome": WORDS, **REST})
     )
 
 
@@ -271,7 +271,7 @@ def test_no_word_of_a_stranger_is_obeyed(made: Path, name: str, capfd: pytest.Ca
 def test_the_view_on_a_terminal_obeys_no_word(
     made: Path, size: tuple[int, int], math_config: Callable[..., Config]
 ) -> None:
-    state = state_of(configfile.load(made / "config.toml"), made / "runs" / NAME)
+    state = empty_state(configfile.load(made / "config.toml"), made / "runs" / NAME)
     for line in metrics_file.read(made / "runs" / NAME):
         state.add(line)
     state.warn(WORDS + HALF)

@@ -16,7 +16,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config, Origin
 from streamppo.driver.run_folder import driver_lock
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.summary import queue_counts
+from streamppo.telemetry.summary import queue_totals
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_programs_get_json_of_a_run_without_a_summary_too(run: Path, capsys: pyt
     assert cli.main(["summary", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["outcome"], found["updates"]) == ("finished", 24)
-    rest = {**queue_counts(None), "engines": None, "checksum": "", "seed": 1, "versions": {}}
+    rest = {**queue_totals(None), "engines": None, "checksum": "", "seed": 1, "versions": {}}
     (run / "summary.json").write_text(json.dumps({**rest, **found, "updates": 99}))
     assert cli.main(["summary", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["updates"] == 99

@@ -18,7 +18,7 @@ from streamppo.telemetry.diagnosis import Sign
 from streamppo.telemetry.record import SUMMARY
 from streamppo.telemetry.report import page, view
 from streamppo.telemetry.report.view import View
-from streamppo.telemetry.summary import queue_counts, summarise
+from streamppo.telemetry.summary import line_totals, queue_totals
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_sign_that_is_over_is_no_warning_any_more(run: Path, holds: bool) -> N
 def test_an_outcome_has_the_colour_of_its_kind(run: Path, outcome: str, kind: str) -> None:
     lines = [*metrics_file.read(run), {"end": outcome, "wall_s": 99.0}]
     assert f'<div class="{kind}"><span class="soft">outcome' in page.render([View("math", lines)])  # pyright: ignore
-    assert view.kind(outcome) == kind
+    assert view.condition_class(outcome) == kind
 
 
 def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
@@ -193,8 +193,8 @@ def test_a_summary_adds_what_only_engines_know(run: Path) -> None:
     engines = {"actors": [], "scorers": [], "too_long": {}, "stalls": {}, "swaps": 0, "restarts": 0}
     engines |= {"seconds": 1.0, "swap_ms": 0.0, "idle_share": 0.25, "tokens_per_s": 1234.0, "tokens": 999}
     content = {
-        **summarise(metrics_file.read(run)),
-        **queue_counts(None),
+        **line_totals(metrics_file.read(run)),
+        **queue_totals(None),
         "outcome": "finished",
         "engines": engines,
         "checksum": "",

@@ -6,7 +6,7 @@ from typing import Any
 
 from conftest import REPOSITORY
 
-from streamppo.telemetry.tracking import grafana, names
+from streamppo.telemetry.tracking import gauges, grafana
 
 FILE = REPOSITORY / "examples" / "grafana.json"
 
@@ -24,8 +24,8 @@ def test_the_file_is_the_one_that_the_catalogue_makes() -> None:
 
 def test_every_gauge_has_one_panel_with_its_help_text() -> None:
     asked = [re.findall(r"streamppo_\w+", panel["targets"][0]["expr"]) for panel in panels()]
-    assert sorted(name for found in asked for name in found) == sorted(names.name(entry) for entry in names.TEXTS)
-    assert {panel["description"] for panel in panels()} == set(names.TEXTS.values())
+    assert sorted(name for found in asked for name in found) == sorted(gauges.name(entry) for entry in gauges.TEXTS)
+    assert {panel["description"] for panel in panels()} == set(gauges.TEXTS.values())
 
 
 def test_no_two_panels_have_one_number_or_one_place() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from test_grafana import FILE, panels
 
-from streamppo.telemetry.tracking import names
+from streamppo.telemetry.tracking import gauges
 from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
@@ -35,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     from streamppo.telemetry.tracking.trackers.endpoint import PrometheusEndpoint
 
     endpoint = PrometheusEndpoint(TrackedRun("prometheus", str(tmp_path / "math"), "", {}))
-    endpoint.send([Point(VERSION, 0.0, {entry + "0" * entry.endswith("_"): 0.5 for entry in names.TEXTS})])
+    endpoint.send([Point(VERSION, 0.0, {entry + "0" * entry.endswith("_"): 0.5 for entry in gauges.TEXTS})])
     target = f"127.0.0.1:{endpoint.port}"
     (tmp_path / "prometheus.yml").write_text(
         "scrape_configs: [{ job_name: streamppo, scrape_interval: 1s, scrape_timeout: 1s,"
@@ -102,7 +102,7 @@ def test_every_panel_has_a_curve(server: str) -> None:
         result = ask(server, "query", query=target["expr"].replace("$run", f"({'|'.join(runs)})"))["result"]
         assert len(result) == 1, (panel["title"], result)
         assert result[0]["metric"]["run"] == "math"
-        expected = 0.0 if "rate(" in target["expr"] else VERSION if panel["title"] == names.VERSION else 0.5
+        expected = 0.0 if "rate(" in target["expr"] else VERSION if panel["title"] == gauges.VERSION else 0.5
         assert float(result[0]["value"][1]) == expected, panel["title"]
         for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
             assert label in result[0]["metric"], panel["title"]

@@ -224,4 +224,4 @@ def test_without_a_terminal_a_line_is_logged_now_and_then_and_at_the_end(
 def test_the_view_says_whether_each_lag_is_bounded_or_the_mean(
     math_config: Callable[..., Config], settings: tuple[str, ...], bound: str
 ) -> None:
-    assert displays.state_of(math_config(*settings), Path()).lag_bound == bound
+    assert displays.empty_state(math_config(*settings), Path()).lag_bound == bound

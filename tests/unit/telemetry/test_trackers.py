@@ -13,7 +13,8 @@ from conftest import REPOSITORY
 from streamppo.config import file as configfile
 from streamppo.telemetry import catalogue
 from streamppo.telemetry.metrics_file import FINISHED, METRICS
-from streamppo.telemetry.tracking import names, ray_metrics
+from streamppo.telemetry.tracking import ray_metrics
+from streamppo.telemetry.tracking.gauges import TEXTS, name
 from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.ray_metrics import RayGauges
 from streamppo.telemetry.tracking.sinks import Sinks
@@ -118,9 +119,9 @@ def test_the_endpoint_gives_the_newest_numbers_on_loopback_alone(tmp_path: Path)
 
 
 def test_every_name_of_the_catalogue_makes_a_gauge_of_its_own() -> None:
-    gauges = [names.name(entry) for entry in names.TEXTS]
-    assert len(set(gauges)) == len(gauges)
-    assert all(gauge.isidentifier() for gauge in gauges)
+    made = [name(entry) for entry in TEXTS]
+    assert len(set(made)) == len(made)
+    assert all(gauge.isidentifier() for gauge in made)
 
 
 class FakeGauge:

@@ -18,11 +18,11 @@ from fake_tensorboard import install, told
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.telemetry import catalogue, metrics_file
-from streamppo.telemetry.metrics_file import FINISHED, METRICS, Line
+from streamppo.telemetry.metrics_file import FINISHED, METRICS, Line, Tail
 from streamppo.telemetry.record import SUMMARY, RunRecord
 from streamppo.telemetry.tracking import process, sinks
-from streamppo.telemetry.tracking.follow import ResumedReader
 from streamppo.telemetry.tracking.points import Points
+from streamppo.telemetry.tracking.process import read_lines
 from streamppo.telemetry.tracking.sinks import Sinks, runs
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl").read_text().splitlines(keepends=True)
@@ -154,25 +154,25 @@ def test_a_name_is_found_whole_before_it_is_found_by_its_begin() -> None:
 
 
 def test_the_follower_reads_whole_lines_once_and_a_new_file_from_its_begin(run: Path) -> None:
-    follower = ResumedReader(run)
-    assert follower.look().lines == []
+    tail = Tail(run)
+    assert read_lines(tail) == []
     write(run, [DEFAULT_RUN[0], "no line\n", DEFAULT_RUN[1][:-1]])
-    assert [next(iter(line)) for line in follower.look().lines] == ["part"]
+    assert [next(iter(line)) for line in read_lines(tail)] == ["part"]
     write(run, ["\n"])
-    assert [next(iter(line)) for line in follower.look().lines] == ["evaluation"]
-    assert follower.look().lines == [] and ResumedReader(run, follower.sent).look().lines == []
+    assert [next(iter(line)) for line in read_lines(tail)] == ["evaluation"]
+    assert read_lines(tail) == [] and read_lines(Tail(run, tail.end)) == []
     (run / "other").write_text("".join(DEFAULT_RUN[:40]))
     os.replace(run / "other", run / METRICS)
-    assert len(follower.look().lines) == 40
+    assert len(read_lines(tail)) == 40
 
 
 def test_a_long_file_is_read_in_pieces(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamppo.telemetry.tracking.follow.MOST_BYTES", 3000)
+    monkeypatch.setattr(process, "MOST_BYTES", 3000)
     write(run, DEFAULT_RUN[:40])
-    follower, looks = ResumedReader(run), list[list[Line]]()
-    while found := follower.look().lines:
-        looks.append(found)
-    assert len(looks) > 5 and sum(len(found) for found in looks) == 40
+    tail, parts = Tail(run), list[list[Line]]()
+    while lines := read_lines(tail):
+        parts.append(lines)
+    assert len(parts) > 5 and sum(map(len, parts)) == 40
 
 
 def test_a_line_without_a_version_stands_at_the_newest_one_of_the_part_before(

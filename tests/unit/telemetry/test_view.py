@@ -10,7 +10,7 @@ from rich.text import Text
 from streamppo.config.sections import Config
 from streamppo.telemetry.diagnosis import Diagnosis, Sign
 from streamppo.telemetry.live.drawing import bar, curve, seconds, truncate
-from streamppo.telemetry.live.view import last, view
+from streamppo.telemetry.live.view import final_rows, view
 from streamppo.terminal import harmless
 
 SIZES = [
@@ -29,7 +29,7 @@ def test_no_row_is_wider_than_the_terminal_and_there_are_no_more_of_them(
     columns: int, rows: int, versions: int
 ) -> None:
     for state in (busy(versions), empty()):
-        for found in (view(state, columns, rows), last(state, columns)):
+        for found in (view(state, columns, rows), final_rows(state, columns)):
             assert all(row.cell_len < columns for row in found)
             assert not [one for row in found for one in row.plain if unicodedata.category(one)[0] == "C"]
         assert 1 <= len(view(state, columns, rows)) <= max(1, rows - 1)
@@ -90,7 +90,7 @@ def test_held_out_accuracy_is_a_curve_over_versions_from_three_evaluations_on() 
     def drawn(*versions: int) -> str:
         state = empty()
         state.held_out = [(version, version / 100) for version in versions]
-        return next(row for row in texts(last(state, 80)) if row.startswith("held-out"))
+        return next(row for row in texts(final_rows(state, 80)) if row.startswith("held-out"))
 
     assert "▁█  " in drawn(0, 100) and "▁▄█  " not in drawn(0, 50, 100)
     assert drawn(0, 10, 100).split()[2] == drawn(0, 50, 100).split()[2], (
@@ -102,7 +102,7 @@ def test_held_out_accuracy_is_a_curve_over_versions_from_three_evaluations_on() 
 def test_a_failed_run_says_so_in_its_last_rows_in_red(outcome: str, is_told: bool) -> None:
     state = busy()
     state.add({"end": outcome, "wall_s": 103.0})
-    rows = last(state, 80)
+    rows = final_rows(state, 80)
     assert (texts(rows)[-1] == "ended     RunError: a stall·[2J") is is_told
     styles = {str(span.style) for row in rows for span in row.spans}
     assert ("red" in styles) is ("bold red" in styles) is is_told
@@ -150,7 +150,7 @@ def test_after_a_signal_the_view_says_how_to_end_at_once() -> None:
 def test_the_last_state_is_at_most_five_rows_with_the_time_that_it_took() -> None:
     state = busy()
     state.doing = ""
-    found = texts(last(state, 80))
+    found = texts(final_rows(state, 80))
     assert [row.split(" ")[0] for row in found] == ["update", "reward", "held-out", "waiting", "warning"]
     assert found[0].endswith("40%  1:42")
 

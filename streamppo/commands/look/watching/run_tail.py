@@ -10,7 +10,7 @@ from streamppo.config import file as configfile
 from streamppo.driver import report
 from streamppo.errors import RunError
 from streamppo.telemetry.diagnosis import Diagnosis
-from streamppo.telemetry.live.display import state_of
+from streamppo.telemetry.live.display import empty_state
 from streamppo.telemetry.live.state import RunState
 from streamppo.telemetry.metrics_file import Line, LineReader
 from streamppo.telemetry.record import read_summary
@@ -72,7 +72,7 @@ class WatchedRun:
     def _begin(self) -> None:
         """Forget the lines of an earlier file."""
         config, name = self.config, self.view.name
-        self._state = state_of(config, self._folder) if config else RunState(name, str(self._folder), 0, "", 0)
+        self._state = empty_state(config, self._folder) if config else RunState(name, str(self._folder), 0, "", 0)
         self._diagnosis = Diagnosis(config) if config else None
 
     def _read(self) -> None:

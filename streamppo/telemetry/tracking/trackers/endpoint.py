@@ -1,7 +1,7 @@
 """A server on 127.0.0.1 with the newest numbers as text, for Prometheus to scrape.
 
-It answers only requests with a loopback name as Host, so that no foreign web page can read it through its own domain
-name (DNS rebinding).
+It answers only requests with a loopback name as Host: no foreign web page can read it under its own domain name (DNS
+rebinding).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, start_http_server  # pyright: i
 from prometheus_client.core import GaugeMetricFamily  # pyright: ignore[reportMissingImports]
 from prometheus_client.registry import Collector  # pyright: ignore[reportMissingImports]
 
-from streamppo.telemetry.tracking import names
+from streamppo.telemetry.tracking import gauges
 from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
@@ -34,21 +34,21 @@ class PrometheusEndpoint(Collector):
         self._server, self._thread = start_http_server(run.port, LOOPBACK, registry)
         answer = self._server.get_app()
         assert answer is not None
-        self._server.set_app(_under_own_names(answer))
+        self._server.set_app(_refuse_foreign_hosts(answer))
         self.address, self.port = self._server.server_address[:2]
 
     def send(self, points: Sequence[Point]) -> None:
         """Remember the newest numbers."""
         for point in points:
             # One assignment, so that a scrape in the server's thread sees either the old or the new numbers.
-            version = max(point.version, self._newest.get(names.VERSION, 0))
-            self._newest = {**self._newest, **point.values, names.VERSION: version}
+            version = max(point.version, self._newest.get(gauges.VERSION, 0))
+            self._newest = {**self._newest, **point.values, gauges.VERSION: version}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield all gauges for a scrape; metrics with one gauge name form one family."""
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in self._newest.items():
-            if gauge := names.gauge(metric):
+            if gauge := gauges.gauge(metric):
                 family = families.setdefault(gauge.name, GaugeMetricFamily(gauge.name, gauge.text, labels=gauge.labels))
                 family.add_metric([self._run, gauge.of] if gauge.of else [self._run], value)
         yield from families.values()
@@ -59,7 +59,7 @@ class PrometheusEndpoint(Collector):
         self._server.server_close()
 
 
-def _under_own_names(answer: Application) -> Application:
+def _refuse_foreign_hosts(answer: Application) -> Application:
     """Refuse requests whose Host is not in `NAMES`."""
 
     def guarded(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:

@@ -51,5 +51,5 @@ class Tracker(Protocol):
 
 
 def is_successful(outcome: str) -> bool:
-    """Return True if a run has made all its updates."""
+    """True if a run has made all its updates."""
     return outcome == FINISHED
