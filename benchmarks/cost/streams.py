@@ -72,7 +72,7 @@ async def _measure(model: Path) -> list[dict[str, Any]]:
 
 
 async def _complete(engine: SGLangEngine, interval: int, name: str) -> None:
-    link, prompt = engine._life.link, np.arange(4, 12, dtype=np.int32)
+    link, prompt = engine._session.link, np.arange(4, 12, dtype=np.int32)
     fields = wire.request(
         prompt, Sampling(TOKENS), room=TOKENS, eos_ids=[], rid=name, key="benchmark", interval=interval
     )

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class RolloutActor:
-    """A mailbox: `start` makes the worker, and every other call waits for it. All calls share one event loop.
+    """A mailbox: `start` makes the worker, and every other call waits for the worker. All calls share one event loop.
 
-    The constructor imports torch and the other libraries of `start`, while the learner loads or makes the model. The
-    driver imports only this module, and so starts seconds earlier.
+    The constructor imports torch and the other libraries of `start` while the learner loads or makes the model. The
+    driver imports only this module and starts seconds earlier.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class RolloutActor:
             from streamppo.rollout import worker
 
             worker.load_libraries()
-        self._begin = worker.start
         self._config = decode(config, Config)
+        self._start_worker = worker.start
         self._name, self._place, self._queue, self._reward_models = name, place, queue, reward_models
         self._worker: Future[Worker] = Future()
         torch.set_num_threads(self._config.rollout.threads)
@@ -52,20 +52,22 @@ class RolloutActor:
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
         await asyncio.to_thread(store.bring_model, self._config, model_path)
-        made = await self._begin(self._config, self._name, self._queue, self._reward_models, model_path, self._place)
+        worker = await self._start_worker(
+            self._config, self._name, self._queue, self._reward_models, model_path, self._place
+        )
         process.freeze_gc()
-        self._worker.set_result(made)
-        return made.version
+        self._worker.set_result(worker)
+        return worker.version
 
     @ray.method
     async def run(self) -> None:
         """Generate until the actor is killed. Returns only by an exception, which the driver handles."""
-        await (await self._start()).run()
+        await (await self._ready_worker()).run()
 
     @ray.method
     async def follow(self) -> None:
         """Swap to each new version until the actor is killed, and sample nothing but evaluations."""
-        await (await self._start()).follow()
+        await (await self._ready_worker()).follow()
 
     @ray.method
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
@@ -73,12 +75,12 @@ class RolloutActor:
 
         Returns an `EvaluationReport`.
         """
-        return encode(await (await self._start()).evaluate(first, step, min_version))
+        return encode(await (await self._ready_worker()).evaluate(first, step, min_version))
 
     @ray.method
     async def report(self) -> bytes:
         """Return the counters since the start, as an `EngineReport`."""
-        return encode((await self._start()).report())
+        return encode((await self._ready_worker()).report())
 
-    async def _start(self) -> "Worker":
+    async def _ready_worker(self) -> "Worker":
         return await asyncio.wrap_future(self._worker)

@@ -64,20 +64,20 @@ class MergedAdapters:
     @phase("merge")
     def _merge(self, replica: Replica) -> Loadable:
         assert replica.push is not None, "there is a version"
-        self._compare(replica.push)
+        self._check_frozen(replica.push)
         check(replica.contents, replica.tensors.items())
         tensors = merge_adapters(self._frozen, replica.tensors, self._scale)
-        same = self._contents
+        frozen_hashes = self._contents
         contents = {
-            name: same[name] if tensor is self._frozen[name] else hash_tensor(tensor)
+            name: frozen_hashes[name] if tensor is self._frozen[name] else hash_tensor(tensor)
             for name, tensor in tensors.items()
         }
         return Loadable(tensors, contents)
 
-    def _compare(self, push: Push) -> None:
-        theirs = {tensor.name: tensor.content for tensor in push.frozen}
-        if theirs != self._contents:
-            names = sorted(name for name in theirs | self._contents if theirs.get(name) != self._contents.get(name))
+    def _check_frozen(self, push: Push) -> None:
+        pushed = {tensor.name: tensor.content for tensor in push.frozen}
+        if pushed != self._contents:
+            names = sorted(name for name in pushed | self._contents if pushed.get(name) != self._contents.get(name))
             raise WeightsError(
                 f"version {push.version} has adapters of another model than the one in this actor's files: "
                 f"{names[0]} differs, and {len(names) - 1} more"
@@ -90,7 +90,7 @@ def source(config: Config, model_path: str) -> EngineTensors:
         return WholeModel()
     dtype = getattr(torch, config.model.dtype)
     # Each tensor is rounded once, as in the learner, and none is there in float32: of 32B these would be 131 GB.
-    lm = models.load(model_path, dtype=dtype).model
+    model = models.load(model_path, dtype=dtype).model
     return MergedAdapters(
-        {name: one.detach().to(dtype) for name, one in lm.named_parameters()}, config.model.lora.scale
+        {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}, config.model.lora.scale
     )

@@ -32,7 +32,7 @@ from streamppo.tasks.rewards.processes.process import CallLost, Process
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, ScoredText, Template
 
-AT_ONCE = 1024
+MOST_RUNS = 1024
 """The most agents that run at once: an evaluation starts all of its prompts."""
 GRACE_S = 5.0
 """A process that still runs this long after the time limit is killed."""
@@ -76,7 +76,7 @@ class Agents:
         self.counts = self._endpoint.counts
         self._pool: Pool | None = None
         self._starting = asyncio.Lock()
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places = asyncio.Semaphore(MOST_RUNS)
 
     async def start(self) -> None:
         """Load the agent, and begin to listen. Raises `TaskError` or `RunError`. A second call changes nothing."""
@@ -85,7 +85,7 @@ class Agents:
                 return
             config = self._config
             agent.check(config)
-            words, sandbox = (msgspec.json.encode(one).decode() for one in (config.command, config.sandbox))
+            words, sandbox = (msgspec.json.encode(part).decode() for part in (config.command, config.sandbox))
             runs = FunctionScorer(
                 function="streamppo.tasks.agent:Agent",
                 arguments={"agent": config.agent, "command": words, "sandbox": sandbox},
@@ -114,7 +114,7 @@ class Agents:
             finally:
                 self._endpoint.close(session)
         try:
-            return self._ended(session, outcome, prompt)
+            return self._agent_run(session, outcome, prompt)
         except EnvironmentFailed as error:
             self.counts["failed"] += 1
             raise EnvironmentFailed(f"{error}{outcome.output}", error.tokens) from error
@@ -144,16 +144,16 @@ class Agents:
                 reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {answer.reason}"
             )
         else:
-            outcome = _read(answer)
+            outcome = _read_outcome(answer)
         # An agent's output may quote its endpoint's address and key, and goes into journal, log and page.
         texts = {"reason": outcome.reason, "explanation": outcome.explanation, "output": outcome.output}
         return structs.replace(outcome, **{name: text.replace(session.key, HIDDEN) for name, text in texts.items()})
 
-    def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
+    def _agent_run(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
         """The result of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
         if outcome.reason:
             raise EnvironmentFailed(outcome.reason, session.sampled)
-        turns = session.received()
+        turns = session.received_turns()
         has_reward = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
         if not has_reward and not self._scored:
             reason = "the agent gave no reward: return a number, POST one to /v1/reward, or name a scorer in [reward]"
@@ -207,21 +207,21 @@ class _OnDemand(Pool):
     async def fill(self) -> None:
         """Fork none."""
 
-    async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
+    async def run(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
         """Run a call in a free process. Raises `Orphaned`."""
-        self._free = [one for one in self._free if not one.ended]
+        self._free = [free for free in self._free if not free.ended]
         process = self._free.pop() if self._free else await self._forks.fork()
-        answered, outcomes = False, tuple[Outcome, ...]()
+        has_answered, outcomes = False, tuple[Outcome, ...]()
         try:
-            outcomes = await self._ask(process, texts, columns, left_s)
-            answered = True
+            outcomes = await self._ask(process, texts, columns, remaining_s)
+            has_answered = True
         except CallLost:
             return (Outcome(reason="its process was killed"),)
         finally:
-            if not answered:
+            if not has_answered:
                 # After a cancellation the process is still busy with the call.
                 self._forks.end(process)
-            elif any(one.reward is not None and _read(one).lingers for one in outcomes):
+            elif any(outcome.reward is not None and _read_outcome(outcome).lingers for outcome in outcomes):
                 # A process that continued would find the next run's key in the environment.
                 self._forks.end(process)
             elif not process.ended:
@@ -229,7 +229,7 @@ class _OnDemand(Pool):
         return outcomes
 
 
-def _read(found: Outcome) -> agent.AgentOutcome:
+def _read_outcome(outcome: Outcome) -> agent.AgentOutcome:
     """Read a process's answer."""
-    assert found.reward is not None
-    return msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)
+    assert outcome.reward is not None
+    return msgspec.json.decode(outcome.reward.explanation, type=agent.AgentOutcome)

@@ -92,7 +92,7 @@ async def engine(
     seed = crc32(f"{config.seed}/{actor}".encode())
     match config.rollout.engine.at(place):
         case EmbeddedEngine(kv=kv):
-            built = embedded.EmbeddedEngine(
+            engine = embedded.EmbeddedEngine(
                 model.hf_config,
                 tensors,
                 version=version,
@@ -105,15 +105,15 @@ async def engine(
                 float32_head=config.model.float32_head,
                 device="cuda" if config.rollout.gpus else "cpu",
             )
-            built.reserve(model.room, turns=config.environment is not None)
-            return built
-        case SGLangEngine() as chosen:
+            engine.reserve(model.room, turns=config.environment is not None)
+            return engine
+        case SGLangEngine() as settings:
             positions.check(model.hf_config, model.room)
             await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
             untied = is_tied(file_config) and not is_tied(hf_config)
-            begin = _start(config, chosen, model_path, model, seed, untied=untied)
+            launch = _start(config, settings, model_path, model, seed, untied=untied)
             return await sglang.start(
-                _setup(config, chosen, begin, _connect(config, chosen, actor), model),
+                _setup(config, settings, launch, _connect(config, settings, actor), model),
                 model.hf_config,
                 version=version,
                 tensors=tensors,
@@ -123,22 +123,22 @@ async def engine(
 
 
 def _setup(
-    config: Config, chosen: SGLangEngine, begin: Start, connect: push.Connect, model: "EngineModel"
+    config: Config, settings: SGLangEngine, launch: Start, connect: push.Connect, model: "EngineModel"
 ) -> SessionSetup:
     return SessionSetup(
-        begin,
+        launch,
         connect,
-        chosen.kv,
+        settings.kv,
         model.vocabulary,
-        chosen.start_s,
+        settings.start_s,
         room=model.room,
         cuts=sampling(config).cuts,
         streams=wire.streaming(config),
-        routes=chosen.routes,
+        routes=settings.routes,
         strings=model.stop.strings,
         unknown=model.unknown,
         bucket_bytes=config.learner.bucket_bytes,
-        shared=chosen.transport == "tensor",
+        shared=settings.transport == "tensor",
     )
 
 
@@ -181,7 +181,7 @@ def _tokenizer(model_path: str) -> Tokenizer | None:
 
 def _start(
     config: Config,
-    chosen: SGLangEngine,
+    settings: SGLangEngine,
     model_path: str,
     model: "EngineModel",
     seed: int,
@@ -194,41 +194,41 @@ def _start(
     `untied` model is to run in a server.
     """
     slots, strings = config.rollout.slots, model.stop.strings
-    if chosen.urls:
+    if settings.urls:
         if untied:
             raise ModelError(
                 f"{model_path}: its head is a separate weight, but its config.json ties it to the embedding, and an "
                 "SGLang server follows config.json: set tie_word_embeddings = false there, and start the server with it"
             )
-        (url,) = chosen.urls
-        key = os.environ.get(chosen.api_key_env, "")
+        (url,) = settings.urls
+        key = os.environ.get(settings.api_key_env, "")
         server.check_address(url, key)
-        return partial(server.connect, chosen, key, slots, strings)
+        return partial(server.connect, settings, key, slots, strings)
     version = wire.installed_version()
-    chosen_settings = in_process.LaunchSettings(
+    launch_settings = in_process.LaunchSettings(
         version,
-        wire.arguments(config, chosen, model_path, slots * model.room, version, spells=bool(strings))
-        | wire.head(chosen, untied=untied),
+        wire.arguments(config, settings, model_path, slots * model.room, version, loads_tokenizer=bool(strings))
+        | wire.head(settings, untied=untied),
         wire.environment(config, local=Path(model_path).is_dir()),
         capacity=slots,
         ranks=wire.ranks(config),
         seed=seed % 2**31,
-        start_s=chosen.start_s,
+        start_s=settings.start_s,
     )
-    return partial(in_process.start, chosen_settings)
+    return partial(in_process.start, launch_settings)
 
 
-def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:
+def _connect(config: Config, settings: SGLangEngine, actor: str) -> push.Connect:
     """Choose the transport of weights into SGLang."""
     bucket_bytes = config.learner.bucket_bytes
-    match chosen.transport:
+    match settings.transport:
         case "tensor":
-            if chosen.urls:
+            if settings.urls:
                 # The default strategy passes file descriptors, which works only for this process's children.
                 torch.multiprocessing.set_sharing_strategy("file_system")
-            return partial(push.by_shared_memory, bucket_bytes, bool(chosen.urls))
+            return partial(push.by_shared_memory, bucket_bytes, bool(settings.urls))
         case "group":
-            apart = bool(chosen.urls and config.rollout.gpus)
-            return partial(push.by_group, bucket_bytes, chosen.urls[0] if chosen.urls else "", apart)
+            has_own_gpu = bool(settings.urls and config.rollout.gpus)
+            return partial(push.by_group, bucket_bytes, settings.urls[0] if settings.urls else "", has_own_gpu)
         case "disk":
-            return partial(push.by_disk, Path(chosen.folder) / actor)
+            return partial(push.by_disk, Path(settings.folder) / actor)

@@ -1,9 +1,9 @@
-"""Replays a recorded completion up to one of its tokens, and continues from there. Needs no torch.
+"""Replays a recorded completion up to one of its tokens, and samples the rest. Needs no torch.
 
     recorded     prompt | turn 0 | observation | turn 1 | ...
     from token `at`, which is in turn 1
 
-    turn 0       the recorded tokens          the environment repeats its steps, and so reaches the recorded state
+    turn 0       the recorded tokens          the environment repeats its steps up to the recorded state
     turn 1       the tokens before `at`, then sampled ones
     later turns  sampled
 
@@ -37,8 +37,7 @@ class Recorded(NamedTuple):
 
 
 class Continuation:
-    """The sampler of one episode: returns the turns before token `at` as recorded, and continues the turn of that
-    token.
+    """The sampler of one episode: returns the recorded turns before token `at`, and continues the turn of that token.
 
     `completes` is as in `EndTokens`. `has_begun` is True once a token was sampled.
     """
@@ -67,13 +66,13 @@ class Continuation:
         before = recorded.tokens[start : self._at]
         if len(before) >= sampling.max_tokens:
             raise RunError(f"a turn has at most {sampling.max_tokens} tokens: none is left after token {self._at}")
-        seed = random_numbers.seed_behind(sampling.seed, len(before))
-        rest_sampling = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
-        return self._joined(before, await self._engine.generate(np.concatenate([prompt, before]), rest_sampling, cuts))
+        seed = random_numbers.seed_after(sampling.seed, len(before))
+        remaining = sampling._replace(max_tokens=sampling.max_tokens - len(before), seed=seed)
+        return self._join(before, await self._engine.generate(np.concatenate([prompt, before]), remaining, cuts))
 
-    def _joined(self, before: Ints, rest: Completion) -> Completion:
-        """The whole turn. The engine does not see a stop string that begins in `before`."""
-        tokens, finish = np.concatenate([before, rest.tokens]), rest.finish
+    def _join(self, before: Ints, remainder: Completion) -> Completion:
+        """Join the turn, and end it at a stop string that begins in `before`, unseen by the engine."""
+        tokens, finish = np.concatenate([before, remainder.tokens]), remainder.finish
         if self._completes is not None and len(before):
             ends = (count for count in range(len(before) + 1, len(tokens)) if self._completes(tokens[:count]))
             if end := next(ends, 0):
@@ -83,12 +82,12 @@ class Continuation:
         recorded, num_sampled = _as_recorded(before), len(tokens) - len(before)
         return Completion(
             tokens,
-            np.concatenate([recorded.logprobs, rest.logprobs[:num_sampled]]),
-            np.concatenate([recorded.versions, rest.versions[:num_sampled]]),
+            np.concatenate([recorded.logprobs, remainder.logprobs[:num_sampled]]),
+            np.concatenate([recorded.versions, remainder.versions[:num_sampled]]),
             finish,
         )
 
 
 def _as_recorded(tokens: Ints) -> Completion:
-    """A turn of which only the tokens are used."""
+    """Make a turn with meaningful tokens only."""
     return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")

@@ -12,8 +12,8 @@ from streamppo.types import Floats, Ints, Routes
 class Sampling(NamedTuple):
     """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off.
 
-    Completions of one `seed` (random_numbers.py) are drawn with the same random numbers; without a seed the engine
-    takes the next one of its own.
+    Completions of one `seed` (random_numbers.py) have the same random numbers; without a seed the engine takes its own
+    next one.
     """
 
     max_tokens: int
@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
 
 
 class TokenCandidates(NamedTuple):
-    """For each of T tokens, the candidates that it was drawn from.
+    """The candidates of each of T sampled tokens.
 
     `tokens` holds the candidates of token 0 in rising order, then those of token 1, and so on; `counts` [T] is their
     number for each token. A count of 0 stands for the whole vocabulary.
@@ -49,15 +49,15 @@ class TokenCandidates(NamedTuple):
     @classmethod
     def concatenate(cls, parts: "Sequence[TokenCandidates]") -> "TokenCandidates":
         """Concatenate the candidates of consecutive runs of tokens."""
-        return cls(np.concatenate([one.tokens for one in parts]), np.concatenate([one.counts for one in parts]))
+        return cls(np.concatenate([part.tokens for part in parts]), np.concatenate([part.counts for part in parts]))
 
 
 class Completion(NamedTuple):
     """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
 
-    `logprobs[t]` is under the distribution that token t was sampled from (after temperature, top-k and top-p);
-    greedy tokens have their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t; with
-    `versions_known` false it is the oldest possible one. `candidates` is set exactly if the sampling parameters cut
+    `logprobs[t]` is under the sampling distribution of token t (after temperature, top-k and top-p);
+    greedy tokens have their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t, or
+    the oldest possible one if `versions_known` is false. `candidates` is set exactly if the sampling parameters cut
     the distribution. `routes_SE` are the experts of the S tokens of prompt and completion, without the last; None if
     the engine does not record them. `cached` is the number of prompt tokens found in the engine's cache.
     """
@@ -73,7 +73,7 @@ class Completion(NamedTuple):
 
 
 class ContextReuse:
-    """The `tokens` of contexts that earlier turns of an episode had computed, and how many were `reused`.
+    """Counts the context `tokens` that earlier turns of an episode had computed, and the `reused` ones of these.
 
     Contexts of fewer than `LEAST` tokens are left out: engines do not keep them.
     """
@@ -98,8 +98,8 @@ class Cuts(NamedTuple):
 
     See segment_cuts.py. `take` is called in the engine's event loop with all tokens of the completion so far, `finish`
     "cut". `share` is the number of a batch's segments that one engine makes. `aim` returns the age from which segments
-    are cut if there is room; 0: no age. `oldest` is the oldest version of earlier calls' tokens that no segment has. No
-    segment has the last token: the completion that `generate` returns has it.
+    are cut if there is room; 0: no age. `oldest` is the oldest version of earlier calls' tokens outside segments.
+    The last token is in no segment: the result of `generate` has it.
     """
 
     take: Callable[[Completion], None]
@@ -113,7 +113,7 @@ class Cuts(NamedTuple):
         """The number of tokens at which the segment that begins at token `handed` has its `max_tokens`."""
         return handed + self.max_tokens if self.max_tokens else NEVER
 
-    def oldest_behind(self, handed: int, version: int) -> int:
+    def oldest_after(self, handed: int, version: int) -> int:
         """The oldest version after the first `handed` tokens of this call; token `handed` is of `version`."""
         return version if handed or self.oldest is None else self.oldest
 
@@ -122,8 +122,8 @@ class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
     `restarts` is the number of restarts after its processes died. `prompted` is the number of prompt tokens, and
-    `reused` the number of those that came from the cache. `kv_ages` counts these by age: the version that samples after
-    them minus the version that computed them.
+    `reused` the number of those that came from the cache. `kv_ages` counts these by age: the sampling version minus
+    the computing one.
     """
 
     tokens: int
@@ -146,7 +146,7 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """Generates without end; swaps weights between two tokens while completions are running.
+    """Generates without end; swaps weights between two tokens of running completions.
 
     consumes     requests by `generate`, weights by `update_weights`
     produces     completions, in the order in which they finish
@@ -156,7 +156,7 @@ class Engine(Sampler, Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights that sample the next token. All segments that were due at it are handed over."""
+        """The version of the weights that sample the next token. All segments due at it are handed over."""
         ...
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:

@@ -4,7 +4,7 @@
             ^                                      |
             +--------------------------------------+   until max_turns or max_tokens
 
-Sampled tokens are kept as they were sampled; observations are tokenised on their own and masked.
+Sampled tokens stay unchanged; observations are tokenised separately and masked.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ EXPLAINED = 2000
 class Episode(NamedTuple):
     """A finished completion of T tokens before it is scored. `turn_ends` are the indices of the turns' last tokens.
 
-    `opening` is the environment's version of the prompt, and `observations` are its messages after the turns.
+    `opening` is the environment's version of the prompt; `observations` are its messages after the turns.
     `branches` is as in `Trajectory`, and `placed_turns` are its `turns`.
     """
 
@@ -78,7 +78,7 @@ class Episode(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """The tokens that the policy sampled."""
+        """The number of sampled tokens."""
         return int(np.count_nonzero(self.mask))
 
     def until(self, end: int) -> "Episode":
@@ -164,7 +164,7 @@ class Cutter(Protocol):
         ...
 
     def wait(self, episode: Episode) -> None:
-        """Note that a turn has ended, and that `episode` waits for the environment's answer."""
+        """Note the end of a turn: `episode` waits for the environment's answer."""
         ...
 
 
@@ -298,7 +298,7 @@ class Columns:
         self.known = len(self.prompt_tokens) + self.length
 
     def add_observation(self, tokens: Ints, said: Said = ()) -> None:
-        """Add an observation: log-probs of 0, the version of the token before it, and masked."""
+        """Add an observation: masked tokens with log-probs of 0 and the version of the token before them."""
         self.observations.append((Message(role="user", content=said),) if isinstance(said, str) else said)
         version = self._parts[-1][2][-1]
         self._candidates.append(None)
@@ -309,7 +309,7 @@ class Columns:
         self.length += len(tokens)
 
     def episode(self, finish: Literal["stop", "length", "cut"], end: Done) -> Episode:
-        """Join the columns; a turn that was cut off has a reward of 0."""
+        """Join the columns; an unfinished turn has a reward of 0."""
         tokens, logprobs, versions, mask = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         rewards = (*self.rewards, *[0.0] * (len(self.turns) - len(self.rewards)))
         return Episode(
@@ -331,7 +331,7 @@ class Columns:
         )
 
     def _whole_routes(self) -> Routes | None:
-        """Routes of all tokens but the last; -1 for an observation at the end, which no engine has processed."""
+        """Routes of all tokens but the last; -1 for an unprocessed observation at the end."""
         if self._routes is None:
             return None
         missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)

@@ -1,19 +1,19 @@
-"""One copy of each version for all rollout actors of a machine, where their engines read shared memory.
+"""One copy of each version for all rollout actors of a machine, if their engines read shared memory.
 
-    leader       the actor that has bound the machine's name: it pulls every version into new shared memory, checks it,
-                 and gives its descriptors to whoever asks. It pulls beside its own engine, whose swaps delay nobody
-    followers    ask the leader for the version that the queue has announced
+    leader       the actor with the machine's name: it pulls every version into new shared memory, checks it, and sends
+                 the descriptors to followers. It pulls concurrently with the swaps of its own engine
+    followers    request the announced version from the leader
 
     consumes     versions from the ledger (the leader), or from the leader
-    produces     the newest version, in a replica that the machine has once
+    produces     the newest version, in the machine's only replica
     waits for    a version that is newer than the engine's; a follower for its leader
     unblocks     the next swap of `WeightSync`
 
-The name is a socket of Linux's abstract namespace: it ends with the leader, and the next actor that finds no leader
-takes its place. The memory ends with the last process that uses it. So nothing remains, whoever dies.
+The name is a socket of Linux's abstract namespace: it ends with the leader, and the next actor without a leader becomes
+one. The memory ends with its last process. So no death leaves anything behind.
 
-Of N actors with a model of S bytes, the machine holds S for each version in use, which are three: the served one, the
-next, and the one that is being pulled; an engine that falls behind keeps its older one.
+For N actors with a model of S bytes, the machine holds 3 S: the served version, the next, and the one being pulled. A
+late engine keeps an older version as well.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ POLL_S = 5.0
 AGAIN_S = 0.05
 """Seconds until the next try, where there is no leader or no version yet."""
 LONG_S, ROOM_S = 30.0, 300.0
-"""Seconds without a version after which an actor says so, and without room for one after which its leader fails."""
+"""Seconds without a version until an actor logs it, and without room for a version until its leader fails."""
 WANTED, SIZE = struct.Struct("<q"), struct.Struct("<I")
 """A request: the version below the wanted one. The length of a reply's push; 0 if there is no such version yet."""
 MOST_DESCRIPTORS = 200
-"""Linux passes at most 253 descriptors in a message."""
+"""Descriptors of a message; Linux passes at most 253."""
 BACKLOG = 64
 
 
@@ -65,9 +65,9 @@ class MachineVersion(NamedTuple):
 
 
 class MachinePuller(Puller):
-    """A `Puller` of the actor `name` that has its versions in common with the other actors of `life` on this machine.
+    """A `Puller` of the actor `name`: it shares versions with the other actors of `life` on this machine.
 
-    `life` is a name that only the actors of one driver have. Blocks of shared memory have about `block_bytes`.
+    `life` is the common name of one driver's actors. Blocks of shared memory have about `block_bytes`.
     """
 
     def __init__(
@@ -77,32 +77,33 @@ class MachinePuller(Puller):
         self._address, self._block_bytes = f"\0streamppo-{os.getuid()}-{life}", block_bytes
         self._leading: Leading | None = None
         self._has_taken = False
-        self._missed_since, self._why = 0.0, ""
+        self._missed_since, self._reason = 0.0, ""
 
     async def newer(self, version: int) -> Push:
-        """See `Puller.newer`. A version that the engine has refused is hashed before it is returned again.
+        """See `Puller.newer`. A refused version is hashed before it is returned again.
 
-        A version that a learner has made again with other weights (`learner.exact = false`) stays what it was for the
-        actors of this machine. Raises `WeightsError` if this actor leads and cannot pull, if the memory is damaged, or
-        if the machine gives no name.
+        A version is pulled once, also if a learner makes it again with other weights (`learner.exact = false`). Raises
+        `WeightsError` if this actor leads and cannot pull, if the memory is damaged, or if the machine gives no name.
         """
         while True:
             pushes = await self.queue.weights_after.remote(self.name, version, self.replica.version)
             if not pushes:
                 continue
-            newest = decode(pushes[-1][0], Push).version
+            announced = decode(pushes[-1][0], Push).version
             # References keep buckets in the object store.
             del pushes
-            made = await self._own(newest) if self._lead() else await asyncio.to_thread(self._ask, newest)
-            if made is not None:
-                await self._adopt(made)
-                return made.push
-            self._report_wait(newest)
+            newest = await (
+                self._wait_as_leader(announced) if self._lead() else asyncio.to_thread(self._ask_leader, announced)
+            )
+            if newest is not None:
+                await self._adopt(newest)
+                return newest.push
+            self._report_wait(announced)
             await asyncio.sleep(AGAIN_S)
 
-    async def _adopt(self, made: MachineVersion) -> None:
+    async def _adopt(self, newest: MachineVersion) -> None:
         is_refused = self._has_taken and self.replica.version < 0
-        self.replica.adopt(*made)
+        self.replica.adopt(*newest)
         self._has_taken, self._missed_since = True, 0.0
         if is_refused:
             try:
@@ -113,25 +114,25 @@ class MachinePuller(Puller):
                 raise
 
     def _lead(self) -> bool:
-        """Return True if this actor leads, also if it has just begun to."""
-        if self._leading is None and (listening := _bind(self._address)) is not None:
+        """Return True if this actor leads; it begins to lead if no other does."""
+        if self._leading is None and (listener := _bind(self._address)) is not None:
             log.info("pulls the weights for all rollout actors of this machine")
-            leader, pull = Leader(listening), partial(shared_memory.new, block_bytes=self._block_bytes)
+            leader, pull = Leader(listener), partial(shared_memory.new, block_bytes=self._block_bytes)
             puller = Puller(f"{self.name}/machine", self.queue, self._receiver, memory=pull)
             self._leading = Leading(leader, asyncio.create_task(_pull_for_all(puller, leader)))
-            # A leader that cannot pull gives up the name at once: its own engine may ask much later.
+            # A failed leader gives up the name at once: its own engine may ask much later.
             self._leading.task.add_done_callback(lambda _: leader.close())
         return self._leading is not None
 
     def _resign(self) -> None:
-        """Give up the name: whoever leads next pulls into new memory."""
+        """Give up the name: the next leader pulls into new memory."""
         if self._leading is not None:
             self._leading.leader.close()
             self._leading.task.cancel()
             self._leading = None
 
-    async def _own(self, version: int) -> MachineVersion | None:
-        """The leader's own version, once it is `version` or newer; None after `POLL_S`. Raises what pulling raises."""
+    async def _wait_as_leader(self, version: int) -> MachineVersion | None:
+        """The leader's own version, once it is `version` or newer; None after `POLL_S`. Raises errors of the pull."""
         assert self._leading is not None
         leader, task = self._leading
         waiting = asyncio.ensure_future(asyncio.to_thread(leader.wait, version))
@@ -141,8 +142,8 @@ class MachinePuller(Puller):
             task.result()
         return await waiting
 
-    def _ask(self, version: int) -> MachineVersion | None:
-        """The leader's version, if it is `version` or newer; None if there is none yet, or no leader any more."""
+    def _ask_leader(self, version: int) -> MachineVersion | None:
+        """The leader's version, if it is `version` or newer; None without one, or without a leader."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
                 channel.settimeout(2 * POLL_S)
@@ -152,34 +153,34 @@ class MachinePuller(Puller):
                 channel.sendall(WANTED.pack(version))
                 return _receive(channel, self._block_bytes)
         except (OSError, EOFError) as error:
-            self._why = str(error) or "the leader has gone away"
+            self._reason = str(error) or "the leader has gone away"
             return None
 
     def _report_wait(self, version: int) -> None:
         """Log once if no version has come for `LONG_S`."""
-        present = time.monotonic()
-        self._missed_since = self._missed_since or present
-        if present - self._missed_since > LONG_S:
-            self._missed_since = present + 1e9
-            why = f": {self._why}" if self._why else ""
-            log.warning("version %d has not come from this machine's leader for %d s%s", version, LONG_S, why)
+        now = time.monotonic()
+        self._missed_since = self._missed_since or now
+        if now - self._missed_since > LONG_S:
+            self._missed_since = now + 1e9
+            reason = f": {self._reason}" if self._reason else ""
+            log.warning("version %d has not come from this machine's leader for %d s%s", version, LONG_S, reason)
 
 
 class Leader:
-    """Gives the newest version to followers, each in a thread of its own; `listening` is the machine's name."""
+    """Sends the newest version to followers, each in its own thread; `listener` is the machine's name."""
 
-    def __init__(self, listening: socket.socket) -> None:
-        self._listening = listening
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
         self._newest: MachineVersion | None = None
         self._changed = Condition()
-        # A child that is forked, by whoever it may be, would keep the name after this process's death.
-        os.register_at_fork(after_in_child=listening.close)
+        # A forked child would keep the name after this process's death.
+        os.register_at_fork(after_in_child=listener.close)
         Thread(target=self._accept, name="weights", daemon=True).start()
 
-    def publish(self, made: MachineVersion) -> None:
-        """Give this version from now on."""
+    def publish(self, newest: MachineVersion) -> None:
+        """Send this version to followers from now on."""
         with self._changed:
-            self._newest = made
+            self._newest = newest
             self._changed.notify_all()
 
     def wait(self, version: int) -> MachineVersion | None:
@@ -194,17 +195,17 @@ class Leader:
         """Give up the name."""
         with suppress(OSError):
             # Ends the thread's wait, which a close alone does not.
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                channel, _ = self._listening.accept()
+                channel, _ = self._listener.accept()
             except OSError:
-                if self._listening.fileno() < 0:
+                if self._listener.fileno() < 0:
                     return
-                # Of too many open files, for example: some may be closed soon.
+                # Too many open files, for example: some may be closed soon.
                 time.sleep(AGAIN_S)
                 continue
             try:
@@ -213,17 +214,17 @@ class Leader:
                 channel.close()
 
     def _answer(self, channel: socket.socket) -> None:
-        # A follower that has gone away needs no answer.
+        # A dead follower needs no answer.
         with suppress(OSError, EOFError), channel:
             if _peer(channel) != os.getuid():
                 return
             channel.settimeout(2 * POLL_S)
             (version,) = WANTED.unpack(read_exactly(channel, WANTED.size))
-            made = self.wait(version)
-            if made is None:
+            newest = self.wait(version)
+            if newest is None:
                 channel.sendall(SIZE.pack(0))
                 return
-            push, descriptors = encode(made.push), made.shared.descriptors()
+            push, descriptors = encode(newest.push), newest.shared.descriptors()
             channel.sendall(SIZE.pack(len(push)) + push)
             for first in range(0, len(descriptors), MOST_DESCRIPTORS):
                 socket.send_fds(channel, [b"f"], descriptors[first : first + MOST_DESCRIPTORS])
@@ -237,7 +238,7 @@ class Leading(NamedTuple):
 
 
 async def _pull_for_all(puller: Puller, leader: Leader) -> None:
-    """Pull every version without end, and give it to all.
+    """Pull every version, and publish it, without end.
 
     Raises `WeightsError` after `PULLS` damaged ones in a row, and if there is no room for one during `ROOM_S`.
     """
@@ -269,18 +270,18 @@ async def _pull_for_all(puller: Puller, leader: Leader) -> None:
 def _bind(address: str) -> socket.socket | None:
     """Return a socket that listens at `address`; None if another process does. Raises `WeightsError` for no socket."""
     try:
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listening.bind(address)
-            listening.listen(BACKLOG)
+            listener.bind(address)
+            listener.listen(BACKLOG)
         except OSError:
-            listening.close()
+            listener.close()
             raise
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         raise WeightsError(f"the actors of this machine cannot share weights: {error}") from error
-    return listening
+    return listener
 
 
 def _receive(channel: socket.socket, block_bytes: int) -> MachineVersion | None:
@@ -293,10 +294,10 @@ def _receive(channel: socket.socket, block_bytes: int) -> MachineVersion | None:
     descriptors: list[int] = []
     try:
         while len(descriptors) < count:
-            _, some, _, _ = socket.recv_fds(channel, 1, MOST_DESCRIPTORS)
-            if not some:
+            _, received, _, _ = socket.recv_fds(channel, 1, MOST_DESCRIPTORS)
+            if not received:
                 raise EOFError("the leader has gone away")
-            descriptors += some
+            descriptors += received
     except (OSError, EOFError):
         for descriptor in descriptors:
             os.close(descriptor)

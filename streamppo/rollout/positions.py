@@ -30,10 +30,10 @@ SLIDING = (
 """Values of model_type with sliding windows in SGLang 0.5.21; it computes others, such as mistral, over whole rows."""
 
 
-def longest(hf_config: "PreTrainedConfig", otherwise: int) -> int:
-    """The most tokens of a row, prompt and completion; `otherwise` if the model has no bound."""
+def longest(hf_config: "PreTrainedConfig", default: int) -> int:
+    """The most tokens of a row, prompt and completion; `default` if the model has no bound."""
     text_config = hf_config.get_text_config()
-    context = getattr(text_config, "max_position_embeddings", None) or otherwise
+    context = getattr(text_config, "max_position_embeddings", None) or default
     for rope in _ropes(hf_config):
         if rope.get("rope_type") == "longrope":
             context = min(context, rope.get("original_max_position_embeddings") or context)
@@ -91,8 +91,8 @@ def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
 
 def check(hf_config: "PreTrainedConfig", longest_row: int) -> None:
     """Raise `ModelError` if SGLang computes rows of `longest_row` tokens differently from transformers."""
-    if refused := refusal(hf_config, longest_row):
-        raise ModelError(refused)
+    if reason := refusal(hf_config, longest_row):
+        raise ModelError(reason)
 
 
 def _scales_alike(rope: Mapping[str, Any]) -> bool:
@@ -100,14 +100,14 @@ def _scales_alike(rope: Mapping[str, Any]) -> bool:
 
     default = 0.1 * log(factor) + 1 if factor > 1, else 1; it also stands in for a missing attention_factor.
     """
-    told, times = rope.get("attention_factor"), rope.get("attn_factor") or 1.0
+    attention_factor, multiplier = rope.get("attention_factor"), rope.get("attn_factor") or 1.0
     factor = rope.get("factor") or 1.0
-    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return math.isclose(usual * times, usual if told is None else told, rel_tol=1e-6)
+    default = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return math.isclose(default * multiplier, default if attention_factor is None else attention_factor, rel_tol=1e-6)
 
 
 def _ropes(hf_config: "PreTrainedConfig") -> Iterator[Mapping[str, Any]]:
     """The parameters of rotary embeddings; some models have a set for each kind of layer."""
     rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     yield rope
-    yield from (one for one in rope.values() if isinstance(one, Mapping))
+    yield from (parameters for parameters in rope.values() if isinstance(parameters, Mapping))

@@ -27,7 +27,7 @@ def seed_of_turn(seed: int | None, turn: int) -> int | None:
     return _hash(f"{seed}/{turn}") if seed is not None and turn else seed
 
 
-def seed_behind(seed: int | None, tokens: int) -> int | None:
+def seed_after(seed: int | None, tokens: int) -> int | None:
     """The seed of the rest of a turn, after its first `tokens`: the same numbers u, token for token. None of None."""
     return None if seed is None else (seed + tokens * GOLDEN) % 2**64
 
@@ -37,9 +37,9 @@ def seed_of_retry(seed: int, number: int) -> int:
     return _hash(f"{seed}/try/{number}")
 
 
-def uniform(seeds_B: np.ndarray, at_B: np.ndarray) -> np.ndarray:
-    """The numbers u of tokens `at_B` of completions with `seeds_B` (uint64): [B] float64, 0 < u < 1."""
-    z_B = seeds_B + (at_B.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+def uniform(seeds_B: np.ndarray, place_B: np.ndarray) -> np.ndarray:
+    """The numbers u of tokens `place_B` of completions with `seeds_B` (uint64): [B] float64, 0 < u < 1."""
+    z_B = seeds_B + (place_B.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     z_B = (z_B ^ (z_B >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z_B = (z_B ^ (z_B >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z_B ^= z_B >> np.uint64(31)

@@ -1,20 +1,20 @@
 """Where running completions are cut into segments, so that the learner can train on each in time. Pure.
 
-A segment's age is the engine's version minus the version of its oldest token; it is due at `max_age`. If many segments
-became due at once, they would not fit into one batch. So every swap cuts about as many as a batch has room for, the
-oldest first, with `share` the segments of a batch that one actor makes:
+A segment's age is the engine's version minus the version of its oldest token; it is due at `max_age`. Many segments due
+at once would not fit into one batch. So every swap cuts about as many as a batch has room for, the oldest first.
+`share` is the number of a batch's segments from one actor:
 
     completions under way                                   at most max_age * share
     uncut segments of an age of a or more, for each a       at most (max_age - a) * share
     segments of an age of `aim` (the wanted lag) or more    cut, up to `share` cuts in all
 
-With the first bound, the second needs at most `share` cuts at a swap. Without it, an actor that had received the
-tickets of other actors would cut more than a batch has room for at every swap, until tokens were too old.
+With the first bound, the second needs at most `share` cuts at a swap. Without the first, an actor with the tickets of
+other actors would cut more than a batch has room for at every swap, until tokens were too old.
 
 Example: max_age 2, share 1. Of segments of ages 1 and 1, one is cut: at most (2 - 1) * 1 may stay uncut.
 
-A completion that waits for its reward or its environment may sample no more tokens, and its reward needs a token to be
-placed on. It therefore keeps its tokens of the newest version, and the queue waits for them before they are too old.
+A completion that waits for its reward or environment may sample no more tokens, and its reward needs a token. It keeps
+its tokens of the newest version, and the queue waits for them before they are too old.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,8 +27,8 @@ def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[i
     """The indices in `running` to cut before a swap to `version`; `running` has each segment's oldest version."""
     if not running:
         return []
-    one, _ = running[0]
-    return due([version - oldest for _, oldest in running], one.max_age, one.share, one.aim())
+    cuts, _ = running[0]
+    return due([version - oldest for _, oldest in running], cuts.max_age, cuts.share, cuts.aim())
 
 
 def most_under_way(max_age: int, share: float) -> int:
@@ -41,13 +41,13 @@ def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[i
 
     With `aim` 0, only the bound on uncut segments cuts.
     """
-    oldest_first = sorted(range(len(ages)), key=lambda place: -ages[place])
+    oldest_first = sorted(range(len(ages)), key=lambda index: -ages[index])
     cut: list[int] = []
     for age in range(max_age, 0, -1):
-        going_on = [place for place in oldest_first if ages[place] >= age and place not in cut]
-        cut += going_on[: max(0, len(going_on) - int((max_age - age) * share))]
+        uncut = [index for index in oldest_first if ages[index] >= age and index not in cut]
+        cut += uncut[: max(0, len(uncut) - int((max_age - age) * share))]
     if aim:
-        at_aim = [place for place in oldest_first if ages[place] >= aim and place not in cut]
+        at_aim = [index for index in oldest_first if ages[index] >= aim and index not in cut]
         cut += at_aim[: max(0, int(share) - len(cut))]
     return cut
 
@@ -57,11 +57,11 @@ def kept_from(versions: Ints) -> int:
     return int(versions.searchsorted(versions[-1]))
 
 
-def cut_for(version: int, oldest: Iterable[int], flow_lag: int) -> int:
-    """The newest version for which an engine at `version` has cut all that is due.
+def cut_for(version: int, oldest_versions: Iterable[int], flow_lag: int) -> int:
+    """The newest version for which an engine at `version` has cut all due segments.
 
-    `oldest` are the oldest versions that its waiting completions keep.
+    `oldest_versions` are the oldest versions that its waiting completions keep.
 
     After the cuts for version v, all uncut tokens are of v - `flow_lag` + 1 or later.
     """
-    return min([version, *(kept + flow_lag - 1 for kept in oldest)])
+    return min([version, *(oldest_kept + flow_lag - 1 for oldest_kept in oldest_versions)])

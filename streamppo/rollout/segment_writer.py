@@ -1,7 +1,7 @@
-"""The segments of one ticket's completion: handed over before the completion ends, each once, in order.
+"""The segments of one ticket's completion, handed over before its end: each once, in order.
 
 The engine cuts completions that are being sampled; `cut_waiting` cuts one that waits for a reward or an environment.
-All segments but the last are trajectories with `finish` "cut" and no reward. The last one is made after scoring.
+All segments but the last are trajectories with `finish` "cut" and no reward. The last is made after scoring.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class SegmentWriter:
         )
 
     def wait(self, episode: Episode) -> None:
-        """Note that `episode` waits for a reward or an environment, and is not being sampled."""
+        """Note that `episode` waits for a reward or an environment."""
         self._waiting = episode
 
     def cut_waiting(self, version: int) -> int | None:

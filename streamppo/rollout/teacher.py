@@ -26,7 +26,7 @@ from streamppo.types import Floats, Ints, ScorerReport, branches, utf8_safe
 
 COMPARED = 4096
 """The most tokens whose texts are compared, evenly spread over the policy's vocabulary."""
-LAST = 0
+LAST_TOKEN = 0
 """SGLang returns this in place of the id of its vocabulary's last token."""
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -80,7 +80,7 @@ class TeacherClient:
         if episode.branches:
             logprobs = await self._score_paths(episode)
         else:
-            logprobs = await self._scored(episode.prompt_tokens, episode.tokens)
+            logprobs = await self._logprobs(episode.prompt_tokens, episode.tokens)
         column = np.where(episode.mask, logprobs, np.float32(0))
         if not np.isfinite(column).all():
             raise TeacherFailed(f"{self._url}: a log-prob is not finite")
@@ -96,13 +96,13 @@ class TeacherClient:
             if len(new := np.flatnonzero(sampled[path])):
                 calls.append((path, int(new[0])))
                 sampled[path] = False
-        path_scores = await asyncio.gather(*(self._scored(row[path[:at]], row[path[at:]]) for path, at in calls))
+        path_scores = await asyncio.gather(*(self._logprobs(row[path[:at]], row[path[at:]]) for path, at in calls))
         logprobs = np.zeros(width, np.float32)
         for (path, at), numbers in reversed(list(zip(calls, path_scores, strict=True))):
             logprobs[path[at:]] = numbers
         return logprobs[prompt:]
 
-    async def _scored(self, prompt: Ints, tokens: Ints) -> Floats:
+    async def _logprobs(self, prompt: Ints, tokens: Ints) -> Floats:
         scored = await self._guard.score(prompt, tokens)
         if scored.logprobs is None:
             raise TeacherFailed(scored.reason)
@@ -110,20 +110,20 @@ class TeacherClient:
 
     async def check(self, tokenizer: Tokenizer) -> None:
         """Raise `ModelError` if the server gives no log-probs, or its tokenizer differs from the policy's."""
-        probed = np.asarray(tokenizer.spread(2), np.int32)
-        scored = await self._guard.score(probed[:1], probed[1:])
+        probe = np.asarray(tokenizer.spread(2), np.int32)
+        scored = await self._guard.score(probe[:1], probe[1:])
         if scored.logprobs is None:
             raise ModelError(f"the teacher cannot be reached: {scored.reason}")
         tokens = tokenizer.spread(COMPARED)
-        theirs = await self._texts(tokens)
+        server_texts = await self._texts(tokens)
         # Servers may clean up spaces: a difference in them does not mean another vocabulary.
-        pairs = zip(tokens, tokenizer.texts(tokens), theirs, strict=True) if theirs else ()
-        strange = [found for found in pairs if found[1].strip() != found[2].strip()]
-        if strange:
-            token, policy_text, server_text = strange[0]
+        pairs = zip(tokens, tokenizer.texts(tokens), server_texts, strict=True) if server_texts else ()
+        differences = [found for found in pairs if found[1].strip() != found[2].strip()]
+        if differences:
+            token, policy_text, server_text = differences[0]
             raise ModelError(
                 f"the teacher at {self._url} must have the policy's tokenizer: token {token}, {policy_text!r}, is "
-                f"{server_text!r} there ({len(strange)} of {len(tokens)} compared tokens differ)"
+                f"{server_text!r} there ({len(differences)} of {len(tokens)} compared tokens differ)"
             )
 
     def report(self) -> ScorerReport:
@@ -173,8 +173,8 @@ def read(content: bytes, tokens: Ints) -> Floats:
     ids = np.array([entry[1] for entry in entries], np.int64)
     if len(ids) != len(tokens):
         raise TaskError(f"{len(ids)} log-probs for {len(tokens)} tokens: it has cut them off, or is not SGLang")
-    if ((ids != tokens) & (ids != LAST)).any():
-        place = int(np.argmax((ids != tokens) & (ids != LAST)))
+    if ((ids != tokens) & (ids != LAST_TOKEN)).any():
+        place = int(np.argmax((ids != tokens) & (ids != LAST_TOKEN)))
         raise TaskError(f"a log-prob of token {ids[place]} in place of {tokens[place]}")
     return np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
 

@@ -61,10 +61,10 @@ class Architecture:
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a folder's safetensors files; reads only their headers."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= {name: tuple(header.shape) for name, header in file_header(path).items()}
-    return found
+        shapes |= {name: tuple(header.shape) for name, header in file_header(path).items()}
+    return shapes
 
 
 def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:

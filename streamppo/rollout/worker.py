@@ -77,7 +77,7 @@ class GreedyAnswer(NamedTuple):
 
 
 def load_libraries() -> None:
-    """Import what `start` needs of transformers. It takes seconds: do it while the learner makes or loads the model."""
+    """Import the parts of transformers that `start` needs. This takes seconds, while the learner loads the model."""
     for name in ("auto.tokenization_auto", "llama.modeling_llama"):
         import_module(f"transformers.models.{name}")
 
@@ -101,7 +101,7 @@ async def start(
         await queue.map_rows.remote(encode(task.row_numbers()))
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources(), every=True)
-    taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
+    teacher_client = await teacher.connect(config.algorithm.teacher, tokenizer)
     puller = build.puller(config, name, queue, factory.ends(config).receiver())
     push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
@@ -114,7 +114,15 @@ async def start(
         await player.agents.start()
     follower = WeightSync(puller, engine, source)
     return Worker(
-        config, name, queue, task, player, rewards, follower=follower, teacher=taught_by, shards=Shards.attach(config)
+        config,
+        name,
+        queue,
+        task,
+        player,
+        rewards,
+        follower=follower,
+        teacher=teacher_client,
+        shards=Shards.attach(config),
     )
 
 
@@ -141,15 +149,15 @@ class Worker:
         self._sampling = build.sampling(config)
         self._limit = stops.load_limit(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
-        self._room, self._call = config.rollout.in_flight, 0
-        self._lacks = asyncio.Event()
-        self._lacks.set()
-        self._sharing = config.rollout.actors
+        self._free_places, self._call_number = config.rollout.in_flight, 0
+        self._needs_tickets = asyncio.Event()
+        self._needs_tickets.set()
+        self._num_sharing = config.rollout.actors
         self._under_way: set[SegmentWriter] = set()
         self._finished: list[Trajectory | Failure] = []
         self._delivery_due = asyncio.Event()
         self._trajectories = 0
-        self._newest: tuple[ScoredText, float, int] | None = None
+        self._latest_sample: tuple[ScoredText, float, int] | None = None
 
     @property
     def version(self) -> int:
@@ -170,18 +178,18 @@ class Worker:
         await asyncio.gather(self._beat(), self._follower.run())
 
     async def _beat(self) -> None:
-        """Send heartbeats to the queue without end: during a swap, an actor without free places makes no other call."""
+        """Send heartbeats to the queue without end. An actor without free places makes no other call during a swap."""
         while True:
             sampling = await self._queue.beat.remote(self._name)
             if self._config.queue.segments:
                 # Actors share the batches: count added ones, and configured ones that have not started yet.
-                self._sharing = max(sampling, self._config.rollout.actors)
+                self._num_sharing = max(sampling, self._config.rollout.actors)
                 # A restarted queue needs the version up to which segments were cut.
                 self._delivery_due.set()
             await asyncio.sleep(BEAT_S)
 
     async def _report_cuts(self) -> None:
-        """Deliver after every swap: the learner may wait for the report that all due segments are cut."""
+        """Deliver after every swap: the learner may wait for the cut of all due segments."""
         while True:
             await self._follower.reach(self.version + 1)
             self._delivery_due.set()
@@ -189,33 +197,33 @@ class Worker:
     # --- the life of a trajectory ----------------------------------------------------------------------------
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
-        """Without end: request tickets when a delivery has brought too few; the queue answers when it has some."""
+        """Request tickets whenever a delivery has brought too few, without end. The queue answers once it has some."""
         while True:
-            await self._lacks.wait()
+            await self._needs_tickets.wait()
             await asyncio.sleep(GATHER_S)
             if (wanted := self._num_wanted) and self._admit(await self._request_tickets(wanted), group) < wanted:
                 continue
-            self._lacks.clear()
+            self._needs_tickets.clear()
             if self._num_wanted:
                 # Trajectories have ended in the meantime: a delivery requests tickets in their place.
                 self._delivery_due.set()
 
     async def _request_tickets(self, wanted: int) -> bytes:
-        return await self._queue.issue.remote(self._name, self._engine.version, wanted, self._call)
+        return await self._queue.issue.remote(self._name, self._engine.version, wanted, self._call_number)
 
     @property
     def _num_wanted(self) -> int:
         """The number of tickets to request: free places, within `most_under_way` if segments are cut by age."""
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments and queue.segments.just_in_time:
-            under_way = in_flight - self._room
-            return max(0, min(self._room, most_under_way(queue.cut_age, self._share) - under_way))
-        return self._room
+            under_way = in_flight - self._free_places
+            return max(0, min(self._free_places, most_under_way(queue.cut_age, self._share) - under_way))
+        return self._free_places
 
     @property
     def _share(self) -> float:
         """The number of a batch's segments that this actor makes."""
-        return self._config.queue.batch_size / self._sharing
+        return self._config.queue.batch_size / self._num_sharing
 
     def _aim(self) -> int:
         return self._config.queue.aim(self._follower.admitted_lag)
@@ -232,9 +240,9 @@ class Worker:
         if tickets and self._config.queue.segments:
             # The queue needs the cut version of every actor that has tickets.
             self._delivery_due.set()
-        self._room -= len(tickets)
+        self._free_places -= len(tickets)
         # A new number once tickets have arrived: a retry with the same number gets the same tickets.
-        self._call += bool(tickets)
+        self._call_number += bool(tickets)
         return len(tickets)
 
     def _prepare(self, prompts: Iterable[int]) -> None:
@@ -247,26 +255,26 @@ class Worker:
         """Sample and score the trajectory of one ticket, and hand it to the next delivery."""
         episode: Episode | None = None
         first_version, source = self._engine.version, ""
-        handing = SegmentWriter(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
-        self._under_way.add(handing)
+        writer = SegmentWriter(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
+        self._under_way.add(writer)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
             source = prompt.source if self._has_sources else ""
             seed = random_numbers.seed_of(self._config.seed, ticket.identity)
             sampling = self._with_length_limit(self._sampling._replace(seed=seed), prompt, ticket.identity)
-            episode = await self._player.play(prompt, sampling, handing if self._config.queue.segments else None)
-            handing.wait(episode)
+            episode = await self._player.play(prompt, sampling, writer if self._config.queue.segments else None)
+            writer.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
-            last = episode.trajectory(handing.identity, self._name, reward, teacher_logprobs, prefix=handing.prefix)
+            last = episode.trajectory(writer.identity, self._name, reward, teacher_logprobs, prefix=writer.prefix)
             self._hand_over(structs.replace(last, source=source) if source else last)
             self._trajectories += 1
         except FAILURES as error:
             stage, reason = _stage(error), utf8_safe(error)
-            sampled = int(episode.mask[handing.prefix :].sum()) if episode else getattr(error, "tokens", 0)
-            failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
+            sampled = int(episode.mask[writer.prefix :].sum()) if episode else getattr(error, "tokens", 0)
+            failure = Failure(identity=writer.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
             self._hand_over(structs.replace(failure, version=first_version, source=source))
-        self._under_way.remove(handing)
-        self._room += 1
+        self._under_way.remove(writer)
+        self._free_places += 1
 
     def _with_length_limit(self, sampling: Sampling, prompt: Prompt, identity: Identity | None) -> Sampling:
         """Return `sampling` with the length limit of this completion; by default it is unchanged."""
@@ -289,13 +297,13 @@ class Worker:
         scored = await self._rewards.score(prompt, text)
         process.add("reward", time.perf_counter() - begin)
         reward = episode.reward(scored)
-        self._newest = text, reward.total, int(episode.versions[0])
+        self._latest_sample = text, reward.total, int(episode.versions[0])
         return reward
 
     async def _deliver(self, group: asyncio.TaskGroup) -> None:
-        """Make one delivery after another, without end; each has all results since the one before.
+        """Deliver all new results, again and again, without end.
 
-        Its answer has tickets for the free places, unless `_issue` is requesting some.
+        The answer has tickets for the free places, unless `_issue` is requesting some.
         """
         while True:
             await self._delivery_due.wait()
@@ -310,18 +318,20 @@ class Worker:
                 delivery = b"" if self._shards else encode(trajectories)
             if self._shards:
                 delivery = encode(await self._shards.store(trajectories))
-            limit = 0 if self._lacks.is_set() else self._num_wanted
-            request = {"engine_version": self.version, "limit": limit, "call": self._call}
+            limit = 0 if self._needs_tickets.is_set() else self._num_wanted
+            request = {"engine_version": self.version, "limit": limit, "call": self._call_number}
             answer = await self._queue.deliver.remote(self._name, version, delivery, encode(failures), **request)
             if self._admit(answer, group) < limit:
-                self._lacks.set()
+                self._needs_tickets.set()
 
     def _cut_waiting(self) -> int:
         """Cut the waiting completions that are due; return the version up to which all due segments are cut."""
         if self._config.queue.segments is None:
             return self.version
-        kept = [handing.cut_waiting(self.version) for handing in self._under_way]
-        return cut_for(self.version, (one for one in kept if one is not None), self._config.queue.flow_lag)
+        oldest = [writer.cut_waiting(self.version) for writer in self._under_way]
+        return cut_for(
+            self.version, (version for version in oldest if version is not None), self._config.queue.flow_lag
+        )
 
     # --- evaluation and counters -----------------------------------------------------------------------------
 
@@ -375,7 +385,7 @@ class Worker:
             stalls=self._player.stalls(),
             agents=dict(self._player.agents.counts) if self._player.agents else {},
             phases=process.spent(),
-            sample=_sample_of(*self._newest) if self._newest else None,
+            sample=_display_sample(*self._latest_sample) if self._latest_sample else None,
         )
 
 
@@ -394,7 +404,7 @@ def _stage(error: Exception) -> Literal["engine", "environment", "reward", "teac
             return "engine"
 
 
-def _sample_of(text: ScoredText, reward: float, version: int) -> Sample:
+def _display_sample(text: ScoredText, reward: float, version: int) -> Sample:
     prompt = text.messages[-1].text if text.messages else text.prompt
     shown, completion = utf8_safe(prompt[-Sample.LENGTH :]), utf8_safe(text.completion[: Sample.LENGTH])
     return Sample(prompt=shown, completion=completion, reward=reward, version=version)

@@ -186,7 +186,7 @@ def check(play: Play) -> None:
         prompt = session.row.prompt
         assert branches.flaw(columns.branches.astype("<i4").tobytes(), prompt, columns.mask[prompt:]) is None
     try:
-        received = session.received()
+        received = session.received_turns()
     except EnvironmentFailed as error:
         assert not play.received and error.tokens == session.sampled
         return

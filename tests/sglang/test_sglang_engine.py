@@ -134,10 +134,10 @@ def test_a_paused_engine_samples_nothing_and_goes_on(fresh: case.Setting) -> Non
     async def pause() -> Any:
         under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
         await asyncio.sleep(case.BEGUN_S)
-        await engine._life.link.call("pause_generation", mode="in_place")
+        await engine._session.link.call("pause_generation", mode="in_place")
         await asyncio.sleep(1.0)
         was_done = under_way.done()
-        await engine._life.link.call("continue_generation")
+        await engine._session.link.call("continue_generation")
         return was_done, await under_way
 
     was_done, completion = fresh.run(pause())
@@ -147,7 +147,7 @@ def test_a_paused_engine_samples_nothing_and_goes_on(fresh: case.Setting) -> Non
 
 def test_a_completion_that_nobody_waits_for_is_aborted(fresh: case.Setting) -> None:
     engine = fresh.engine
-    waiting = engine._life.link._engine.tokenizer_manager.rid_to_state
+    waiting = engine._session.link._engine.tokenizer_manager.rid_to_state
 
     async def abandon() -> None:
         under_way = [asyncio.ensure_future(engine.generate(prompt, Sampling(400))) for prompt in case.prompts(4)]
@@ -207,7 +207,7 @@ def test_weights_that_sglang_does_not_take_are_noticed_and_the_old_version_serve
         pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._life.carrier, "carry", nothing)
+        patch.setattr(engine._session.carrier, "carry", nothing)
         with pytest.raises(WeightsError, match="SGLang has not taken"):
             fresh.run(engine.update_weights(version + 1, case.tensors(case.model(seed=8))))
     case.assert_serves(fresh, fresh.model, version)
@@ -243,7 +243,7 @@ def test_an_engine_process_that_is_killed_is_started_again_and_its_prompts_are_s
     engine, given = fresh.engine, case.prompts(4, seed=9)
     after = case.model(seed=10)
     version, restarts = engine.version + 1, engine.usage().restarts
-    victims = [child.pid for child in engine._life.link._processes]
+    victims = [child.pid for child in engine._session.link._processes]
 
     async def kill() -> Any:
         await engine.update_weights(version, case.tensors(after))
@@ -268,7 +268,7 @@ def test_no_process_is_left_when_the_actor_is_killed(setting: case.Setting) -> N
         "import asyncio, time, sglang_case as case\n"
         "async def main():\n"
         f"    engine = await case.engine({setting.folder!r}, case.tensors(case.model()))\n"
-        "    print(*[child.pid for child in engine._life.link._processes], flush=True)\n"
+        "    print(*[child.pid for child in engine._session.link._processes], flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"
@@ -321,18 +321,18 @@ def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_t
     try:
         case.assert_serves(setting, made, 0)
         held = dict(verify_weights.tensors_of_rank(Architecture(made.config).as_saved(case.tensors(made))))
-        attestation = engine._life.attestation
-        assert attestation.means == "checksums"
+        attestation = engine._session.attestation
+        assert attestation.method == "checksums"
         assert set(attestation.exact) == held.keys() and sum("experts" in name for name in held) == 4
         other = case.model("qwen3_moe", seed=1)
         run(engine.update_weights(1, case.tensors(other)))
         case.assert_serves(setting, other, 1)
-        stage = engine._life.carrier.stage
+        stage = engine._session.carrier.stage
 
         async def without_experts(tensors: Any) -> None:
             await stage({name: one for name, one in tensors.items() if ".experts." not in name})
 
-        monkeypatch.setattr(engine._life.carrier, "stage", without_experts)
+        monkeypatch.setattr(engine._session.carrier, "stage", without_experts)
         with pytest.raises(WeightsError, match=r"SGLang has not taken \S+\.experts\.0\.\w+_proj"):
             run(engine.update_weights(2, case.tensors(case.model("qwen3_moe", seed=2))))
         case.assert_serves(setting, other, 1)

@@ -78,7 +78,7 @@ async def exact_swap(engine: Any, before: Any, after: Any, *, kept: bool) -> int
 
 async def waiting(engine: Any, prompt: np.ndarray) -> "asyncio.Task[Completion]":
     """Pause SGLang and send it a prompt, which it begins after the next swap."""
-    await engine._life.link.call("pause_generation", mode="in_place")
+    await engine._session.link.call("pause_generation", mode="in_place")
     task = asyncio.create_task(engine.generate(prompt, Sampling(20)))
     await asyncio.sleep(case.BEGUN_S)
     return task
@@ -95,7 +95,7 @@ def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setti
             raise WeightsError("refused")
 
         task = await waiting(engine, PROMPT)
-        engine._life.attestation.check = refuse
+        engine._session.attestation.check = refuse
         with pytest.raises(WeightsError, match="refused"):
             await engine.update_weights(2, case.tensors(setting.model))
         done = await task
@@ -105,7 +105,7 @@ def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setti
     async def use() -> None:
         engine = await opened(setting, f"rollout.engine.urls=['{url}']")
         try:
-            assert engine._life.link.capacity == 8
+            assert engine._session.link.capacity == 8
             assert await exact_swap(engine, setting.model, after, kept=True) > 0
             prompt = case.prompts(1)[0]
             under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
@@ -245,8 +245,8 @@ def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Set
     async def use() -> None:
         engine = await case.engine(folder, case.tensors(before), "rollout.engine.kv=recompute")
         try:
-            attestation, own = engine._life.attestation, case.tensors(before)
-            assert (attestation.means, set(attestation.exact)) == (
+            attestation, own = engine._session.attestation, case.tensors(before)
+            assert (attestation.method, set(attestation.exact)) == (
                 "checksums",
                 {name for name, _ in verify_weights.tensors_of_rank(own)},
             )
@@ -269,7 +269,7 @@ def test_a_request_that_waits_over_a_swap_is_of_the_new_version_and_its_cache_is
 ) -> None:
     engine, before, after = setting.engine, setting.model, case.model(seed=17)
     monkeypatch.setattr(engine, "_setup", engine._setup._replace(kv=kv))
-    monkeypatch.setattr(engine._life, "_kv", kv)
+    monkeypatch.setattr(engine._session, "_kv", kv)
     first = engine.version + 1
 
     async def use() -> list[Completion]:

@@ -35,18 +35,18 @@ SILU = ("silu", "swish")
 """transformers' names of the activation between the products of the MLP."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 """Rotary embeddings whose angles depend on the position only, in rows of up to `positions.longest` tokens."""
-LEAST = 16
+LEAST_ROWS = 16
 """The least number of rows in a float32 product for which one thread of MKL computes every row in the same way."""
 
 
-class _Filling(NamedTuple):
+class _Prefill(NamedTuple):
     """The rows of a prefill; `prompts_N` has the index of each row's prompt."""
 
     rows_N: Tensor
     prompts_N: Tensor
 
 
-class _Extending(NamedTuple):
+class _Extension(NamedTuple):
     """An extension of rows from `first` on: each token's position, and its attention mask [B, 1, P, T]."""
 
     first: int
@@ -54,7 +54,7 @@ class _Extending(NamedTuple):
     mask: Tensor
 
 
-class _Decoding(NamedTuple):
+class _Step(NamedTuple):
     """A step: each row's position, and the spans of rows for attention, with masks [b, 1, 1, T]."""
 
     at_B: Tensor
@@ -151,7 +151,7 @@ class Decoder:
 
         Returns the logits [N, V] after the last token of each row's prompt, float32.
         """
-        hidden_BPC = self._layers(tokens_BP, _Filling(rows_N, prompts_N))
+        hidden_BPC = self._layers(tokens_BP, _Prefill(rows_N, prompts_N))
         last_BC = hidden_BPC[torch.arange(len(lengths_B), device=self.device), lengths_B - 1]
         return self._logits(last_BC).index_select(0, prompts_N)
 
@@ -166,7 +166,7 @@ class Decoder:
         # Padding goes to the position after a row's tokens, which the next token overwrites before it is read.
         at_BP = starts_B[:, None] + torch.minimum(torch.arange(P, device=self.device), lengths_B[:, None])
         mask = torch.arange(longest, device=self.device) <= at_BP[:, None, :, None]
-        hidden_BPC = self._layers(tokens_BP, _Extending(first, at_BP, mask))
+        hidden_BPC = self._layers(tokens_BP, _Extension(first, at_BP, mask))
         return self._logits(hidden_BPC[torch.arange(B, device=self.device), lengths_B - 1])
 
     @torch.inference_mode()
@@ -175,7 +175,7 @@ class Decoder:
 
         Returns the logits [B, V], float32.
         """
-        hidden_B1C = self._layers(tokens_B[:, None], _Decoding(at_B, spans, self._masks(at_B, spans)))
+        hidden_B1C = self._layers(tokens_B[:, None], _Step(at_B, spans, self._masks(at_B, spans)))
         return self._logits(hidden_B1C[:, 0])
 
     @torch.inference_mode()
@@ -193,30 +193,30 @@ class Decoder:
         seen_BT = places_T <= at_B[:, None]
         return [seen_BT[span.first : span.end, None, None, : span.longest] for span in spans]
 
-    def _layers(self, tokens_BP: Tensor, places: _Filling | _Extending | _Decoding) -> Tensor:
+    def _layers(self, tokens_BP: Tensor, work: _Prefill | _Extension | _Step) -> Tensor:
         parameters, eps = self.parameters, self.config.rms_norm_eps
         B, P = tokens_BP.shape
         C = parameters.norm.shape
         x_BPC = F.embedding(tokens_BP, parameters.embedding)
-        rotation = self._rotation_of(places, P)
+        rotation = self._rotation_of(work, P)
         for layer, cache in zip(parameters.layers, self.cache, strict=True):
             h_BPC = F.rms_norm(x_BPC, C, layer.norm, eps)
             qkv = _linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
             self._rotate(layer, qkv, rotation)
-            attended = self._attend(qkv, cache, places)
+            attended = self._attend(qkv, cache, work)
             x_BPC = x_BPC + _linear(attended, layer.out, layer.out_bias)
             h_BPC = F.rms_norm(x_BPC, C, layer.mlp_norm, eps)
             gate, up = _linear(h_BPC, layer.gate_up).chunk(2, -1)
             x_BPC = x_BPC + _linear(F.silu(gate) * up, layer.down)
         return F.rms_norm(x_BPC, C, parameters.norm, eps)
 
-    def _rotation_of(self, places: _Filling | _Extending | _Decoding, P: int) -> Tensor:
-        match places:
-            case _Filling():
+    def _rotation_of(self, work: _Prefill | _Extension | _Step, P: int) -> Tensor:
+        match work:
+            case _Prefill():
                 return self.rotation_TD[:P, None]
-            case _Extending(at_BP=at_BP):
+            case _Extension(at_BP=at_BP):
                 return self.rotation_TD[at_BP][:, :, None]
-            case _Decoding(at_B=at_B):
+            case _Step(at_B=at_B):
                 return self.rotation_TD[at_B, None, None]
 
     def _rotate(self, layer: Layer, qkv: Tensor, rotation: Tensor) -> None:
@@ -233,21 +233,21 @@ class Decoder:
             rotated = torch.view_as_complex(pairs.float().contiguous()) * rotation
             pairs.copy_(torch.view_as_real(rotated))
 
-    def _attend(self, qkv: Tensor, cache: Tensor, places: _Filling | _Extending | _Decoding) -> Tensor:
+    def _attend(self, qkv: Tensor, cache: Tensor, work: _Prefill | _Extension | _Step) -> Tensor:
         B, P = qkv.shape[:2]
         q, kv = qkv[:, :, : self.heads], qkv[:, :, self.heads :]
-        if isinstance(places, _Filling):
-            rows_N, prompts_N = places
+        if isinstance(work, _Prefill):
+            rows_N, prompts_N = work
             cache[:, :P].index_copy_(0, rows_N, kv.index_select(0, prompts_N))
             return self._attention(q, kv, None).reshape(B, P, -1)
-        if isinstance(places, _Extending):
-            first, at_BP, mask = places
+        if isinstance(work, _Extension):
+            first, at_BP, mask = work
             cache[first : first + B][torch.arange(B, device=self.device)[:, None], at_BP] = kv
             return self._attention(q, cache[first : first + B, : mask.shape[-1]], mask).reshape(B, P, -1)
-        cache[torch.arange(B, device=self.device), places.at_B] = kv[:, 0]
+        cache[torch.arange(B, device=self.device), work.at_B] = kv[:, 0]
         attended = [
             self._attention(q[span.first : span.end], cache[span.first : span.end, : span.longest], mask_b11T)
-            for span, mask_b11T in zip(places.spans, places.masks, strict=True)
+            for span, mask_b11T in zip(work.spans, work.masks, strict=True)
         ]
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, P, -1)
 
@@ -275,9 +275,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     For few rows the library uses other kernels, which add in another order.
     """
     rows = x.numel() // x.shape[-1]
-    if rows >= LEAST or x.is_cuda:
+    if rows >= LEAST_ROWS or x.is_cuda:
         return F.linear(x, weight, bias)
-    flat = F.pad(x.reshape(rows, -1), (0, 0, 0, LEAST - rows))
+    flat = F.pad(x.reshape(rows, -1), (0, 0, 0, LEAST_ROWS - rows))
     return F.linear(flat, weight, bias)[:rows].view(*x.shape[:-1], -1)
 
 

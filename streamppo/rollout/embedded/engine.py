@@ -75,21 +75,21 @@ class EmbeddedEngine:
             float32_head=float32_head,
             device=device,
         )
-        self._most = max_total_tokens
+        self._max_total_tokens = max_total_tokens
         self._rows = DecodingRows(self._decoder, ends, max_total_tokens)
-        self._held = 0
+        self._boundaries_held = 0
         self._seed, self._unseeded = seed, itertools.count(1)
         # Attributes of transformers' configurations are slow.
         self._vocabulary = hf_config.vocab_size
-        self._checked: Ints | None = None
+        self._checked_prompt: Ints | None = None
         self._version = version
         self._slots = slots
         self._kv = kv
         self._waiting: deque[RunningRequest] = deque()
-        self._promised: set[asyncio.Future[Completion] | asyncio.Future[None]] = set()
+        self._pending: set[asyncio.Future[Completion] | asyncio.Future[None]] = set()
         self._swap: tuple[int, Parameters, asyncio.Future[None]] | None = None
-        self._one_swap = asyncio.Lock()
-        self._work = asyncio.Event()
+        self._swap_lock = asyncio.Lock()
+        self._has_work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         # One thread: a swap that was cancelled still writes its copy, and the next one writes to the same memory.
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
@@ -109,44 +109,44 @@ class EmbeddedEngine:
         With `turns`, ended rows stay in the cache while there is room, and a prompt that continues one is prefilled
         from its end on. With `kv` "recompute", a swap drops the ended rows.
         """
-        self._rows.reserve(min(tokens, self._most))
+        self._rows.reserve(min(tokens, self._max_total_tokens))
         if turns:
             self._rows.keep_turns()
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
-        if prompt is not self._checked:
+        if prompt is not self._checked_prompt:
             # The samples of a prompt come one after another, with the same array object.
-            check_prompt(prompt, self._most - 1, self._vocabulary)
-            self._checked = prompt
-        limit = min(sampling.max_tokens, self._most - len(prompt))
+            check_prompt(prompt, self._max_total_tokens - 1, self._vocabulary)
+            self._checked_prompt = prompt
+        limit = min(sampling.max_tokens, self._max_total_tokens - len(prompt))
         if sampling.seed is None:
             sampling = sampling._replace(seed=random_numbers.seed_of_turn(self._seed, next(self._unseeded)))
         request = RunningRequest(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()
         self._waiting.append(request)
-        self._promised.add(request.done)
+        self._pending.add(request.done)
         try:
             return await request.done
         finally:
-            self._promised.discard(request.done)
+            self._pending.discard(request.done)
 
     async def update_weights(
         self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
     ) -> None:
         """See `Engine.update_weights`. Swaps are serialized; weights are copied while decoding continues."""
-        async with self._one_swap:
+        async with self._swap_lock:
             loop = asyncio.get_running_loop()
             self._wake()
             parameters = await loop.run_in_executor(self._copies, self._decoder.fuse, tensors, contents)
             swapped: asyncio.Future[None] = loop.create_future()
             self._wake()
             self._swap = (version, parameters, swapped)
-            self._promised.add(swapped)
+            self._pending.add(swapped)
             try:
                 await swapped
             finally:
-                self._promised.discard(swapped)
+                self._pending.discard(swapped)
                 self._swap = None
 
     def usage(self) -> Usage:
@@ -168,7 +168,7 @@ class EmbeddedEngine:
         """Wake up `_run_loop`. Raises the error that ended `_run_loop`, or `CancelledError` after `stop`."""
         if self._driver.done():
             self._driver.result()
-        self._work.set()
+        self._has_work.set()
 
     async def _run_loop(self) -> None:
         while True:
@@ -179,7 +179,7 @@ class EmbeddedEngine:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
             # Several steps for each call into the thread, which costs about a tenth of a small model's step.
-            ended_requests = await self._run(self._step_until_boundary, self._next_requests(), self._version)
+            ended_requests = await self._run_in_thread(self._step_until_boundary, self._next_requests(), self._version)
             self._rows.hand_over()
             for request in ended_requests:
                 request.resolve()
@@ -189,8 +189,8 @@ class EmbeddedEngine:
         """Wait until there is a running row, a request or a swap."""
         begin = time.perf_counter()
         if not (self._rows.count or self._waiting or self._swap):
-            self._work.clear()
-            await self._work.wait()
+            self._has_work.clear()
+            await self._has_work.wait()
             self._idle_s += time.perf_counter() - begin
 
     def _step_until_boundary(self, admitted: list[RunningRequest], version: int) -> list[RunningRequest]:
@@ -208,10 +208,10 @@ class EmbeddedEngine:
         """Requests to admit at this boundary: at most one for each free row, and none while few rows are free."""
         admitted: list[RunningRequest] = []
         free = self._slots - self._rows.count
-        if self._waiting and free * ADMIT_SHARE < self._slots and self._held < MOST_HELD:
-            self._held += 1
+        if self._waiting and free * ADMIT_SHARE < self._slots and self._boundaries_held < MOST_HELD:
+            self._boundaries_held += 1
             return admitted
-        self._held = 0
+        self._boundaries_held = 0
         while self._waiting and len(admitted) < free:
             request = self._waiting.popleft()
             if not request.done.done():
@@ -225,19 +225,19 @@ class EmbeddedEngine:
         self._decoder.adopt(parameters)
         self._version = version
         if self._kv == "recompute":
-            await self._run(self._rows.recompute, version)
+            await self._run_in_thread(self._rows.recompute, version)
         self._swaps += 1
         self._swap_s += time.perf_counter() - begin
         if not swapped.done():
             swapped.set_result(None)
 
-    async def _run(self, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
+    async def _run_in_thread(self, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
         """Call `function` in the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _fail_all(self, driver: asyncio.Task[None]) -> None:
         """Fail every waiting call with the error of `_run_loop`, or cancel it."""
-        for future in [future for future in self._promised if not future.done()]:
+        for future in [future for future in self._pending if not future.done()]:
             if not driver.cancelled() and (error := driver.exception()):
                 future.set_exception(error)
             else:

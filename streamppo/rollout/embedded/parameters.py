@@ -44,50 +44,50 @@ Shapes = Mapping[str, torch.Size]
 def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: torch.device) -> Parameters:
     """Allocate the weights of a model whose tensors (HF names) have `shapes`."""
 
-    def new(*names: str) -> Tensor:
+    def allocate(*names: str) -> Tensor:
         """One tensor for several, concatenated along dimension 0."""
         rows = sum(shapes[name][0] for name in names)
         return torch.empty((rows, *shapes[names[0]][1:]), dtype=dtype, device=device)
 
-    def if_there(*names: str) -> Tensor | None:
-        return new(*names) if names[0] in shapes else None
+    def allocate_optional(*names: str) -> Tensor | None:
+        return allocate(*names) if names[0] in shapes else None
 
-    def layer(at: str) -> Layer:
-        attention = f"{at}self_attn."
+    def layer(prefix: str) -> Layer:
+        attention = f"{prefix}self_attn."
         return Layer(
-            norm=new(f"{at}input_layernorm.weight"),
-            qkv=new(*(f"{attention}{one}_proj.weight" for one in "qkv")),
-            qkv_bias=if_there(*(f"{attention}{one}_proj.bias" for one in "qkv")),
-            q_norm=if_there(f"{attention}q_norm.weight"),
-            k_norm=if_there(f"{attention}k_norm.weight"),
-            out=new(f"{attention}o_proj.weight"),
-            out_bias=if_there(f"{attention}o_proj.bias"),
-            mlp_norm=new(f"{at}post_attention_layernorm.weight"),
-            gate_up=new(f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight"),
-            down=new(f"{at}mlp.down_proj.weight"),
+            norm=allocate(f"{prefix}input_layernorm.weight"),
+            qkv=allocate(*(f"{attention}{kind}_proj.weight" for kind in "qkv")),
+            qkv_bias=allocate_optional(*(f"{attention}{kind}_proj.bias" for kind in "qkv")),
+            q_norm=allocate_optional(f"{attention}q_norm.weight"),
+            k_norm=allocate_optional(f"{attention}k_norm.weight"),
+            out=allocate(f"{attention}o_proj.weight"),
+            out_bias=allocate_optional(f"{attention}o_proj.bias"),
+            mlp_norm=allocate(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=allocate(f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"),
+            down=allocate(f"{prefix}mlp.down_proj.weight"),
         )
 
-    embedding = new(EMBEDDING)
+    embedding = allocate(EMBEDDING)
     tied = HEAD not in shapes
-    head = embedding if tied and head_dtype == dtype else new(EMBEDDING if tied else HEAD).to(head_dtype)
+    head = embedding if tied and head_dtype == dtype else allocate(EMBEDDING if tied else HEAD).to(head_dtype)
     count = sum(name.endswith(".input_layernorm.weight") for name in shapes)
     layers = tuple(layer(f"model.layers.{number}.") for number in range(count))
-    return Parameters(embedding, layers, new(NORM), head)
+    return Parameters(embedding, layers, allocate(NORM), head)
 
 
-def views(of: Parameters, names: Collection[str], head_width: int) -> Iterator[tuple[str, Tensor]]:
+def views(parameters: Parameters, names: Collection[str], head_width: int) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor's name (HF) and a view with its elements in their order; a copied tied head comes too.
 
     A view may have more dimensions than its tensor: queries and keys are stored pair by pair, and the tensors have
     them half by half.
     """
-    yield EMBEDDING, of.embedding
-    yield NORM, of.norm
+    yield EMBEDDING, parameters.embedding
+    yield NORM, parameters.norm
     if HEAD in names:
-        yield HEAD, of.head
-    elif of.head is not of.embedding:
-        yield EMBEDDING, of.head
-    for number, layer in enumerate(of.layers):
+        yield HEAD, parameters.head
+    elif parameters.head is not parameters.embedding:
+        yield EMBEDDING, parameters.head
+    for number, layer in enumerate(parameters.layers):
         for name, view in _layer_parameters(layer, head_width):
             yield f"model.layers.{number}.{name}", view
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from streamppo.types import Ints
 
-LEAST = 32
+LEAST_TOKENS = 32
 """Fewer tokens than this are recomputed, which is faster than a copy on a small model."""
 
 
@@ -38,13 +38,17 @@ class Prefix(NamedTuple):
         """The number of cached tokens from which `prompt` can begin; at least one of its tokens is computed."""
         tokens, root = self.tokens, self.root
         # Most rows differ from most prompts in one of these two tokens.
-        if min(len(prompt), len(tokens)) <= max(root, LEAST) or prompt[root] != tokens[root] or prompt[0] != tokens[0]:
+        if (
+            min(len(prompt), len(tokens)) <= max(root, LEAST_TOKENS)
+            or prompt[root] != tokens[root]
+            or prompt[0] != tokens[0]
+        ):
             return 0
-        both = min(len(prompt), len(tokens))
-        differ = np.flatnonzero(prompt[:both] != tokens[:both])
-        common = int(differ[0]) if len(differ) else both
+        overlap = min(len(prompt), len(tokens))
+        differ = np.flatnonzero(prompt[:overlap] != tokens[:overlap])
+        common = int(differ[0]) if len(differ) else overlap
         usable = min(common, self.cached, len(prompt) - 1)
-        return usable if common > root and usable >= LEAST else 0
+        return usable if common > root and usable >= LEAST_TOKENS else 0
 
 
 class Start(NamedTuple):
@@ -69,8 +73,8 @@ class Prefixes:
         return len(self._rows)
 
     def add(self, row: int, prefix: Prefix) -> None:
-        """Record that the ended `row` holds `prefix`, if it is at least `LEAST` tokens long."""
-        if prefix.cached >= LEAST:
+        """Record that the ended `row` holds `prefix`, if it is at least `LEAST_TOKENS` tokens long."""
+        if prefix.cached >= LEAST_TOKENS:
             self._rows[row] = prefix
 
     def clear(self) -> None:

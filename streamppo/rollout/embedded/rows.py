@@ -27,25 +27,25 @@ REORDER = 1.2
 """Long rows move to the front if attention would otherwise read more than `REORDER` times as many positions."""
 GROWTH = 4
 """The cache grows to 1 + 1 / `GROWTH` times the required size."""
-LOOKS = 2**24
+MOST_PAIRS = 2**24
 """The most (new token, position) pairs, padding included, in one forward pass of prompts that continue rows."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k of the model's unchanged distribution."""
 
 
 class DecodingRows:
-    """Admits, steps and ends completions: at most one for each row of the decoder, of at most `most` tokens each.
+    """Admits, steps and ends completions: at most one for each row of the decoder, of at most `max_tokens` tokens each.
 
     `prompted` is the number of prompt tokens; `reused` of them were in the cache or shared with another sample.
     `kv_ages` counts these by age: the engine's version minus the version that computed them.
     """
 
-    def __init__(self, decoder: Decoder, ends: EndTokens, most: int) -> None:
+    def __init__(self, decoder: Decoder, ends: EndTokens, max_tokens: int) -> None:
         capacity, width = decoder.cache.shape[1], decoder.room
-        self._decoder, self._most = decoder, most
+        self._decoder, self._max_tokens = decoder, max_tokens
         self._ends = np.zeros(decoder.config.vocab_size, np.bool_)
         # Models without an end token may have -1, or an id beyond the vocabulary, in their settings.
-        self._ends[[one for one in sorted(ends.ids) if 0 <= one < len(self._ends)]] = True
+        self._ends[[token for token in sorted(ends.ids) if 0 <= token < len(self._ends)]] = True
         self._completes = ends.completes
         self._unknown = torch.tensor(ends.unknown, dtype=torch.int64, device=decoder.device) if ends.unknown else None
         self._capacity = capacity
@@ -53,15 +53,15 @@ class DecodingRows:
         self.tokens = self.prompted = self.reused = self._recomputed = 0
         self.kv_ages: Counter[int] = Counter()
         self._prefixes: Prefixes | None = None
-        self._cut: list[RunningRequest] = []
-        self._at = np.zeros(capacity, np.int64)
+        self._cut_requests: list[RunningRequest] = []
+        self._cached = np.zeros(capacity, np.int64)
         self._length = np.zeros(capacity, np.int64)
         self._limit = np.zeros(capacity, np.int64)
         self._root = np.zeros(capacity, np.int64)
         self._next_cut = np.zeros(capacity, np.int64)
         self._sampling = np.zeros((capacity, 3), np.float32)
         self._seeds = np.zeros(capacity, np.uint64)
-        self._out = np.zeros((capacity, width), np.int32)
+        self._sampled = np.zeros((capacity, width), np.int32)
         self._logprobs = np.zeros((capacity, width), np.float32)
         self._versions = np.zeros((capacity, width), np.int32)
 
@@ -79,8 +79,8 @@ class DecodingRows:
         if room <= self._decoder.room:
             return
         self._decoder.reserve(room)
-        wider = ((0, 0), (0, room - self._out.shape[1]))
-        self._out, self._versions = np.pad(self._out, wider), np.pad(self._versions, wider)
+        wider = ((0, 0), (0, room - self._sampled.shape[1]))
+        self._sampled, self._versions = np.pad(self._sampled, wider), np.pad(self._versions, wider)
         self._logprobs = np.pad(self._logprobs, wider)
 
     @phase("prefill")
@@ -89,15 +89,15 @@ class DecodingRows:
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
             # More than required, so that the cache is rarely enlarged.
-            self.reserve(min(longest + longest // GROWTH, self._most))
+            self.reserve(min(longest + longest // GROWTH, self._max_tokens))
         first = self.count
         rows = np.arange(first, first + len(requests))
         starts = np.zeros(len(requests), np.int64)
         if self._prefixes is not None:
-            requests, starts = self._begin(requests, self._prefixes, version)
+            requests, starts = self._copy_prefixes(requests, self._prefixes, version)
         self.requests += requests
         lengths = np.array([len(request.prompt) for request in requests])
-        self._at[rows], self._length[rows] = lengths, 0
+        self._cached[rows], self._length[rows] = lengths, 0
         self._limit[rows] = [request.limit for request in requests]
         self._next_cut[rows] = [request.next_cut() for request in requests]
         self._seeds[rows] = [request.sampling.seed or 0 for request in requests]
@@ -113,10 +113,10 @@ class DecodingRows:
     def step(self, version: int) -> list[RunningRequest]:
         """Sample one token for every running row. Returns the requests that end with these tokens."""
         rows = np.arange(self.count)
-        divided, device = self._plan_spans(), self._decoder.device
-        at, fed = self._at[rows], self._out[rows, self._length[rows] - 1].astype(np.int64)
-        logits_BV = self._decoder.step(torch.from_numpy(fed).to(device), torch.from_numpy(at).to(device), divided)
-        self._at[rows] += 1
+        step_spans, device = self._plan_spans(), self._decoder.device
+        at, fed = self._cached[rows], self._sampled[rows, self._length[rows] - 1].astype(np.int64)
+        logits_BV = self._decoder.step(torch.from_numpy(fed).to(device), torch.from_numpy(at).to(device), step_spans)
+        self._cached[rows] += 1
         return self._advance(rows, logits_BV, version)
 
     def recompute(self, version: int) -> None:
@@ -127,7 +127,7 @@ class DecodingRows:
         if not self.requests:
             return
         texts = [
-            np.concatenate([request.prompt, self._out[row, : self._length[row] - 1]])
+            np.concatenate([request.prompt, self._sampled[row, : self._length[row] - 1]])
             for row, request in enumerate(self.requests)
         ]
         self._prefill(texts, 0)
@@ -139,13 +139,13 @@ class DecodingRows:
             for row, request in enumerate(self.requests)
             if request.cuts and request.cuts.max_age and self._length[row] > request.handed
         ]
-        running = [(one, one.oldest_behind(handed, int(self._versions[row, handed]))) for row, one, handed in by_age]
-        for place in segment_cuts.segments_to_cut(version, running):
-            self._cut_row(by_age[place][0])
+        running = [(cuts, cuts.oldest_after(handed, int(self._versions[row, handed]))) for row, cuts, handed in by_age]
+        for index in segment_cuts.segments_to_cut(version, running):
+            self._cut_row(by_age[index][0])
 
     def hand_over(self) -> None:
         """Pass the segments that were cut to `Cuts.take` of their requests. Call it in the event loop."""
-        cut, self._cut = self._cut, []
+        cut, self._cut_requests = self._cut_requests, []
         for request in cut:
             segment, request.segment = request.segment, None
             if segment and request.cuts and not request.done.done():
@@ -159,11 +159,11 @@ class DecodingRows:
 
     def _plan_spans(self) -> list[Span]:
         """Divide the running rows into spans for a step; move long rows to the front if that is cheaper."""
-        lengths, most = self._at[: self.count] + 1, self._decoder.room
-        in_place = spans.divide(lengths, most)
+        lengths, max_tokens = self._cached[: self.count] + 1, self._decoder.room
+        in_place = spans.divide(lengths, max_tokens)
         if max(span.longest for span in in_place) <= spans.SHORT:
             return in_place
-        first, best = spans.leaders(lengths, most)
+        first, best = spans.move_long_rows_first(lengths, max_tokens)
         if spans.cost(in_place) <= REORDER * spans.cost(best):
             return in_place
         leads = np.isin(np.arange(self.count), first)
@@ -171,7 +171,7 @@ class DecodingRows:
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
-    def _begin(
+    def _copy_prefixes(
         self, requests: Sequence[RunningRequest], prefixes: Prefixes, version: int
     ) -> tuple[list[RunningRequest], np.ndarray]:
         """Copy the cached prefixes of prompts to their rows: prompts without one first, then by new tokens, rising.
@@ -187,10 +187,11 @@ class DecodingRows:
         prefix_starts = prefixes.starts([request.prompt for request in requests], running)
         for request, start in zip(requests, prefix_starts, strict=True):
             self._note_reuse(request, start, version)
-        new = [
-            start.common and len(one.prompt) - start.common for one, start in zip(requests, prefix_starts, strict=True)
+        num_new = [
+            start.common and len(request.prompt) - start.common
+            for request, start in zip(requests, prefix_starts, strict=True)
         ]
-        order = np.argsort(new, kind="stable")
+        order = np.argsort(num_new, kind="stable")
         starts = [prefix_starts[n] for n in order]
         self._root[first:end] = [start.root for start in starts]
         copies = [(start.row, row, start.common) for row, start in enumerate(starts, first) if start.common]
@@ -215,12 +216,14 @@ class DecodingRows:
         self.prompted += int(lengths.sum())
         self.reused += int(starts.sum())
         while begin < len(prompts):
-            looks = np.arange(1, len(prompts) - begin + 1) * new[begin:] * np.maximum.accumulate(lengths[begin:])
-            part = slice(begin, begin + max(1, int((looks <= LOOKS).sum())))
+            pairs = np.arange(1, len(prompts) - begin + 1) * new[begin:] * np.maximum.accumulate(lengths[begin:])
+            part = slice(begin, begin + max(1, int((pairs <= MOST_PAIRS).sum())))
             tokens_BP = np.zeros((len(new[part]), int(new[part].max())), np.int64)
             for row, prompt, start in zip(tokens_BP, prompts[part], starts[part], strict=True):
                 row[: len(prompt) - start] = prompt[start:]
-            tokens, behind, counts = (torch.from_numpy(one).to(device) for one in (tokens_BP, starts[part], new[part]))
+            tokens, behind, counts = (
+                torch.from_numpy(array).to(device) for array in (tokens_BP, starts[part], new[part])
+            )
             logits.append(self._decoder.extend(tokens, behind, counts, first + begin, int(lengths[part].max())))
             begin = part.stop
         return logits
@@ -267,18 +270,18 @@ class DecodingRows:
             logits_BV.index_fill_(1, self._unknown, -torch.inf)
         length = self._length[rows]
         uniform_B = torch.from_numpy(random_numbers.uniform(self._seeds[rows], length)).to(self._decoder.device)
-        drawn = sample(logits_BV, self._draws(rows), uniform_B)
-        tokens = drawn.tokens_B.cpu().numpy()
-        self._out[rows, length] = tokens
-        self._logprobs[rows, length] = drawn.logprobs_B.cpu().numpy()
+        sampled = sample(logits_BV, self._draws(rows), uniform_B)
+        tokens = sampled.tokens_B.cpu().numpy()
+        self._sampled[rows, length] = tokens
+        self._logprobs[rows, length] = sampled.logprobs_B.cpu().numpy()
         self._versions[rows, length] = version
-        if drawn.inside_BV is not None:
-            self._note_candidates(rows, drawn.inside_BV)
+        if sampled.candidates_BV is not None:
+            self._store_candidates(rows, sampled.candidates_BV)
         self._length[rows] += 1
         self.tokens += len(rows)
         stopped = self._ends[tokens]
         if self._completes is not None:
-            stopped |= [self._completes(self._out[row, : self._length[row]]) for row in rows]
+            stopped |= [self._completes(self._sampled[row, : self._length[row]]) for row in rows]
         is_complete = stopped | (self._length[rows] >= self._limit[rows])
         for row in rows[~is_complete & (self._length[rows] >= self._next_cut[rows])]:
             self._cut_row(int(row))
@@ -289,46 +292,46 @@ class DecodingRows:
         self._free(rows[is_complete])
         return completed
 
-    def _note_candidates(self, rows: np.ndarray, inside_BV: torch.Tensor) -> None:
+    def _store_candidates(self, rows: np.ndarray, candidates_BV: torch.Tensor) -> None:
         """Store the candidates of the new token, in rows with top-p or top-k."""
-        cut = [n for n, row in enumerate(rows) if self.requests[row].sampling.cuts]
-        inside_CV = inside_BV[cut]
-        counts = inside_CV.sum(-1).cpu().numpy()
-        tokens = inside_CV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-        for n, found in zip(cut, np.split(tokens, counts.cumsum()[:-1]), strict=True):
-            is_whole = len(found) == inside_CV.shape[1]
-            self.requests[rows[n]].candidates.append(found[:0] if is_whole else found)
+        rows_with_candidates = [n for n, row in enumerate(rows) if self.requests[row].sampling.cuts]
+        candidates_CV = candidates_BV[rows_with_candidates]
+        counts = candidates_CV.sum(-1).cpu().numpy()
+        tokens = candidates_CV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        for n, candidates in zip(rows_with_candidates, np.split(tokens, counts.cumsum()[:-1]), strict=True):
+            is_whole = len(candidates) == candidates_CV.shape[1]
+            self.requests[rows[n]].candidates.append(candidates[:0] if is_whole else candidates)
 
     def _draws(self, rows: np.ndarray) -> Draws | None:
         """Sampling parameters of `rows`; None if all have temperature 1, and top-p and top-k off."""
-        knobs = self._sampling[rows]
-        if (knobs == PLAIN).all():
+        parameters = self._sampling[rows]
+        if (parameters == PLAIN).all():
             return None
-        temperature, top_p, top_k = torch.from_numpy(knobs).to(self._decoder.device).unbind(1)
+        temperature, top_p, top_k = torch.from_numpy(parameters).to(self._decoder.device).unbind(1)
         return Draws(temperature, top_p, top_k.long())
 
     def _complete(self, row: int, stopped: bool) -> RunningRequest:
         """Set the completion of one row's request, and return the request."""
         request = self.requests[row]
-        request.completion = self._so_far(row, "stop" if stopped else "length")
+        request.completion = self._completion(row, "stop" if stopped else "length")
         return request
 
     def _cut_row(self, row: int) -> None:
         """Cut a segment from a running row; it replaces and includes a segment that was not handed over."""
         request = self.requests[row]
         if request.segment is None:
-            self._cut.append(request)
-        request.segment, request.handed = self._so_far(row, "cut"), int(self._length[row])
+            self._cut_requests.append(request)
+        request.segment, request.handed = self._completion(row, "cut"), int(self._length[row])
         self._next_cut[row] = request.next_cut()
 
-    def _so_far(self, row: int, finish: Literal["stop", "length", "cut"]) -> Completion:
+    def _completion(self, row: int, finish: Literal["stop", "length", "cut"]) -> Completion:
         request, length = self.requests[row], int(self._length[row])
         return Completion(
-            tokens=self._out[row, :length].copy(),
+            tokens=self._sampled[row, :length].copy(),
             logprobs=self._logprobs[row, :length].copy(),
             versions=self._versions[row, :length].copy(),
             finish=finish,
-            candidates=_joined(request.candidates) if request.sampling.cuts else None,
+            candidates=_join_candidates(request.candidates) if request.sampling.cuts else None,
             cached=request.cached,
         )
 
@@ -338,30 +341,38 @@ class DecodingRows:
         With turns, rows are exchanged instead, so that the content of the freed rows stays in the cache.
         """
         num_left = self.count - len(rows)
-        goes_on = np.ones(self.count, np.bool_)
-        goes_on[rows] = False
-        holes, last = rows[rows < num_left], np.flatnonzero(goes_on[num_left:]) + num_left
-        keeps = self._prefixes is not None and bool((self._at[rows] >= prefixes.LEAST).any())
-        if len(holes) and keeps:
+        is_running = np.ones(self.count, np.bool_)
+        is_running[rows] = False
+        holes, last = rows[rows < num_left], np.flatnonzero(is_running[num_left:]) + num_left
+        keeps_prefixes = self._prefixes is not None and bool((self._cached[rows] >= prefixes.LEAST_TOKENS).any())
+        if len(holes) and keeps_prefixes:
             self._copy(np.concatenate([last, holes]), np.concatenate([holes, last]))
         elif len(holes):
             self._copy(last, holes)
-        if self._prefixes is not None and keeps:
+        if self._prefixes is not None and keeps_prefixes:
             for row, request in enumerate(self.requests[num_left:], num_left):
                 length = self._length[row]
-                text = np.concatenate([request.prompt, self._out[row, :length]])
+                text = np.concatenate([request.prompt, self._sampled[row, :length]])
                 # A token is fed by the step that samples the next one.
                 computed = np.concatenate([request.computed, self._versions[row, 1:length]])
-                self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row]), computed))
+                self._prefixes.add(row, Prefix(text, int(self._cached[row]), int(self._root[row]), computed))
         del self.requests[num_left:]
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy running rows `sources` to `targets`; rows that are in both are exchanged."""
-        self._copy_cache(sources, targets, int(self._at[sources].max()))
-        for column in (self._at, self._length, self._limit, self._root, self._next_cut, self._sampling, self._seeds):
+        self._copy_cache(sources, targets, int(self._cached[sources].max()))
+        for column in (
+            self._cached,
+            self._length,
+            self._limit,
+            self._root,
+            self._next_cut,
+            self._sampling,
+            self._seeds,
+        ):
             column[targets] = column[sources]
         length = int(self._length[targets].max())
-        for column in (self._out, self._logprobs, self._versions):
+        for column in (self._sampled, self._logprobs, self._versions):
             column[targets, :length] = column[sources, :length]
         moved = [self.requests[row] for row in sources]
         for target, request in zip(targets, moved, strict=True):
@@ -372,5 +383,5 @@ class DecodingRows:
         self._decoder.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), length)
 
 
-def _joined(sets: Sequence[Ints]) -> TokenCandidates:
-    return TokenCandidates(np.concatenate(sets), np.array([len(one) for one in sets], np.int32))
+def _join_candidates(sets: Sequence[Ints]) -> TokenCandidates:
+    return TokenCandidates(np.concatenate(sets), np.array([len(candidates) for candidates in sets], np.int32))

@@ -24,11 +24,11 @@ class Draws(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, and its log-prob. `inside_BV`: True for candidates of top-p and top-k, if they are on."""
+    """One token for each row, and its log-prob. `candidates_BV`: True for candidates, if top-p or top-k is on."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
-    inside_BV: Tensor | None
+    candidates_BV: Tensor | None
 
 
 def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> SampledTokens:
@@ -39,12 +39,12 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
     Greedy rows have their log-prob at temperature 1. Raises `ModelError` if logits are not finite.
     """
     greedy_B = None if draws is None else draws.temperature_B == 0
-    inside_BV = None
+    candidates_BV = None
     if draws is not None and greedy_B is not None:
         logits_BV = logits_BV / draws.temperature_B.masked_fill(greedy_B, 1.0)[:, None]
-        inside_BV = _inside(logits_BV, draws)
-    if inside_BV is not None:
-        logits_BV = logits_BV.masked_fill(~inside_BV, -torch.inf)
+        candidates_BV = _candidates(logits_BV, draws)
+    if candidates_BV is not None:
+        logits_BV = logits_BV.masked_fill(~candidates_BV, -torch.inf)
     logp_BV = logits_BV.log_softmax(-1)
     tokens_B = _draw(logp_BV, uniform_B)
     # Logits that are not finite have no cumulative probabilities.
@@ -54,7 +54,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, uniform_B: Tensor) -> Sampled
     logprobs_B = logp_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
     if not bool(logprobs_B.isfinite().all()):
         raise ModelError("the logits are not finite: the weights have diverged")
-    return SampledTokens(tokens_B, logprobs_B, inside_BV)
+    return SampledTokens(tokens_B, logprobs_B, candidates_BV)
 
 
 def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
@@ -70,21 +70,23 @@ def _draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     torch.exp(logp_BV, out=p_BV[:, :V])
     p_BNW = p_BV.view(B, -1, BLOCK)
     mass_BN = p_BNW.sum(-1).double()
-    before_BN = mass_BN.cumsum(-1)
-    block_B = _first_above(before_BN, uniform_B).clamp(max=mass_BN.shape[1] - 1)
+    cumulative_BN = mass_BN.cumsum(-1)
+    block_B = _first_above(cumulative_BN, uniform_B).clamp(max=mass_BN.shape[1] - 1)
     row_B = torch.arange(B, device=logp_BV.device)
     mass_B = mass_BN[row_B, block_B]
     # How far u lies within its block; in the block itself no rare token is lost.
-    within_B = ((uniform_B * before_BN[:, -1] - before_BN[row_B, block_B] + mass_B) / mass_B).clamp(0.0, BELOW_ONE)
+    within_B = ((uniform_B * cumulative_BN[:, -1] - cumulative_BN[row_B, block_B] + mass_B) / mass_B).clamp(
+        0.0, BELOW_ONE
+    )
     return block_B * BLOCK + _first_above(p_BNW[row_B, block_B].double().cumsum(-1), within_B)
 
 
-def _first_above(below_BV: Tensor, share_B: Tensor) -> Tensor:
+def _first_above(cumulative_BV: Tensor, share_B: Tensor) -> Tensor:
     """[B] the first index of each row whose sum so far is above this share of the whole; their number if none is."""
-    return torch.searchsorted(below_BV, (share_B * below_BV[:, -1])[:, None], right=True).squeeze(-1)
+    return torch.searchsorted(cumulative_BV, (share_B * cumulative_BV[:, -1])[:, None], right=True).squeeze(-1)
 
 
-def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:
+def _candidates(logits_BV: Tensor, draws: Draws) -> Tensor | None:
     """[B, V], True for the candidates: of the top k, the smallest set with probability top_p or more, never empty.
 
     None if both are off in every row.

@@ -13,7 +13,7 @@ ROUND = 16
 """Positions of a span are rounded up to a multiple of this, so that shapes repeat."""
 SHORT = 2 * ROUND
 """If no row is longer than this there is one span: two would save nothing."""
-WORTH = 0.75
+MOST_SHARE = 0.75
 """Two spans are made if they read at most this fraction of the positions of one span."""
 
 
@@ -33,19 +33,19 @@ def divide(lengths: np.ndarray, most: int) -> list[Span]:
     before, after = np.maximum.accumulate(lengths), np.maximum.accumulate(lengths[::-1])[::-1]
     ends = np.arange(1, len(lengths))
     longest_before, longest_after = _round_up(before[:-1], most), _round_up(after[1:], most)
-    looks = ends * longest_before + ends[::-1] * longest_after
-    best = int(looks.argmin())
-    if looks[best] > WORTH * cost([single]):
+    costs = ends * longest_before + ends[::-1] * longest_after
+    best = int(costs.argmin())
+    if costs[best] > MOST_SHARE * cost([single]):
         return [single]
     end = best + 1
     return [Span(0, end, int(longest_before[best])), Span(end, len(lengths), int(longest_after[best]))]
 
 
-def leaders(lengths: np.ndarray, most: int) -> tuple[np.ndarray, list[Span]]:
+def move_long_rows_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, list[Span]]:
     """(rows to move to the front for the cheapest two spans, these spans); no rows if one span is cheap enough."""
     order = np.argsort(-lengths, kind="stable")
-    found = divide(lengths[order], most)
-    return order[: found[0].end] if len(found) > 1 else order[:0], found
+    spans = divide(lengths[order], most)
+    return order[: spans[0].end] if len(spans) > 1 else order[:0], spans
 
 
 def cost(spans: list[Span]) -> int:

@@ -15,11 +15,11 @@ DEPTH = 100
 def read(text: str | bytes) -> object:
     """Read a value. Raises `ValueError` if it is not JSON, or nested deeper than `DEPTH`."""
     try:
-        found = msgspec.json.decode(text)
+        value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise ValueError(str(error)) from error
-    plain(found)
-    return found
+    plain(value)
+    return value
 
 
 def plain(value: object, depth: int = DEPTH) -> object:
@@ -31,9 +31,9 @@ def plain(value: object, depth: int = DEPTH) -> object:
         raise ValueError(f"it is nested deeper than {DEPTH} times")
     match value:
         case dict():
-            return {name: plain(one, depth - 1) for name, one in value.items()}
+            return {name: plain(item, depth - 1) for name, item in value.items()}
         case list():
-            return [plain(one, depth - 1) for one in value]
+            return [plain(item, depth - 1) for item in value]
         case int() if abs(value) >= LARGEST:
             return float(value) if value.bit_length() <= FLOAT_BITS else math.inf if value > 0 else -math.inf
     return value

@@ -21,9 +21,9 @@ from jinja2 import TemplateError
 from streamppo.rollout.endpoint import json_values
 from streamppo.types import Message
 
-THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_call>"
-SIGNS = string.ascii_letters + string.digits
-CALLS = re.compile(f"{CALL}(.*?)(?:{CALLED}|$)", re.DOTALL)
+THINK, THINK_END, CALL, CALL_END = "<think>", "</think>", "<tool_call>", "</tool_call>"
+ID_CHARACTERS = string.ascii_letters + string.digits
+CALLS = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, LookupError, ImportError, TemplateError, RecursionError)
 """Errors of `parse_response` for a text that does not fit."""
 
@@ -66,15 +66,15 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
     """Read a whole turn. `opened`: the template has begun its reasoning. `parse` is the tokenizer's own."""
     if parse is not None:
         try:
-            return _of_fields(cast("Mapping[str, object]", parse(text)))
+            return _from_fields(cast("Mapping[str, object]", parse(text)))
         except UNREADABLE as error:
             log.debug("the tokenizer's description does not fit a turn: %s", error)
             return Reply(text)
-    reasoning, answer = _thoughts(text, opened=opened)
+    reasoning, answer = _split_reasoning(text, opened=opened)
     calls = list[ToolCall]()
 
     def take(match: re.Match[str]) -> str:
-        parsed = _call(match[1])
+        parsed = _parse_calls(match[1])
         calls.extend(parsed)
         return "" if parsed else match[0]
 
@@ -82,10 +82,10 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
     return Reply(content.rstrip() if calls else content, reasoning, tuple(calls))
 
 
-def so_far(text: str, *, opened: bool = False) -> Reply:
+def read_partial(text: str, *, opened: bool = False) -> Reply:
     """Read an unfinished turn: the beginning of the later result of `read`, without calls."""
-    reasoning, rest = _thoughts(_settled(text), opened=opened)
-    return Reply(rest.partition(CALL)[0].rstrip(), reasoning)
+    reasoning, answer = _split_reasoning(_drop_partial_mark(text), opened=opened)
+    return Reply(answer.partition(CALL)[0].rstrip(), reasoning)
 
 
 def new_id(kind: str) -> str:
@@ -95,41 +95,41 @@ def new_id(kind: str) -> str:
 
 def _call_id() -> str:
     """Make the id of a tool call, in the only form that Mistral's templates take."""
-    return "".join(secrets.choice(SIGNS) for _ in range(9))
+    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
 
 
-def _settled(text: str) -> str:
+def _drop_partial_mark(text: str) -> str:
     """Remove the beginning of a mark from the end of a text."""
-    for mark in (THINK, THOUGHT, CALL):
+    for mark in (THINK, THINK_END, CALL):
         for length in range(len(mark) - 1, 0, -1):
             if text.endswith(mark[:length]):
                 return text[:-length]
     return text
 
 
-def _thoughts(text: str, *, opened: bool) -> tuple[str, str]:
+def _split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
     """Divide a text into reasoning and the rest."""
-    begun = text.lstrip()
-    if begun.startswith(THINK):
-        opened, text = True, begun.removeprefix(THINK)
+    stripped = text.lstrip()
+    if stripped.startswith(THINK):
+        opened, text = True, stripped.removeprefix(THINK)
     if not opened:
         return "", text
-    reasoning, ended, rest = text.partition(THOUGHT)
-    return reasoning.strip(), rest.lstrip("\n") if ended else ""
+    reasoning, end, answer = text.partition(THINK_END)
+    return reasoning.strip(), answer.lstrip("\n") if end else ""
 
 
-def _call(text: str) -> list[ToolCall]:
+def _parse_calls(text: str) -> list[ToolCall]:
     """Parse the calls of one mark, an object or a list of objects; none for text that is not strict JSON."""
     try:
         value = json_values.read(text)
     except ValueError:
         return []
-    listed = value if isinstance(value, list) else [value]
-    calls = [call for item in listed if (call := _one_call(item)) is not None]
-    return calls if len(calls) == len(listed) else []
+    items = value if isinstance(value, list) else [value]
+    calls = [call for item in items if (call := _read_call(item)) is not None]
+    return calls if len(calls) == len(items) else []
 
 
-def _one_call(value: object) -> ToolCall | None:
+def _read_call(value: object) -> ToolCall | None:
     match value:
         case {"function": {"name": str(name), **rest}} | {"name": str(name), **rest} if name:
             arguments = rest.get("arguments", rest.get("parameters", {}))
@@ -138,10 +138,10 @@ def _one_call(value: object) -> ToolCall | None:
     return ToolCall(_call_id(), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def _of_fields(fields: Mapping[str, object]) -> Reply:
+def _from_fields(fields: Mapping[str, object]) -> Reply:
     content, calls = fields.get("content"), fields.get("tool_calls") or ()
     reasoning = fields.get("reasoning_content") or fields.get("thinking") or fields.get("reasoning")
-    parsed = [_one_call(item) for item in cast("list[object]", calls)]
+    parsed = [_read_call(item) for item in cast("list[object]", calls)]
     if any(call is None for call in parsed):
         raise ValueError("a tool call without a name")
     return Reply(

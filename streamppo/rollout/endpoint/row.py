@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamppo.rollout.endpoint.tree import NOTHING
+from streamppo.rollout.endpoint.tree import NO_PLACE
 from streamppo.rollout.engine import Completion, TokenCandidates
 from streamppo.types import Flags, Floats, Ints, Routes, turns
 from streamppo.types.turns import TurnPlace
@@ -68,7 +68,7 @@ class Row:
         """
         sibling = not len(unsampled) and at != len(self) - 1
         if sibling:
-            unsampled, at = self._tokens[at : at + 1], self._before(at)
+            unsampled, at = self._tokens[at : at + 1], self._predecessor(at)
         begin, count = len(self), len(completion.tokens)
         if begin and at != begin - 1:
             self._branches[begin] = at
@@ -83,7 +83,9 @@ class Row:
             self._candidates[turn] = completion.candidates
         self.versions_known &= completion.versions_known
         if completion.routes_SE is not None:
-            self._note_routes(np.concatenate([path, np.arange(begin, len(self), dtype=np.int32)]), completion.routes_SE)
+            self._store_routes(
+                np.concatenate([path, np.arange(begin, len(self), dtype=np.int32)]), completion.routes_SE
+            )
         return opened, opened + count
 
     def columns(self, sampled: Iterable[int]) -> RowColumns:
@@ -92,7 +94,7 @@ class Row:
         branches = np.asarray(sorted(self._branches.items()), np.int32).reshape(-1, 2)
         routes = self._routes if self._routes is None else self._routes[: len(self) - 1]
         logprobs = np.where(mask, self._logprobs, np.float32(0))
-        return RowColumns(self._tokens, logprobs, self._versions, mask, branches, self._joined_candidates(mask), routes)
+        return RowColumns(self._tokens, logprobs, self._versions, mask, branches, self._join_candidates(mask), routes)
 
     def turn_column(self, delivered: Collection[int]) -> bytes:
         """Return the trajectory's column `turns`; `delivered` has the numbers of the received turns."""
@@ -106,20 +108,20 @@ class Row:
         self._versions = np.concatenate([self._versions, versions])
         self._turn = np.concatenate([self._turn, np.full(len(tokens), turn, np.int32)])
 
-    def _before(self, at: int) -> int:
+    def _predecessor(self, at: int) -> int:
         """The place of the token before the one at `at`."""
         return self._branches.get(at, at - 1)
 
     def _path(self, at: int) -> Ints:
         """The places from the root to `at`."""
         parts: list[np.ndarray] = []
-        while at != NOTHING:
+        while at != NO_PLACE:
             begin = max((start for start in self._branches if start <= at), default=0)
             parts.append(np.arange(begin, at + 1))
-            at = self._before(begin)
+            at = self._predecessor(begin)
         return np.concatenate(parts[::-1]).astype(np.int32) if parts else np.zeros(0, np.int32)
 
-    def _note_routes(self, path: Ints, routes_SE: Routes) -> None:
+    def _store_routes(self, path: Ints, routes_SE: Routes) -> None:
         """Note the routes of a turn's tokens; the routes of earlier turns stay."""
         known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
         if self._routes is not None:
@@ -130,7 +132,7 @@ class Row:
         known[path[missing]] = routes_SE[: len(path)][missing]
         self._routes = known
 
-    def _joined_candidates(self, mask: Flags) -> TokenCandidates | None:
+    def _join_candidates(self, mask: Flags) -> TokenCandidates | None:
         """Join the candidates of the turns in `mask`, one count for each token after the prompt."""
         if not self._candidates:
             return None

@@ -53,7 +53,7 @@ IDLE_S = 300
 """Time that an idle connection stays open, for programs with slow tools."""
 
 log = logging.getLogger(__name__)
-Answering = Callable[[HttpRequest, Session, Body], Awaitable[Response]]
+Handler = Callable[[HttpRequest, Session, Body], Awaitable[Response]]
 
 
 class Endpoint:
@@ -63,9 +63,9 @@ class Endpoint:
         self.counts: Counter[str] = Counter()
         self._host, self._local = host, host in LOOPBACK
         self._sessions: dict[str, Session] = {}
-        self._over: OrderedDict[str, str] = OrderedDict()
-        self._noted: set[str] = set()
-        self._opened = 0
+        self._ended_keys: OrderedDict[str, str] = OrderedDict()
+        self._logged_parameters: set[str] = set()
+        self._num_opened = 0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -73,13 +73,13 @@ class Endpoint:
     async def start(self) -> None:
         """Begin to listen. Raises `RunError` if the address is not this machine's."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listening.bind((self._host, 0))
+            listener.bind((self._host, 0))
         except OSError as error:
-            listening.close()
+            listener.close()
             raise RunError(f"environment.host = {self._host!r} is not an address of this machine: {error}") from error
-        host, port = (reachable(self._host), listening.getsockname()[1])
+        host, port = (reachable(self._host), listener.getsockname()[1])
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
             self._application(),
@@ -92,7 +92,7 @@ class Endpoint:
             timeout_keep_alive=IDLE_S,
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.001)
 
@@ -106,37 +106,37 @@ class Endpoint:
 
     def open(self, make: Callable[[str], Session]) -> Session:
         """Open a session with a new key."""
-        self._opened += 1
-        name = f"{self._opened:x}"
+        self._num_opened += 1
+        name = f"{self._num_opened:x}"
         session = self._sessions[name] = make(f"sp-{name}-{secrets.token_urlsafe(32)}")
         return session
 
     def close(self, session: Session) -> None:
         """End a session; a later request with its key gets 410."""
-        name = _name(session.key)
+        name = _session_name(session.key)
         session.end()
         if self._sessions.pop(name, None) is not None:
-            self._over[name] = session.key
-            while len(self._over) > REMEMBERED:
-                self._over.popitem(last=False)
+            self._ended_keys[name] = session.key
+            while len(self._ended_keys) > REMEMBERED:
+                self._ended_keys.popitem(last=False)
 
     # --- requests --------------------------------------------------------------------------------------------
 
     def _application(self) -> Starlette:
         chat, messages, responses = Chat(), Messages(), Responses()
         routes = [
-            self._route("/v1/chat/completions", chat, self._generating(chat)),
-            self._route("/v1/responses", responses, self._generating(responses)),
-            self._route("/v1/messages", messages, self._generating(messages)),
-            self._route("/v1/messages/count_tokens", messages, _counting(messages)),
-            self._route("/v1/reward", chat, _rewarding),
-            self._route("/v1/models", chat, _models, "GET"),
-            self._route("/v1/models/{name:path}", chat, _model, "GET"),
+            self._route("/v1/chat/completions", chat, self._generate(chat)),
+            self._route("/v1/responses", responses, self._generate(responses)),
+            self._route("/v1/messages", messages, self._generate(messages)),
+            self._route("/v1/messages/count_tokens", messages, _count_tokens(messages)),
+            self._route("/v1/reward", chat, _add_reward),
+            self._route("/v1/models", chat, _list_models, "GET"),
+            self._route("/v1/models/{name:path}", chat, _describe_model, "GET"),
         ]
-        handlers = {404: self._elsewhere, 405: self._elsewhere, 500: self._fault}
+        handlers = {404: self._refuse_address, 405: self._refuse_address, 500: self._report_fault}
         return Starlette(routes=[*routes, Mount("/key/{key}", routes=routes)], exception_handlers=handlers)
 
-    async def _elsewhere(self, request: HttpRequest, error: Exception) -> Response:
+    async def _refuse_address(self, request: HttpRequest, error: Exception) -> Response:
         """Refuse an address or a method that the endpoint does not have; the key in an address is not repeated."""
         path = KEY_IN_PATH.sub("", request.url.path)
         message = (
@@ -147,7 +147,7 @@ class Endpoint:
         status = error.status_code if isinstance(error, HTTPException) else 404
         return self._refuse(request, RequestRefused(status, "not_found", message, "another address"))
 
-    async def _fault(self, request: HttpRequest, error: Exception) -> Response:
+    async def _report_fault(self, request: HttpRequest, error: Exception) -> Response:
         """Answer a request after an error in the endpoint, which is logged."""
         fault = f"the endpoint failed: {type(error).__name__}: {error}"
         return self._refuse(request, RequestRefused(500, "server_error", fault, "endpoint failed"))
@@ -157,7 +157,7 @@ class Endpoint:
         dialect = Messages() if "/v1/messages" in request.url.path else Chat()
         return JSONResponse(dialect.error(error), status_code=error.status)
 
-    def _route(self, path: str, dialect: Dialect, answer: Answering, method: str = "POST") -> Route:
+    def _route(self, path: str, dialect: Dialect, answer: Handler, method: str = "POST") -> Route:
         async def endpoint(request: HttpRequest) -> Response:
             try:
                 self._check_host(request)
@@ -181,9 +181,9 @@ class Endpoint:
     def _session(self, request: HttpRequest) -> Session:
         header = request.headers.get("authorization", "")
         key = request.path_params.get("key") or request.headers.get("x-api-key") or header.removeprefix("Bearer ")
-        name = _name(key.strip())
+        name = _session_name(key.strip())
         session = self._sessions.get(name)
-        session_key = session.key if session else self._over.get(name, "")
+        session_key = session.key if session else self._ended_keys.get(name, "")
         # The name is public; the key behind it is compared in constant time.
         if not secrets.compare_digest(session_key.encode(), key.strip().encode()) or not session_key:
             raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
@@ -191,24 +191,24 @@ class Endpoint:
             raise run_ended()
         return session
 
-    def _generating(self, dialect: Dialect) -> Answering:
+    def _generate(self, dialect: Dialect) -> Handler:
         async def answer(request: HttpRequest, session: Session, body: Body) -> Response:
-            asked = dialect.read(body)
+            parsed = dialect.read(body)
             for name in wire.ignored(body):
-                self._note(name)
-            return _Answer(dialect, session, session.begin(asked), body)
+                self._note_parameter(name)
+            return _TurnResponse(dialect, session, session.begin(parsed), body)
 
         return answer
 
-    def _note(self, name: str) -> None:
+    def _note_parameter(self, name: str) -> None:
         """Count a parameter that the run sets itself, and log its first request."""
         self.counts["sampling parameters left out"] += 1
-        if name not in self._noted:
-            self._noted.add(name)
+        if name not in self._logged_parameters:
+            self._logged_parameters.add(name)
             log.info("agents set %s: it is ignored, because the run sets the sampling parameters", name)
 
 
-class _Answer(Response):
+class _TurnResponse(Response):
     """Sends a turn as a stream or as a whole, and notes if the client received it."""
 
     def __init__(self, dialect: Dialect, session: Session, turn: Turn, body: Body) -> None:
@@ -218,58 +218,60 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        gone, delivered = asyncio.create_task(_gone(receive)), False
+        hangup, delivered = asyncio.create_task(_wait_for_hangup(receive)), False
         try:
-            delivered = await (self._stream if self._body.get("stream") is True else self._whole)(scope, send, gone)
+            delivered = await (self._stream if self._body.get("stream") is True else self._send_ended)(
+                scope, send, hangup
+            )
         except OSError:
             # The connection broke during a write.
             pass
         finally:
-            gone.cancel()
+            hangup.cancel()
             self._session.leave(self._turn, delivered=delivered)
 
-    async def _whole(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
+    async def _send_ended(self, scope: Scope, send: Send, hangup: "asyncio.Task[None]") -> bool:
         assert self._turn.task is not None
-        await asyncio.wait([self._turn.task, gone], return_when=asyncio.FIRST_COMPLETED)
-        # One round of the loop, so that `gone` sees a connection that has ended meanwhile.
+        await asyncio.wait([self._turn.task, hangup], return_when=asyncio.FIRST_COMPLETED)
+        # One round of the loop, so that `hangup` sees a connection that has ended meanwhile.
         await asyncio.sleep(0)
-        if gone.done():
+        if hangup.done():
             return False
-        return await self._send_at_once(scope, send, gone)
+        return await self._send_at_once(scope, send, hangup)
 
-    async def _send_at_once(self, scope: Scope, send: Send, gone: "asyncio.Task[None]") -> bool:
+    async def _send_at_once(self, scope: Scope, send: Send, hangup: "asyncio.Task[None]") -> bool:
         if self._turn.error is not None:
-            error = _refused(self._turn.error)
+            error = _refusal_of(self._turn.error)
             response = JSONResponse(self._dialect.error(error), status_code=error.status)
         else:
-            response = JSONResponse(self._dialect.whole(self._turn, self._model))
-        await response(scope, _pending, send)
+            response = JSONResponse(self._dialect.complete(self._turn, self._model))
+        await response(scope, _read_nothing, send)
         return self._turn.error is None
 
-    async def _stream(self, scope: Scope, send: Send, hung_up: "asyncio.Task[None]") -> bool:
+    async def _stream(self, scope: Scope, send: Send, hangup: "asyncio.Task[None]") -> bool:
         turn = self._turn
-        await asyncio.wait([turn.admitted, hung_up], return_when=asyncio.FIRST_COMPLETED)
-        if hung_up.done():
+        await asyncio.wait([turn.admitted, hangup], return_when=asyncio.FIRST_COMPLETED)
+        if hangup.done():
             return False
         if turn.error is not None:
-            return await self._send_at_once(scope, send, hung_up)
+            return await self._send_at_once(scope, send, hangup)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         stream = self._dialect.stream(turn, self._model, self._body)
         await _send(send, stream.begin())
         while turn.reply is None and turn.error is None:
             turn.changed.clear()
-            await _send(send, stream.more(turn.partial))
-            if not await _first(turn, hung_up):
+            await _send(send, stream.extend(turn.partial))
+            if not await _wait_for_change(turn, hangup):
                 await _send(send, self._dialect.keep_alive)
-            if hung_up.done():
+            if hangup.done():
                 return False
         if turn.error is not None:
-            await _send(send, wire.event(self._dialect.error(_refused(turn.error)), "error"), last=True)
+            await _send(send, wire.event(self._dialect.error(_refusal_of(turn.error)), "error"), last=True)
             return False
         last_events = stream.end(turn)
         await asyncio.sleep(0)
-        if hung_up.done():
+        if hangup.done():
             return False
         await _send(send, last_events, last=True)
         return True
@@ -284,26 +286,26 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _first(turn: Turn, gone: "asyncio.Task[None]") -> bool:
+async def _wait_for_change(turn: Turn, hangup: "asyncio.Task[None]") -> bool:
     """Wait for a change of a turn or its client's end; False after `KEEP_ALIVE_S` without either."""
     assert turn.task is not None
     changed = asyncio.create_task(turn.changed.wait())
     try:
         done, _ = await asyncio.wait(
-            [changed, gone, turn.task], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
+            [changed, hangup, turn.task], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
         )
     finally:
         changed.cancel()
     return bool(done)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_hangup(receive: Receive) -> None:
     """Wait until the client hangs up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _pending() -> dict[str, object]:
+async def _read_nothing() -> dict[str, object]:
     """Read no more of a request's body."""
     return await asyncio.get_running_loop().create_future()
 
@@ -331,7 +333,7 @@ async def _body(request: HttpRequest) -> Body:
     return value
 
 
-def _counting(dialect: Dialect) -> Answering:
+def _count_tokens(dialect: Dialect) -> Handler:
     async def answer(request: HttpRequest, session: Session, body: Body) -> Response:
         try:
             return JSONResponse({"input_tokens": session.count(dialect.read(body))})
@@ -341,35 +343,35 @@ def _counting(dialect: Dialect) -> Answering:
     return answer
 
 
-async def _rewarding(request: HttpRequest, session: Session, body: Body) -> Response:
+async def _add_reward(request: HttpRequest, session: Session, body: Body) -> Response:
     try:
         reward = number(body.get("reward"))
     except ValueError as error:
         raise malformed(f"reward is {body.get('reward')!r}, {error}", "reward that is not a number") from error
     name = body.get("response_id") or ""
-    session.give(reward, str(name))
+    session.add_reward(reward, str(name))
     return JSONResponse({"reward": reward, "response_id": name or None})
 
 
-async def _models(request: HttpRequest, session: Session, body: Body) -> Response:
-    return JSONResponse({"object": "list", "data": [_listed(wire.MODEL)], "has_more": False})
+async def _list_models(request: HttpRequest, session: Session, body: Body) -> Response:
+    return JSONResponse({"object": "list", "data": [_model_entry(wire.MODEL)], "has_more": False})
 
 
-async def _model(request: HttpRequest, session: Session, body: Body) -> Response:
-    return JSONResponse(_listed(request.path_params["name"]))
+async def _describe_model(request: HttpRequest, session: Session, body: Body) -> Response:
+    return JSONResponse(_model_entry(request.path_params["name"]))
 
 
-def _listed(name: str) -> Body:
+def _model_entry(name: str) -> Body:
     return {"id": name, "object": "model", "created": 0, "owned_by": "streamppo", "type": "model", "display_name": name}
 
 
-def _refused(error: Exception) -> RequestRefused:
+def _refusal_of(error: Exception) -> RequestRefused:
     return (
         error if isinstance(error, RequestRefused) else RequestRefused(500, "server_error", str(error), "engine failed")
     )
 
 
-def _name(key: str) -> str:
+def _session_name(key: str) -> str:
     """The public part of a key: the name of its session."""
     parts = key.split("-", 2)
     return parts[1] if len(parts) == 3 and parts[0] == "sp" else ""
@@ -379,10 +381,10 @@ def reachable(host: str) -> str:
     """Return the address of `host` for other machines: in place of all addresses, that of the default route."""
     if host not in ("0.0.0.0", "::"):
         return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing.
-            way_out.connect(("192.0.2.1", 9))
-            return cast(str, way_out.getsockname()[0])
+            probe.connect(("192.0.2.1", 9))
+            return cast(str, probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"

@@ -33,7 +33,7 @@ from streamppo.rollout.endpoint.request import (
     run_ended,
 )
 from streamppo.rollout.endpoint.row import Row
-from streamppo.rollout.endpoint.tree import NOTHING, Tree, TreePlace
+from streamppo.rollout.endpoint.tree import NO_PLACE, Tree, TreePlace
 from streamppo.rollout.engine import Completion, ContextReuse, Cuts, Sampler, Sampling
 from streamppo.tasks.chat_template import PLAIN
 from streamppo.tasks.stop import Stop
@@ -75,13 +75,12 @@ class Session:
         self.rewards = list[float]()
         self.failure = ""
         self._policy, self._sampling, self._limits = policy, sampling, limits
-        self._begun = 0
+        self._num_begun = 0
         self._template, self._counts = template, counts
         self._tree = Tree()
         self._under_way = list[Turn]()
         self._requests, self._reserved = 0, 0
         self._freed = asyncio.Event()
-        self._began = time.monotonic()
 
     @property
     def sampled(self) -> int:
@@ -103,8 +102,8 @@ class Session:
         if self.ended:
             raise run_ended()
         self._counts["requests"] += 1
-        request = self._followed(request)
-        if (turn := self._abandoned(request)) is not None:
+        request = self._with_conversation(request)
+        if (turn := self._abandoned_turn(request)) is not None:
             self._counts["joined"] += 1
             turn.listeners += 1
             return turn
@@ -118,8 +117,8 @@ class Session:
         self._requests += 1
         turn = Turn(reply.new_id("resp"), request, asyncio.get_running_loop().create_future(), listeners=1)
         self._under_way.append(turn)
-        turn.task = asyncio.create_task(self._answer(turn))
-        turn.task.add_done_callback(partial(self._over, turn))
+        turn.task = asyncio.create_task(self._run_turn(turn))
+        turn.task.add_done_callback(partial(self._end_turn, turn))
         return turn
 
     def leave(self, turn: Turn, *, delivered: bool) -> None:
@@ -129,17 +128,17 @@ class Session:
         if not delivered and turn.error is None:
             self._counts["disconnected"] += 1
 
-    def give(self, reward: float, turn_id: str = "") -> None:
+    def add_reward(self, reward: float, turn_id: str = "") -> None:
         """Add a reward: of the run, or of one turn by its id. Raises `RequestRefused`."""
         if self.ended:
             raise run_ended()
         if not turn_id:
             self.rewards.append(reward)
             return
-        named = next((turn for turn in self.turns if turn.id == turn_id or turn_id in turn.names), None)
-        if named is None:
+        turn = next((turn for turn in self.turns if turn.id == turn_id or turn_id in turn.names), None)
+        if turn is None:
             raise malformed(f"no response of this run is called {turn_id!r}", "reward for an unknown response")
-        named.reward += reward
+        turn.reward += reward
 
     def end(self) -> None:
         """End the run: cancel the turns under way, and refuse every later request."""
@@ -149,7 +148,7 @@ class Session:
                 self._counts["cut off at the end"] += 1
                 turn.task.cancel()
 
-    def _followed(self, request: Request) -> Request:
+    def _with_conversation(self, request: Request) -> Request:
         """Put the conversation up to the answer `request.after` before the request's messages. Raises
         `RequestRefused`."""
         if not request.after:
@@ -171,7 +170,7 @@ class Session:
             before, messages = (*first, *conversation), messages[1:]
         return request._replace(messages=(*before, recorded, *messages))
 
-    def _abandoned(self, request: Request) -> Turn | None:
+    def _abandoned_turn(self, request: Request) -> Turn | None:
         """The turn of an equal request, without listeners and undelivered."""
         waiting = [turn for turn in (*self._under_way, *self.turns) if not turn.listeners and not turn.delivered]
         if not waiting:
@@ -181,7 +180,7 @@ class Session:
 
     # --- a turn ----------------------------------------------------------------------------------------------
 
-    async def _answer(self, turn: Turn) -> None:
+    async def _run_turn(self, turn: Turn) -> None:
         """Sample a turn, to its end or its refusal."""
         try:
             await self._sample(turn)
@@ -193,7 +192,7 @@ class Session:
             self.refused = True
             self._refuse(turn, over_budget(str(error)))
 
-    def _over(self, turn: Turn, task: asyncio.Task[None]) -> None:
+    def _end_turn(self, turn: Turn, task: asyncio.Task[None]) -> None:
         """Wake the listeners of a turn. An error of the engine, or of ours, fails the run."""
         self._under_way.remove(turn)
         if task.cancelled():
@@ -211,7 +210,7 @@ class Session:
 
     async def _sample(self, turn: Turn) -> None:
         request = turn.request
-        place, new_tokens, tokens = await self._admitted(request)
+        place, new_tokens, tokens = await self._wait_for_room(request)
         turn.ended_before = len(self.turns)
         reserved = max(1, len(new_tokens)) + tokens
         self._reserved += reserved
@@ -220,10 +219,10 @@ class Session:
             tail = self._policy.tokenizer.spell(context[-TAIL:].tolist())
             turn.opened, turn.context = tail.rstrip().endswith(reply.THINK), len(context)
             turn.admitted.set_result(None)
-            seed = random_numbers.seed_of_turn(self._sampling.seed, self._begun)
-            self._begun += 1
+            seed = random_numbers.seed_of_turn(self._sampling.seed, self._num_begun)
+            self._num_begun += 1
             sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
-            cuts = Cuts(lambda part: self._progress(turn, part), max_tokens=STREAMED) if request.stream else None
+            cuts = Cuts(lambda part: self._show_progress(turn, part), max_tokens=STREAMED) if request.stream else None
             completion = await self._policy.engine.generate(context, sampling, cuts)
             self._policy.contexts.add(len(context) - len(new_tokens), completion.cached)
             self._store(turn, place, new_tokens, context, completion)
@@ -237,11 +236,11 @@ class Session:
         if len(self.turns) > turn.ended_before:
             # Another turn may have stored more of it meanwhile.
             later = self._tree.match(request.messages, setting)
-            rest_later = self._render(later, request)
-            if np.array_equal(np.concatenate([self.row.context(later.at), rest_later]), context):
-                place, new_tokens = later, rest_later
+            new_later = self._render(later, request)
+            if np.array_equal(np.concatenate([self.row.context(later.at), new_later]), context):
+                place, new_tokens = later, new_later
         opened, ended = self.row.add(place.at, new_tokens, completion, len(self.turns) + 1)
-        turn.new = tuple(place.rest)
+        turn.new = tuple(place.new_messages)
         assert np.array_equal(self.row.context(opened), context), "the engine has seen what the row stores"
         self._finish(turn, completion, context)
         assert turn.reply is not None
@@ -260,19 +259,19 @@ class Session:
         self.turns.append(turn)
         turn.number = len(self.turns)
 
-    def _progress(self, turn: Turn, part: Completion) -> None:
+    def _show_progress(self, turn: Turn, part: Completion) -> None:
         """Record the text so far; text that the tokenizer parses is parsed only at its end."""
-        tokenizer, present = self._policy.tokenizer, time.monotonic()
-        if present - turn.shown_s < STREAM_S:
+        tokenizer, now = self._policy.tokenizer, time.monotonic()
+        if now - turn.shown_s < STREAM_S:
             return
-        turn.shown_s = present
+        turn.shown_s = now
         if tokenizer.response_parser() is None and not self._policy.stop.strings:
             text = tokenizer.completion(part.tokens)
             # The last character may be incomplete.
-            turn.partial = reply.so_far(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)
+            turn.partial = reply.read_partial(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)
             turn.changed.set()
 
-    async def _admitted(self, request: Request) -> tuple[TreePlace, Ints, int]:
+    async def _wait_for_room(self, request: Request) -> tuple[TreePlace, Ints, int]:
         """Wait until the row has room for the turn; return its place, its new tokens and its token limit.
 
         Raises `RequestRefused` if there will be none.
@@ -299,17 +298,17 @@ class Session:
 
     def _render(self, place: TreePlace, request: Request) -> Ints:
         """The tokens of a context's new messages. Raises `TaskError` for messages that the template refuses."""
-        if not place.rest:
+        if not place.new_messages:
             return np.zeros(0, np.int32)
         template = Template(
             arguments={**self._template.arguments, **request.arguments},
             tools=request.tools,
             control_tokens=self._template.control_tokens,
         )
-        tokenizer, messages = self._policy.tokenizer, tuple(place.rest)
+        tokenizer, messages = self._policy.tokenizer, tuple(place.new_messages)
         if not tokenizer.has_template:
-            return self._plain(place, messages, template)
-        if place.at == NOTHING:
+            return self._render_plain(place, messages, template)
+        if place.at == NO_PLACE:
             text = "\n\n".join(message.text for message in messages)
             return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
         # Some templates write a tool's answer only after its call.
@@ -317,12 +316,12 @@ class Session:
         calls = before.tool_calls if messages[0].role == "tool" else ()
         return tokenizer.observation(messages, template, self.row.token(place.at), calls)
 
-    def _plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
+    def _render_plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
         """Join the texts of messages: the context of a model without a chat template."""
         if template.tools:
             raise TaskError("the model's tokenizer has no chat template: no tools can be described to it")
         text = "".join(message.text for message in messages)
-        if place.at == NOTHING:
+        if place.at == NO_PLACE:
             return self._policy.tokenizer.encode(Prompt(text=text, columns={}, template=template))
         return self._policy.tokenizer.observation(text, template)
 
@@ -333,7 +332,7 @@ class Session:
 
     # --- the end ---------------------------------------------------------------------------------------------
 
-    def received(self) -> list[Turn]:
+    def received_turns(self) -> list[Turn]:
         """The received turns, in the order in which they ended. Raises `EnvironmentFailed` if none was."""
         delivered = [turn for turn in self.turns if turn.delivered]
         if self.failure:

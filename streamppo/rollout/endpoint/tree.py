@@ -26,21 +26,21 @@ from streamppo.types import Message
 
 ROOT = -1
 """The node above all first messages."""
-NOTHING = -1
+NO_PLACE = -1
 """The place before the first token."""
 THOUGHTS = ("reasoning_content", "reasoning")
 """Fields of an assistant's message that hold its reasoning, which many programs leave out."""
 
 
 class TreePlace(NamedTuple):
-    """The stored beginning of a request: `at` is its last token, and the messages `rest` are not stored.
+    """The stored beginning of a request: `at` is its last token, and `new_messages` are not stored.
 
-    `node` is its last message. Without `rest` the opening of the next turn is stored, too.
+    `node` is its last message. Without `new_messages` the opening of the next turn is stored, too.
     """
 
     node: int
     at: int
-    rest: Sequence[Message]
+    new_messages: Sequence[Message]
 
 
 class _Node(NamedTuple):
@@ -61,14 +61,14 @@ class Tree:
 
     def match(self, messages: Sequence[Message], setting: object = ()) -> TreePlace:
         """Find the longest stored beginning of a request, the newest of several."""
-        best, frontier = TreePlace(ROOT, NOTHING, messages), [ROOT]
+        best, frontier = TreePlace(ROOT, NO_PLACE, messages), [ROOT]
         for count, message in enumerate(messages, 1):
-            frontier = self._next(frontier, message, _hash(setting) if count == 1 else b"")
+            frontier = self._matches(frontier, message, _hash(setting) if count == 1 else b"")
             if not frontier:
                 break
-            places, rest = (self._ended, messages[count:]) if count < len(messages) else (self._opened, ())
+            places, new_messages = (self._ended, messages[count:]) if count < len(messages) else (self._opened, ())
             if known := [node for node in frontier if node in places]:
-                best = TreePlace(known[-1], places[known[-1]], rest)
+                best = TreePlace(known[-1], places[known[-1]], new_messages)
         return best
 
     def add(
@@ -86,30 +86,30 @@ class Tree:
 
         Its context ends at the place `opened`, and its last token is at `ended`. `names` are its ids.
         """
-        node, begin = after.node, len(messages) - len(after.rest)
-        for count, message in enumerate(after.rest, begin + 1):
+        node, begin = after.node, len(messages) - len(after.new_messages)
+        for count, message in enumerate(after.new_messages, begin + 1):
             node = self._child(node, message, _hash(setting) if count == 1 else b"")
         self._opened.setdefault(node, opened)
-        reply_node = self._made(node, digest(answer), answer)
+        reply_node = self._add_node(node, digest(answer), answer)
         self._ended[reply_node] = ended
         self._names.update(dict.fromkeys(names, reply_node))
         return reply_node
 
-    def _next(self, frontier: Sequence[int], message: Message, first: bytes) -> list[int]:
+    def _matches(self, frontier: Sequence[int], message: Message, first: bytes) -> list[int]:
         """The children of `frontier` that `message` matches, oldest first."""
         key, reasoning = first + digest(message), _reasoning(message)
         known = {self._names[name] for name in ids(message) if name in self._names}
-        named = [node for node in known if self._nodes[node].parent in frontier]
-        if named:
-            return named
-        same = sorted(node for parent in frontier for node in self._children.get((parent, key), ()))
-        return [node for node in same if not (reasoning and self._nodes[node].reasoning not in ("", reasoning))]
+        by_name = [node for node in known if self._nodes[node].parent in frontier]
+        if by_name:
+            return by_name
+        equal = sorted(node for parent in frontier for node in self._children.get((parent, key), ()))
+        return [node for node in equal if not (reasoning and self._nodes[node].reasoning not in ("", reasoning))]
 
     def _child(self, parent: int, message: Message, first: bytes) -> int:
-        same = self._next([parent], message, first)
-        return same[-1] if same else self._made(parent, first + digest(message), message)
+        equal = self._matches([parent], message, first)
+        return equal[-1] if equal else self._add_node(parent, first + digest(message), message)
 
-    def _made(self, parent: int, key: bytes, message: Message) -> int:
+    def _add_node(self, parent: int, key: bytes, message: Message) -> int:
         self._nodes.append(_Node(parent, key, _reasoning(message)))
         node = len(self._nodes) - 1
         self._children.setdefault((parent, key), []).append(node)
@@ -120,8 +120,8 @@ def ids(message: Message) -> list[str]:
     """Return the ids of an assistant's message: its tool calls' and its own."""
     if message.role != "assistant":
         return []
-    candidates = [call.get("id") for call in message.tool_calls] + [message.fields.get("id")]
-    return [name for name in candidates if isinstance(name, str) and name]
+    call_ids = [call.get("id") for call in message.tool_calls] + [message.fields.get("id")]
+    return [name for name in call_ids if isinstance(name, str) and name]
 
 
 def digest(message: Message) -> bytes:
@@ -156,8 +156,8 @@ def _value(arguments: object) -> object:
 
 
 def _reasoning(message: Message) -> str:
-    given = (message.fields.get(name) for name in THOUGHTS)
-    return next((text.strip() for text in given if isinstance(text, str) and text.strip()), "")
+    texts = (message.fields.get(name) for name in THOUGHTS)
+    return next((text.strip() for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def _hash(value: object) -> bytes:

@@ -29,8 +29,8 @@ def check_routes(version: tuple[int, ...]) -> None:
 
 def _refuse_older(version: tuple[int, ...], wanted: tuple[int, ...], what: str) -> None:
     if version < wanted:
-        least, found = (".".join(map(str, one)) for one in (wanted, version))
-        raise ModelError(f"{what} need SGLang {least} or newer, and it is {found}")
+        needed, installed = (".".join(map(str, numbers)) for numbers in (wanted, version))
+        raise ModelError(f"{what} need SGLang {needed} or newer, and it is {installed}")
 
 
 def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from streamppo.weights import content, shared_memory
 
 
-class Copied(NamedTuple):
+class VersionCopy(NamedTuple):
     """Copies of tensors, and the flat memory of which they are views."""
 
     tensors: dict[str, Tensor]
@@ -31,7 +31,7 @@ class VersionCopies:
         self._served: list[Tensor] = []
         self._spare: list[Tensor] = []
 
-    def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> Copied:
+    def copy(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> VersionCopy:
         """Copy `tensors` to the unused set; `serve` then marks this set as served.
 
         Raises `WeightsError` if a copy's hash is not that of `contents`, or if /dev/shm has no room for it.
@@ -52,7 +52,7 @@ class VersionCopies:
                 hashes[name] = content.write(copied[name], tensor)
         if contents is not None:
             content.compare(contents, hashes.items())
-        return Copied(copied, self._spare)
+        return VersionCopy(copied, self._spare)
 
     def serve(self) -> None:
         """Keep the last copy; the next version reuses the memory of the one before it."""

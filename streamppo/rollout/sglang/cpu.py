@@ -13,15 +13,15 @@ def activate() -> str | None:
     if torch.accelerator.is_available():
         return None
     # SGLang's weights checker synchronizes a GPU before it hashes and would raise; the rest of it works on a CPU.
-    torch.cuda.synchronize = _nothing_to_wait_for
+    torch.cuda.synchronize = _skip_synchronization
     return f"{__name__}.Platform"
 
 
-def _nothing_to_wait_for(device: object = None) -> None:
+def _skip_synchronization(device: object = None) -> None:
     """Replaces `torch.cuda.synchronize` in SGLang's processes."""
 
 
-def _plain_memory(
+def _allocate_host_memory(
     dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: object
 ) -> torch.Tensor:
     """Allocate host memory, with the signature of SGLang's function for machines with a GPU."""
@@ -47,7 +47,7 @@ class Platform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         # By default SGLang would register host buffers, such as the experts of every token, with a GPU.
-        ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+        ALLOC_MEMORY_FUNCS["cpu"] = _allocate_host_memory
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
-from streamppo.rollout.sglang import session as lives
+from streamppo.rollout.sglang import session as sessions
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.copies import VersionCopies
 from streamppo.rollout.sglang.link import HEALTH_S, Link
-from streamppo.rollout.sglang.session import Life, SessionSetup
+from streamppo.rollout.sglang.session import EngineSession, SessionSetup
 from streamppo.rollout.sglang.stream import INTERVAL, CompletionStreams
 from streamppo.rollout.weight_checks import Architecture, check_fit, check_prompt
 from streamppo.types import Ints
@@ -68,10 +68,10 @@ async def start(
     architecture, copies = Architecture(hf_config), VersionCopies(setup.bucket_bytes, shared=setup.shared)
     check_fit(architecture.shapes, tensors)
     saved = await asyncio.to_thread(_copy_as_files, architecture, copies, tensors)
-    life = await lives.begin(setup, 0, version, saved)
+    session = await sessions.start(setup, 0, version, saved)
     copies.serve()
     model = ServedModel(architecture, copies, saved)
-    return SGLangEngine(setup, life, model, version, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
+    return SGLangEngine(setup, session, model, version, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
 
 
 class ServedModel(NamedTuple):
@@ -83,24 +83,24 @@ class ServedModel(NamedTuple):
 
 
 class SGLangEngine:
-    """Implements `Engine`; made by `start`. `life` holds the tensors of `model` as `version`."""
+    """Implements `Engine`; made by `start`. `session` holds the tensors of `model` as `version`."""
 
     def __init__(
         self,
         setup: SessionSetup,
-        life: Life,
+        session: EngineSession,
         model: ServedModel,
         version: int,
         *,
         eos_ids: Collection[int],
         max_total_tokens: int,
     ) -> None:
-        self._setup, self._life = setup, life
+        self._setup, self._session = setup, session
         self._architecture, self._copies, self._tensors = model
         self._version = self._held = version
         self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
         self._biases = wire.biases(setup.unknown)
-        self._capacity = asyncio.Semaphore(life.link.capacity)
+        self._capacity = asyncio.Semaphore(session.link.capacity)
         self._run = uuid.uuid4().hex[:8]
         self._swapping, self._copying = asyncio.Lock(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._serving, self._certain = asyncio.Event(), asyncio.Event()
@@ -141,13 +141,13 @@ class SGLangEngine:
             await self._until_serving()
             begin = time.perf_counter()
             try:
-                await self._until_death(self._life.carrier.stage(saved))
+                await self._until_death(self._session.carrier.stage(saved))
                 self._certain.clear()
-                await self._until_death(self._life.swap(version, saved, self._streams.loaded))
+                await self._until_death(self._session.swap(version, saved, self._streams.note_version))
             except SGLangDied as died:
                 raise WeightsError(f"SGLang died while it took version {version} ({died})") from None
             except (ValueError, WeightsError) as refused:
-                self._end_life(f"it refused version {version}")
+                self._end_session(f"it refused version {version}")
                 raise WeightsError(f"version {version}: {refused}") from refused
             self._held, self._tensors = version, saved
             self._copies.serve()
@@ -172,37 +172,37 @@ class SGLangEngine:
         await asyncio.wait([self._watch])
         for cancel in list(self._cancel_calls):
             cancel()
-        await self._life.link.stop()
+        await self._session.link.stop()
         self._copying.shutdown(cancel_futures=True)
 
-    # --- life and death --------------------------------------------------------------------------------------
+    # --- deaths ----------------------------------------------------------------------------------------------
 
     async def _keep_alive(self) -> None:
         """Check SGLang's health in an endless loop and restart it after a death. Raises if the restart fails."""
         while True:
-            life = self._life
+            session = self._session
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_S):
-                    await asyncio.shield(life.end)
-            if not life.end.done() and (why := await life.link.death()):
-                self._end_life(why)
-            if life.end.done():
-                log.info("SGLang ended: %s; starting it again with version %d", life.end.result(), self._held)
-                await life.link.stop()
+                    await asyncio.shield(session.end)
+            if not session.end.done() and (reason := await session.link.death()):
+                self._end_session(reason)
+            if session.end.done():
+                log.info("SGLang ended: %s; starting it again with version %d", session.end.result(), self._held)
+                await session.link.stop()
                 self._restarts += 1
-                self._life = await lives.begin(self._setup, self._restarts, self._held, self._tensors)
+                self._session = await sessions.start(self._setup, self._restarts, self._held, self._tensors)
                 self._serving.set()
                 self._certain.set()
 
-    def _end_life(self, why: str) -> None:
+    def _end_session(self, reason: str) -> None:
         self._serving.clear()
         self._certain.clear()
-        if not self._life.end.done():
-            self._life.end.set_result(why)
+        if not self._session.end.done():
+            self._session.end.set_result(reason)
 
     async def _until_death(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. Raises `SGLangDied`, and cancels `work`, if SGLang dies first."""
-        end = self._life.end
+        end = self._session.end
         call = asyncio.ensure_future(work)
         self._cancel_calls.add(call.cancel)
         try:
@@ -210,7 +210,7 @@ class SGLangEngine:
             if not end.done():
                 return await call
         except ConnectionError as error:
-            self._end_life(str(error))
+            self._end_session(str(error))
         finally:
             call.cancel()
             self._cancel_calls.discard(call.cancel)
@@ -246,7 +246,7 @@ class SGLangEngine:
         if self._setup.routes:
             # Streams carry no routes, so the completion is requested in one piece.
             cuts = None
-        link, rid = self._life.link, f"{self._run}-{self._requests}"
+        link, rid = self._session.link, f"{self._run}-{self._requests}"
         fields = wire.request(
             prompt,
             sampling,
@@ -294,10 +294,10 @@ class SGLangEngine:
 
     def _count(self, change: int) -> None:
         """Change the number of requests in flight; add up the time with at least one."""
-        present = time.perf_counter()
+        now = time.perf_counter()
         if self._in_flight:
-            self._busy_s += present - self._since
-        self._since = present
+            self._busy_s += now - self._since
+        self._since = now
         self._in_flight += change
 
 

@@ -84,7 +84,7 @@ class SGLang(Protocol):
         ...
 
 
-class OwnEngine:
+class ProcessLink:
     """A `Link` to the processes of `engine`, which were started in `thread` and write to `output`."""
 
     def __init__(self, thread: EngineThread, engine: SGLang, output: ProcessOutput, settings: "LaunchSettings") -> None:
@@ -102,8 +102,8 @@ class OwnEngine:
         """See `Link.stream`."""
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Answer] = asyncio.Queue()
-        give = partial(loop.call_soon_threadsafe, answers.put_nowait)
-        work = asyncio.ensure_future(self._thread.run(self._stream(fields, give)))
+        deliver = partial(loop.call_soon_threadsafe, answers.put_nowait)
+        work = asyncio.ensure_future(self._thread.run(self._stream(fields, deliver)))
         work.add_done_callback(lambda done: answers.put_nowait(None))
         try:
             while (answer := await answers.get()) is not None:
@@ -136,12 +136,12 @@ class OwnEngine:
         await self._thread.end()
         self._output.close()
 
-    async def _stream(self, fields: Mapping[str, object], give: Callable[[Answer], object]) -> None:
-        """Call `generate` and pass each answer to `give` as it arrives. Runs in SGLang's thread."""
+    async def _stream(self, fields: Mapping[str, object], deliver: Callable[[Answer], object]) -> None:
+        """Call `generate` and pass each answer to `deliver` as it arrives. Runs in SGLang's thread."""
         from sglang.srt.managers import io_struct
 
         async for answer in self._engine.tokenizer_manager.generate_request(io_struct.GenerateReqInput(**fields), None):
-            give(answer)
+            deliver(answer)
 
     async def _call(self, name: str, fields: Mapping[str, object]) -> Answer:
         """Make a call. Runs in SGLang's thread."""
@@ -181,7 +181,7 @@ class LaunchSettings(NamedTuple):
     start_s: float
 
 
-async def start(settings: LaunchSettings, life: int) -> OwnEngine:
+async def start(settings: LaunchSettings, number: int) -> ProcessLink:
     """Start SGLang's processes; the seed is `settings.seed + life`. Raises `ModelError` if they do not start."""
     # SGLang's processes send SIGQUIT to their parent when they die, which by default would end the parent.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
@@ -191,11 +191,11 @@ async def start(settings: LaunchSettings, life: int) -> OwnEngine:
         output = ProcessOutput(file, shown=settings.arguments.get("log_level") != "error")
         # The processes keep the unlinked file open; it disappears when the last of them dies.
         undo.callback(os.unlink, log)
-        thread = EngineThread(f"sglang-{life}")
+        thread = EngineThread(f"sglang-{number}")
         undo.push_async_callback(thread.end)
         try:
             async with asyncio.timeout(settings.start_s):
-                engine = await _shown(output, thread.run(_build(settings, settings.seed + life, log)))
+                engine = await _shown(output, thread.run(_build(settings, settings.seed + number, log)))
         except ModelError:
             await thread.end()
             raise
@@ -203,12 +203,12 @@ async def start(settings: LaunchSettings, life: int) -> OwnEngine:
             # SGLang may raise any error. Its output is complete once its processes have ended.
             await thread.end()
             output.show()
-            late = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
-            why = late if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
-            raise ModelError(f"SGLang cannot start: {output.reason() or why}") from error
+            timeout = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
+            reason = timeout if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
+            raise ModelError(f"SGLang cannot start: {output.reason() or reason}") from error
         undo.pop_all()
         os.unlink(log)
-    return OwnEngine(thread, engine, output, settings)
+    return ProcessLink(thread, engine, output, settings)
 
 
 async def _shown(output: ProcessOutput, work: Awaitable[SGLang]) -> SGLang:

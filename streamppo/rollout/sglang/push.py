@@ -71,26 +71,26 @@ class BySharedMemory:
                 "update_weights_from_tensor",
                 serialized_named_tensors=payloads,
                 load_format="flattened_bucket",
-                **_ending(version, last=number == len(self._staged), flush=flush),
+                **_request_fields(version, last=number == len(self._staged), flush=flush),
             )
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
         buckets: dict[int, tuple[Tensor, list[object]]] = {}
-        others: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             if not (storage.is_shared() and tensor.is_contiguous()):
-                others[name] = tensor
+                copied[name] = tensor
                 continue
             begin = storage.data_ptr()
             flat, places = buckets.setdefault(begin, (torch.empty(0, dtype=torch.uint8).set_(storage), []))
             start, end = tensor.data_ptr() - begin, tensor.data_ptr() - begin + tensor.nbytes
             places.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
         self._staged = [*buckets.values()]
-        for number, (part, _) in enumerate(_parts(others, self._bucket_bytes) if others else ()):
-            starts = [0, *itertools.accumulate(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for _, one in part)]
+        for number, (part, _) in enumerate(_parts(copied, self._bucket_bytes) if copied else ()):
+            starts = [0, *itertools.accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in part)]
             if number == len(self._memory) or len(self._memory[number]) != starts[-1]:
                 del self._memory[number:]
                 self._memory.append(torch.empty(starts[-1], dtype=torch.uint8).share_memory_())
@@ -124,17 +124,17 @@ class ByGroup:
     async def carry(self, version: int, *, flush: bool) -> None:
         """See `Carrier.carry`."""
         for part, last in _parts(self._staged, self._bucket_bytes):
-            theirs = self._link.call(
+            sglang_call = self._link.call(
                 "update_weights_from_distributed",
                 names=[name for name, _ in part],
                 dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
                 shapes=[list(tensor.shape) for _, tensor in part],
                 group_name=self._name,
                 load_format="flattened_bucket",
-                **_ending(version, last=last, flush=flush),
+                **_request_fields(version, last=last, flush=flush),
             )
             flat = _bucket(part).get_flattened_tensor().to(self._device)
-            await asyncio.gather(theirs, asyncio.to_thread(torch.distributed.broadcast, flat, 0, self._group))
+            await asyncio.gather(sglang_call, asyncio.to_thread(torch.distributed.broadcast, flat, 0, self._group))
 
 
 async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
@@ -147,7 +147,7 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
     host, port = _address(url)
     name = f"streamppo-{host}-{port}-{uuid4().hex[:8]}"
     world, backend = 1 + link.ranks, "nccl" if gpu else "gloo"
-    theirs = link.call(
+    sglang_call = link.call(
         "init_weights_update_group",
         master_address=host,
         master_port=port,
@@ -164,7 +164,7 @@ async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGrou
         rank=0,
         group_name=name,
     )
-    _, group = await asyncio.gather(theirs, ours)
+    _, group = await asyncio.gather(sglang_call, ours)
     return ByGroup(link, bucket_bytes, name, group, "cuda" if gpu else "cpu")
 
 
@@ -184,10 +184,10 @@ class ByDisk:
     async def carry(self, version: int, *, flush: bool) -> None:
         """See `Carrier.carry`. The files are deleted at its end."""
         try:
-            ending = _ending(version, last=True, flush=flush)
+            fields = _request_fields(version, last=True, flush=flush)
             # SGLang was started with the "dummy" format, in which it would not read the files.
             await self._link.call(
-                "update_weights_from_disk", model_path=str(self._folder), load_format="auto", **ending
+                "update_weights_from_disk", model_path=str(self._folder), load_format="auto", **fields
             )
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -222,7 +222,7 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
     yield part, True
 
 
-def _ending(version: int, *, last: bool, flush: bool) -> dict[str, object]:
+def _request_fields(version: int, *, last: bool, flush: bool) -> dict[str, object]:
     """Fields of a part's request: only the last part sets the version and flushes the cache."""
     return {"weight_version": versions.name(version) if last else None, "flush_cache": last and flush}
 

@@ -26,7 +26,7 @@ GATEWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes
 log = logging.getLogger(__name__)
 
 
-class Server:
+class ServerLink:
     """A `Link` to a server. `client` is connected to `url`; `info` is its answer to /server_info."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, slots: int, info: Mapping[str, Answer]) -> None:
@@ -100,9 +100,9 @@ def _read(answer: httpx.Response, url: str) -> Answer:
         # Of an error that SGLang did not expect, for example; its log says more.
         raise ValueError(f"status {answer.status_code}: {content}")
     if answer.is_error or fields.get("success") is False:
-        why = fields.get("message") or fields.get("error") or fields.get("detail")
-        why = why.get("message") if isinstance(why, dict) else why
-        raise ValueError(f"status {answer.status_code}: {why}" if answer.is_error else str(why))
+        reason = fields.get("message") or fields.get("error") or fields.get("detail")
+        reason = reason.get("message") if isinstance(reason, dict) else reason
+        raise ValueError(f"status {answer.status_code}: {reason}" if answer.is_error else str(reason))
     return content
 
 
@@ -116,20 +116,20 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
             yield answer
 
 
-async def connect(chosen: SGLangEngine, key: str, slots: int, strings: Sequence[str], life: int) -> Server:
-    """Wait for the only server of `chosen.urls`, and reset state that a dead client may have left in it.
+async def connect(settings: SGLangEngine, key: str, slots: int, strings: Sequence[str], number: int) -> ServerLink:
+    """Wait for the only server of `settings.urls`, and reset state that a dead client may have left in it.
 
-    It is a `Start` after partial application of all arguments but `life`. At most `slots` completions run concurrently;
+    It is a `Start` after partial application of all arguments but `number`. At most `slots` completions run at once;
     they end at `strings`. Raises `ModelError` for a server that cannot be reached or used.
     """
-    (url,) = chosen.urls
+    (url,) = settings.urls
     async with AsyncExitStack() as undo:
         client = _client(url, key, slots)
         undo.push_async_callback(client.aclose)
-        info = await _answer(client, url, chosen.start_s)
+        info = await _answer(client, url, settings.start_s)
         checks.check_server(info, url)
-        server = Server(client, url, slots, info)
-        checks.check_cache(info, chosen.kv, server.version, routes=chosen.routes)
+        server = ServerLink(client, url, slots, info)
+        checks.check_cache(info, settings.kv, server.version, routes=settings.routes)
         checks.check_strings(info, strings)
         with suppress(ValueError, NotImplementedError):
             await server.call("end_weight_update")
@@ -162,11 +162,11 @@ async def _answer(client: httpx.AsyncClient, url: str, start_s: float) -> Mappin
                 )
             return answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             if time.monotonic() > begin + start_s:
-                raise ModelError(f"no SGLang server can be reached at {url} ({why})") from error
+                raise ModelError(f"no SGLang server can be reached at {url} ({reason})") from error
         if not is_logged:
-            log.info("waits up to rollout.engine.start_s (%g s) for the SGLang server at %s (%s)", start_s, url, why)
+            log.info("waits up to rollout.engine.start_s (%g s) for the SGLang server at %s (%s)", start_s, url, reason)
             is_logged = True
         await asyncio.sleep(HEALTH_S)
 

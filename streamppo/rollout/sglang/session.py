@@ -42,7 +42,7 @@ class SessionSetup(NamedTuple):
     shared: bool = False
 
 
-class Life:
+class EngineSession:
     """A running SGLang with loaded weights; the future `end` gets the reason of its death."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Life:
         await self.attestation.check(tensors)
 
 
-async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> Life:
+async def start(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     """Start SGLang session number `number` with `tensors` as `version`.
 
     Raises `ModelError` if it does not start, dies, or has not loaded them within `start_s`; `WeightsError` if it
@@ -84,7 +84,7 @@ async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping
             checks.check_routes(link.version)
         try:
             async with asyncio.timeout(setup.start_s):
-                life = await _until_death(link, _fill(setup, link, version, tensors))
+                session = await _until_death(link, _fill(setup, link, version, tensors))
         except TimeoutError:
             limit = f"rollout.engine.start_s ({setup.start_s:g} s)"
             raise ModelError(f"SGLang has started, and has not taken version {version} within {limit}") from None
@@ -93,10 +93,10 @@ async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping
         except ValueError as refused:
             raise WeightsError(f"version {version}: {refused}") from refused
         undo.pop_all()
-    return life
+    return session
 
 
-async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> Life:
+async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> EngineSession:
     """Load and verify the first weights of a newly started SGLang."""
     carrier = await setup.connect(link)
     attestation = await verify_weights.begin(link, tensors, setup.vocabulary)
@@ -105,10 +105,10 @@ async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[
     await _load(link, carrier, setup.kv, version)
     await link.call("continue_generation")
     await attestation.check(tensors)
-    return Life(link, carrier, attestation, setup.kv)
+    return EngineSession(link, carrier, attestation, setup.kv)
 
 
-async def _until_death(link: Link, work: Coroutine[object, object, Life]) -> Life:
+async def _until_death(link: Link, work: Coroutine[object, object, EngineSession]) -> EngineSession:
     """Return the result of `work`. Raises `ConnectionError` if SGLang dies: a call to it may then never return."""
     task = asyncio.create_task(work)
     try:

@@ -41,7 +41,7 @@ class CompletionStream:
         self.cuts, self.length, self.handed = cuts, 0, 0
         self._certain, self._candidates = certain, candidates
         self._arrived: list[SampledPart] = []
-        self._begins: list[tuple[int, int]] = [(0, version)]
+        self._version_starts: list[tuple[int, int]] = [(0, version)]
         self._handed_versions = np.zeros(0, np.int32)
         self._due: asyncio.Future[None] | None = None
         self._last: Answer = None
@@ -54,37 +54,37 @@ class CompletionStream:
         if self._last is None:
             raise ModelError("SGLang gave up a completion: its stream broke off")
 
-    def loaded(self, version: int) -> None:
+    def note_version(self, version: int) -> None:
         """SGLang is paused and holds `version`: record the first token that is certainly sampled with it."""
-        self._begins.append((self.length + INTERVAL if self.length else 1, version))
+        self._version_starts.append((self.length + INTERVAL if self.length else 1, version))
 
     def oldest(self) -> int | None:
         """The oldest version among tokens outside written segments; None without such tokens, or at the end."""
         if self.length == self.handed or self._last is not None:
             return None
-        return self.cuts.oldest_behind(self.handed, int(self._versions()[self.handed]))
+        return self.cuts.oldest_after(self.handed, int(self._versions()[self.handed]))
 
     def cut_before_swap(self) -> "asyncio.Future[None]":
         """Cut after all tokens that older weights may have sampled, once they have arrived; the future is then done."""
         due = self._due = asyncio.get_running_loop().create_future()
-        self.cut_what_is_due()
+        self.cut_due()
         return due
 
-    def cut_what_is_due(self) -> None:
+    def cut_due(self) -> None:
         """Write the due segments, unless it is uncertain which weights sampled them."""
         # The completion itself must keep at least its last token.
         while self._certain.is_set() and (at := self._next_cut()) <= self.length - (self._last is not None):
             self._write_cut(at)
-        if self._due and self.handed >= self._begins[-1][0]:
-            self._settle()
+        if self._due and self.handed >= self._version_starts[-1][0]:
+            self._finish_cut()
 
     def close(self) -> None:
         """The completion has ended or failed: stop cutting."""
-        self._settle()
+        self._finish_cut()
 
     def completion(self, kv: Literal["keep", "recompute"]) -> Completion:
         """Return the whole completion. Raises `ModelError` if a segment's token is older than the segment states."""
-        complete = wire.complete(self._concatenate(), self._last, self._begins[0][1], kv)
+        complete = wire.complete(self._concatenate(), self._last, self._version_starts[0][1], kv)
         if not complete.versions_known:
             complete = complete._replace(versions=self._versions())
         handed_versions = complete.versions[: self.handed]
@@ -102,11 +102,11 @@ class CompletionStream:
         self.length = meta["completion_tokens"]
         if meta.get("finish_reason"):
             self._last = meta
-        self.cut_what_is_due()
+        self.cut_due()
 
     def _next_cut(self) -> int:
         """The number of tokens at which the next segment ends; beyond all tokens if no cut is due."""
-        begin, by_length = self._begins[-1][0], self.cuts.next_by_length(self.handed)
+        begin, by_length = self._version_starts[-1][0], self.cuts.next_by_length(self.handed)
         return min(by_length, begin) if self._due and self.handed < begin else by_length
 
     def _write_cut(self, at: int) -> None:
@@ -121,11 +121,11 @@ class CompletionStream:
 
     def _versions(self) -> Ints:
         versions = np.zeros(self.length, np.int32)
-        for begin, version in self._begins:
+        for begin, version in self._version_starts:
             versions[begin:] = version
         return versions
 
-    def _settle(self) -> None:
+    def _finish_cut(self) -> None:
         if self._due and not self._due.done():
             self._due.set_result(None)
         self._due = None
@@ -149,18 +149,18 @@ class CompletionStreams:
             del self._open[stream]
             stream.close()
 
-    def loaded(self, version: int) -> None:
+    def note_version(self, version: int) -> None:
         """Tell all streams that SGLang is paused and holds `version`."""
         for stream in self._open:
-            stream.loaded(version)
+            stream.note_version(version)
 
     async def cut(self, version: int) -> None:
         """Cut the segments due at `version`, which SGLang certainly holds; return when all are written."""
-        found = [(stream, stream.oldest()) for stream in self._open if stream.cuts.max_age]
-        by_age = [(stream, oldest) for stream, oldest in found if oldest is not None]
+        streams = [(stream, stream.oldest()) for stream in self._open if stream.cuts.max_age]
+        by_age = [(stream, oldest) for stream, oldest in streams if oldest is not None]
         due = rules.segments_to_cut(version, [(stream.cuts, oldest) for stream, oldest in by_age])
-        waited = [by_age[place][0].cut_before_swap() for place in due]
+        cuts = [by_age[index][0].cut_before_swap() for index in due]
         for stream in list(self._open):
-            stream.cut_what_is_due()
-        if waited:
-            await asyncio.wait(waited)
+            stream.cut_due()
+        if cuts:
+            await asyncio.wait(cuts)

@@ -43,14 +43,14 @@ FUSED = (
 """Patterns of tensor names that SGLang fuses into a larger tensor, and that tensor's name."""
 ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
 """Order of the parts in a fused tensor, concatenated by rows."""
-Means = Literal["checksums", "values", "log-probs"]
+Method = Literal["checksums", "values", "log-probs"]
 Tensors = Mapping[str, Tensor]
 
 
 class WeightProbe(Protocol):
     """A method of verifying SGLang's weights."""
 
-    means: Means
+    method: Method
     exact: Collection[str]
 
     async def record_state(self) -> None:
@@ -70,28 +70,28 @@ class Attestation:
     log-probs    if a tensor has changed, the log-probs of a fixed text have changed too
     """
 
-    def __init__(self, witness: WeightProbe) -> None:
-        self._witness = witness
+    def __init__(self, probe: WeightProbe) -> None:
+        self._probe = probe
         self._tensors: Tensors | None = None
 
     @property
-    def means(self) -> Means:
+    def method(self) -> Method:
         """The method of the last comparison."""
-        return self._witness.means
+        return self._probe.method
 
     @property
     def exact(self) -> Collection[str]:
         """SGLang's names of the tensors whose checksum must equal the push's."""
-        return self._witness.exact
+        return self._probe.exact
 
     async def record_state(self) -> None:
         """Record SGLang's weights before a load."""
-        await self._witness.record_state()
+        await self._probe.record_state()
 
     async def check(self, tensors: Tensors) -> None:
         """Raise `WeightsError`, with a tensor's name, if SGLang does not hold the just loaded `tensors`."""
-        if wrong := await self._witness.mismatches(self._tensors, tensors):
-            raise WeightsError(f"SGLang has not taken {wrong[0]} (compared by {self.means}, {len(wrong)} are wrong)")
+        if wrong := await self._probe.mismatches(self._tensors, tensors):
+            raise WeightsError(f"SGLang has not taken {wrong[0]} (compared by {self.method}, {len(wrong)} are wrong)")
         self._tensors = tensors
 
 
@@ -100,24 +100,24 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
 
     Raises `WeightsError` for a mixture of experts in an SGLang without checksums.
     """
-    witness = await _by_checksums(link)
-    if witness is None:
+    probe = await _by_checksums(link)
+    if probe is None:
         if expert := next((name for name in tensors if ".experts." in name), None):
             raise WeightsError(f"this SGLang gives no checksums, without which a load of {expert} cannot be verified")
-        witness = Values(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
-    return Attestation(witness)
+        probe = Values(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
+    return Attestation(probe)
 
 
 # --- by SGLang's weights checker -----------------------------------------------------------------------------
 
 
 class Checksums:
-    """Compares checksums with the previous ones, `seen`, by rank/name."""
+    """Compares checksums with the previous ones, `previous`, by rank/name."""
 
-    means: Means = "checksums"
+    method: Method = "checksums"
 
-    def __init__(self, link: Link, seen: Mapping[str, str]) -> None:
-        self._link, self._seen = link, seen
+    def __init__(self, link: Link, previous: Mapping[str, str]) -> None:
+        self._link, self._checksums = link, previous
         self.exact: Collection[str] = ()
 
     async def record_state(self) -> None:
@@ -125,13 +125,16 @@ class Checksums:
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `WeightProbe.mismatches`."""
-        seen, self._seen = self._seen, wire.checksums(await self._link.call("weights_checker", action="checksum"))
-        unmoved = {key for key, checksum in self._seen.items() if checksum == seen.get(key)}
+        previous, self._checksums = (
+            self._checksums,
+            wire.checksums(await self._link.call("weights_checker", action="checksum")),
+        )
+        unchanged_keys = {key for key, checksum in self._checksums.items() if checksum == previous.get(key)}
         if self._link.ranks == 1 and before is None:
             self.exact = await asyncio.to_thread(self._known, tensors)
         elif self.exact and (other := set(self.exact) - await asyncio.to_thread(self._equal, self.exact, tensors)):
             return [name for name in tensors if held_name(name) in other]
-        return await asyncio.to_thread(_unmoved_tensors, unmoved, self._seen, before, tensors)
+        return await asyncio.to_thread(_unchanged_tensors, unchanged_keys, self._checksums, before, tensors)
 
     def _known(self, tensors: Tensors) -> set[str]:
         """SGLang's names of tensors whose checksums equal the pushed ones; empty if the smallest differ."""
@@ -144,9 +147,9 @@ class Checksums:
 
     def _equal(self, held: Collection[str], tensors: Tensors) -> set[str]:
         """The names among `held` whose checksum is that of the pushed tensors."""
-        own = {name: tensor for name, tensor in tensors.items() if held_name(name) in held}
-        known = _expected_checksums(own) if own else {}
-        return {name for name, checksum in known.items() if self._seen.get(f"0/{name}") == checksum}
+        mapped = {name: tensor for name, tensor in tensors.items() if held_name(name) in held}
+        known = _expected_checksums(mapped) if mapped else {}
+        return {name for name, checksum in known.items() if self._checksums.get(f"0/{name}") == checksum}
 
 
 async def _by_checksums(link: Link) -> WeightProbe | None:
@@ -164,24 +167,24 @@ def _expected_checksums(tensors: Tensors) -> dict[str, str]:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
         return {}
-    return {name: f"{tensor_hash(one):016x}" for name, one in tensors_of_rank(tensors)}
+    return {name: f"{tensor_hash(tensor):016x}" for name, tensor in tensors_of_rank(tensors)}
 
 
-def _unmoved_tensors(
-    unmoved: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
+def _unchanged_tensors(
+    unchanged_keys: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
 ) -> list[str]:
     """Names of tensors with an unchanged checksum that a load of `tensors` should have changed."""
-    names = sorted({_name(key) for key in unmoved})
+    names = sorted({_tensor_name(key) for key in unchanged_keys})
     if before is None:
         return names
     # A changed tensor may be unchanged in one rank's shard, but not in all shards.
-    moved = {_name(key) for key in held if key not in unmoved}
-    still = set(names) - moved
-    suspects = [name for name in tensors if held_name(name) in still]
+    changed = {_tensor_name(key) for key in held if key not in unchanged_keys}
+    unchanged = set(names) - changed
+    suspects = [name for name in tensors if held_name(name) in unchanged]
     return [name for name in suspects if not _equal(before[name], tensors[name])]
 
 
-def _name(key: str) -> str:
+def _tensor_name(key: str) -> str:
     return key.partition("/")[2]
 
 
@@ -197,7 +200,7 @@ class Values:
     """Compares tensor values with the pushed ones; if SGLang returns none, log-probs of `text` with earlier ones."""
 
     def __init__(self, link: Link, tensors: Tensors, text: Sequence[int]) -> None:
-        self.means: Means = "values"
+        self.method: Method = "values"
         self.exact: Collection[str] = ()
         self._link, self._text = link, text
         self._names = list(tensors)
@@ -206,20 +209,20 @@ class Values:
         if link.ranks > 1:
             # Only tensors that are replicated on all ranks can be read whole from one rank.
             self._names = [name for name in self._names if tensors[name].dim() == 1 and name.endswith("norm.weight")]
-        self._seen: Sequence[float] = ()
+        self._logprobs_before: Sequence[float] = ()
 
     async def record_state(self) -> None:
         """See `WeightProbe.record_state`: the log-probs of the last load are already recorded."""
 
     async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `WeightProbe.mismatches`."""
-        if self.means == "values":
+        if self.method == "values":
             rows = await self._read()
             if rows and None not in rows.values():
-                return [name for name, found in rows.items() if found != tensors[name][: self._rows].float().tolist()]
-            self.means = "log-probs"
-        seen, self._seen = self._seen, await self._logprobs()
-        if before is None or seen != self._seen:
+                return [name for name, values in rows.items() if values != tensors[name][: self._rows].float().tolist()]
+            self.method = "log-probs"
+        previous, self._logprobs_before = self._logprobs_before, await self._logprobs()
+        if before is None or previous != self._logprobs_before:
             return []
         return [name for name in tensors if not _equal(before[name], tensors[name])]
 
@@ -258,10 +261,10 @@ def tensors_of_rank(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
     parts: dict[str, dict[int, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         expert = re.search(r"\.experts\.(\d+)\.", name)
-        place = next((at for at, part in enumerate(ORDER) if f".{part}." in name), 0)
-        parts.setdefault(held_name(name), {}).setdefault(int(expert[1]) if expert else -1, {})[place] = tensor
+        position = next((at for at, part in enumerate(ORDER) if f".{part}." in name), 0)
+        parts.setdefault(held_name(name), {}).setdefault(int(expert[1]) if expert else -1, {})[position] = tensor
     for name, blocks in parts.items():
-        joined = [_joined([one for _, one in sorted(block.items())]) for _, block in sorted(blocks.items())]
+        joined = [_joined([part for _, part in sorted(block.items())]) for _, block in sorted(blocks.items())]
         yield name, joined[0] if -1 in blocks else torch.stack(joined)
 
 

@@ -37,7 +37,7 @@ def of_tokens(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
     return by_token
 
 
-def one_later(versions_N: Ints, oldest: int) -> Ints:
+def shift_boundaries(versions_N: Ints, oldest: int) -> Ints:
     """Shift every boundary between versions one token later; the first token gets `oldest`.
 
     SGLang prepares a step while the previous one runs. At a pause in place one step is computed and not yet counted, so

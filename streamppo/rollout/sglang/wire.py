@@ -83,23 +83,23 @@ def arguments(
     tokens: int,
     version: tuple[int, ...],
     *,
-    spells: bool = False,
+    loads_tokenizer: bool = False,
 ) -> dict[str, object]:
     """SGLang's arguments for an engine started here, of SGLang `version`. On a CPU its cache holds `tokens`.
 
-    With `spells` it loads the model's tokenizer to find stop strings in completions.
+    With `loads_tokenizer` it loads the model's tokenizer to find stop strings in completions.
     """
     rollout, model = config.rollout, config.model
-    unflushed = engine.kv == "recompute" and version < FLUSHES_PAUSED
-    chosen_arguments: dict[str, object] = {
+    keeps_stale_prefixes = engine.kv == "recompute" and version < FLUSHES_PAUSED
+    common: dict[str, object] = {
         "model_path": model_path,
-        "skip_tokenizer_init": not spells,
+        "skip_tokenizer_init": not loads_tokenizer,
         "dtype": model.dtype,
         "enable_fp32_lm_head": model.float32_head,
         "tp_size": ranks(config),
         "max_running_requests": rollout.slots,
         "mem_fraction_static": engine.mem_fraction_static,
-        "disable_radix_cache": not engine.prefix_cache or unflushed,
+        "disable_radix_cache": not engine.prefix_cache or keeps_stale_prefixes,
         # The first push writes and attests every tensor, so the model's files need not be read.
         "load_format": "dummy",
         "grammar_backend": "none",
@@ -113,14 +113,14 @@ def arguments(
         **({"enable_return_routed_experts": True} if engine.routes else {}),
     }
     if rollout.gpus:
-        chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
+        gpu_arguments = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
         # On a B200 the default returns no experts, and before 0.5.23 its layout of experts takes no new weights.
         if engine.routes or version < RESTORES_EXPERTS:
-            chosen["moe_runner_backend"] = "triton"
+            gpu_arguments["moe_runner_backend"] = "triton"
         # A decode step with more completions than the largest CUDA graph would launch each kernel separately.
         graphs = {"cuda_graph_max_bs_decode": rollout.slots} if version >= NAMES_GRAPHS else {}
-        return chosen_arguments | graphs | {name: value for name, value in chosen.items() if value} | dict(engine.args)
-    return chosen_arguments | {
+        return common | graphs | {name: value for name, value in gpu_arguments.items() if value} | dict(engine.args)
+    return common | {
         "device": "cpu",
         "sampling_backend": "pytorch",
         "disable_cuda_graph": True,
@@ -134,17 +134,17 @@ def head(engine: SGLangEngine, *, untied: bool) -> dict[str, object]:
     """The argument for a model with a separate head although its config.json ties it to the embedding."""
     if not untied:
         return {}
-    given = json.loads(str(engine.args.get("json_model_override_args", "{}")))
-    return {"json_model_override_args": json.dumps({**given, "tie_word_embeddings": False})}
+    overrides = json.loads(str(engine.args.get("json_model_override_args", "{}")))
+    return {"json_model_override_args": json.dumps({**overrides, "tie_word_embeddings": False})}
 
 
-def check_arguments(given: Iterable[str], known: Collection[str]) -> None:
+def check_arguments(names: Iterable[str], known: Collection[str]) -> None:
     """Raise `ModelError` for an argument unknown to SGLang, with the most similar known name."""
-    for name in given:
+    for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f": did you mean {near[0]!r}?" if near else ""
-            raise ModelError(f"the installed SGLang has no argument {name!r} (rollout.engine.args){meant}")
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f": did you mean {similar[0]!r}?" if similar else ""
+            raise ModelError(f"the installed SGLang has no argument {name!r} (rollout.engine.args){hint}")
 
 
 def ranks(config: Config) -> int:
@@ -249,10 +249,10 @@ def completion(
 
 def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
     """Read the experts of `tokens` tokens, [tokens, layers * experts per token]; ignore layers without experts."""
-    given = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), "<i4")
-    if not len(given) or len(given) % tokens:
-        raise ModelError(f"SGLang gave {len(given)} experts for {tokens} tokens of a mixture of experts")
-    return given.reshape(tokens, -1).astype(np.int16)
+    experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), "<i4")
+    if not len(experts) or len(experts) % tokens:
+        raise ModelError(f"SGLang gave {len(experts)} experts for {tokens} tokens of a mixture of experts")
+    return experts.reshape(tokens, -1).astype(np.int16)
 
 
 def read_sampled(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> SampledPart:
@@ -261,20 +261,22 @@ def read_sampled(meta: Mapping[str, Answer], count: int, *, candidates: bool) ->
     if len(entries) != count:
         raise ModelError(f"SGLang gave {len(entries)} log-probs for {count} tokens")
     logprobs = np.array([entry[0] for entry in entries], np.float32)
-    among = None
+    token_candidates = None
     if candidates:
-        logprobs, among = _among_candidates(meta, count)
+        logprobs, token_candidates = _read_candidates(meta, count)
     if not np.isfinite(logprobs).all():
         raise ModelError("the log-probs are not finite: the weights have diverged")
-    return SampledPart(np.array([entry[1] for entry in entries], np.int32), logprobs, among)
+    return SampledPart(np.array([entry[1] for entry in entries], np.int32), logprobs, token_candidates)
 
 
 def concatenate(parts: Sequence[SampledPart]) -> SampledPart:
     """Concatenate consecutive parts."""
     tokens, logprobs, candidates = zip(*parts, strict=True)
-    among = [one for one in candidates if one is not None]
+    candidate_parts = [part for part in candidates if part is not None]
     return SampledPart(
-        np.concatenate(tokens), np.concatenate(logprobs), TokenCandidates.concatenate(among) if among else None
+        np.concatenate(tokens),
+        np.concatenate(logprobs),
+        TokenCandidates.concatenate(candidate_parts) if candidate_parts else None,
     )
 
 
@@ -292,7 +294,7 @@ def complete(
     spans = meta.get("weight_versions")
     known = None if spans is None else versions.of_tokens(spans, count)
     if known is not None and kv == "keep":
-        known = versions.one_later(known, oldest)
+        known = versions.shift_boundaries(known, oldest)
     return Completion(
         tokens=part.tokens,
         logprobs=part.logprobs,
@@ -304,7 +306,7 @@ def complete(
     )
 
 
-def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, TokenCandidates]:
+def _read_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, TokenCandidates]:
     """Read the last `count` tokens' candidates, and their log-probs renormalised over these."""
     sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     last = slice(-count, None) if count else slice(0)
@@ -312,8 +314,8 @@ def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, T
     if not len(sets) == len(logprobs) == count:
         raise ModelError("SGLang does not name the tokens that top-p and top-k left for each token of a completion")
     return np.array(logprobs, np.float32), TokenCandidates(
-        np.concatenate([np.zeros(0, np.int32), *(np.sort(np.array(one, np.int32)) for one in sets)]),
-        np.array([len(one) for one in sets], np.int32),
+        np.concatenate([np.zeros(0, np.int32), *(np.sort(np.array(candidates, np.int32)) for candidates in sets)]),
+        np.array([len(candidates) for candidates in sets], np.int32),
     )
 
 

@@ -18,13 +18,13 @@ from streamppo.rollout.embedded.requests import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Ints
 
-LEAST = prefixes.LEAST
+LEAST_TOKENS = prefixes.LEAST_TOKENS
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of a test are short."""
-    monkeypatch.setattr(prefixes, "LEAST", 1)
+    monkeypatch.setattr(prefixes, "LEAST_TOKENS", 1)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -99,7 +99,7 @@ def test_twenty_equal_turns_cost_no_more_than_twenty_units_of_prefill(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit is a completion and its answer, as long as the prompt; computed anew they are 210 units."""
-    monkeypatch.setattr(prefixes, "LEAST", LEAST)
+    monkeypatch.setattr(prefixes, "LEAST_TOKENS", LEAST_TOKENS)
     model, unit = make(name), 40
 
     async def scenario(turns: bool) -> int:
@@ -131,11 +131,11 @@ def test_episodes_beside_one_another_get_the_log_probs_of_a_fresh_prefill_in_any
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("looks", [1, 700, 2**24])
+@pytest.mark.parametrize("pairs", [1, 700, 2**24])
 def test_branches_of_a_context_are_computed_from_where_they_part_at_once_and_later(
-    looks: int, monkeypatch: pytest.MonkeyPatch
+    pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "LOOKS", looks)
+    monkeypatch.setattr(rows_module, "MOST_PAIRS", pairs)
     model = make()
 
     async def scenario() -> None:
@@ -339,7 +339,7 @@ def test_without_turns_nothing_is_kept_and_nothing_is_looked_for(monkeypatch: py
 def test_short_contexts_are_computed_anew_with_the_bits_that_they_get_without_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefixes, "LEAST", LEAST)
+    monkeypatch.setattr(prefixes, "LEAST_TOKENS", LEAST_TOKENS)
     model = make()
 
     async def scenario(turns: bool) -> bytes:

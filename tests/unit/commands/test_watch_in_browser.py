@@ -27,7 +27,7 @@ from streamppo.config.sections import Config
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
 from streamppo.rollout.endpoint.row import Row
-from streamppo.rollout.endpoint.tree import NOTHING
+from streamppo.rollout.endpoint.tree import NO_PLACE
 from streamppo.rollout.engine import Completion
 from streamppo.telemetry import metrics_file
 from streamppo.types import Ints, Trajectory, floats
@@ -125,7 +125,7 @@ def agents_run() -> Trajectory:
     def ids(text: str) -> Ints:
         return np.array([3 + ALPHABET.index(one) for one in text], np.int32)
 
-    opened, ended = row.add(NOTHING, ids("1+1="), answer("<1>=", 22), 1)
+    opened, ended = row.add(NO_PLACE, ids("1+1="), answer("<1>=", 22), 1)
     row.add(ended, ids("22=" * 30), answer("2", 23), 2)
     row.add(opened, ids("+3="), answer("44" * 20, 23), 3)
     columns = row.columns([1, 2])

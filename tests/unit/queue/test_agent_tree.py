@@ -19,7 +19,7 @@ from streamppo.queue.rules.slot import record_of
 from streamppo.queue.rules.validation import defect
 from streamppo.queue.store.columns import batch_columns, verify
 from streamppo.rollout.endpoint.row import Row
-from streamppo.rollout.endpoint.tree import NOTHING
+from streamppo.rollout.endpoint.tree import NO_PLACE
 from streamppo.rollout.engine import Completion
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Batch, Ints, TokenRecord, Trajectory, branches, encode, flags, ints, turns
@@ -46,10 +46,10 @@ def sampled(text: str, version: int, cached: int = 0) -> Completion:
 def played() -> Trajectory:
     """Two turns, a second answer to the first context, a sub-agent, and an undelivered turn."""
     row = Row()
-    opened, ended = row.add(NOTHING, ids("1+2="), sampled("a=", 3), 1)
+    opened, ended = row.add(NO_PLACE, ids("1+2="), sampled("a=", 3), 1)
     row.add(ended, ids("3="), sampled('<tool_call>{"name":"sum"}', 4, cached=5), 2)
     row.add(opened, ids(""), sampled("bb", 4, cached=3), 3)
-    row.add(NOTHING, ids("[sub]"), sampled("ccc", 2), 4)
+    row.add(NO_PLACE, ids("[sub]"), sampled("ccc", 2), 4)
     row.add(ended, ids("no"), sampled("dd", 5, cached=6), 5)
     received = [1, 2, 3, 4]
     columns = row.columns(received)

@@ -283,10 +283,10 @@ def test_what_nobody_received_is_masked_and_counted(tokenizer: Tokenizer) -> Non
         case.engine.gate.set()
         await until(lambda: bool(case.session.turns))
         with pytest.raises(EnvironmentFailed, match="received no answer") as failed:
-            case.session.received()
+            case.session.received_turns()
         assert failed.value.tokens == 3
         await client.post(CHAT, json={**ASKED, "max_tokens": 19})
-        (turn,) = case.session.received()
+        (turn,) = case.session.received_turns()
         columns = case.session.row.columns([turn.number])
         assert turn.number == 2 and columns.mask.sum() == 3 and (columns.logprobs[~columns.mask] == 0).all()
         assert case.session.undelivered == 3
@@ -332,7 +332,7 @@ def test_an_engine_that_fails_fails_the_run_with_its_reason(stream: bool, tokeni
         answer = await client.post(CHAT, json={**ASKED, "stream": stream})
         assert "the engine failed: RuntimeError: out of memory" in answer.text
         with pytest.raises(EnvironmentFailed, match="out of memory"):
-            case.session.received()
+            case.session.received_turns()
 
     run(tokenizer, test, say=fail)
 

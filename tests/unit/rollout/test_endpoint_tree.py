@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamppo.rollout.endpoint.row import Row
-from streamppo.rollout.endpoint.tree import NOTHING, ROOT, Tree
+from streamppo.rollout.endpoint.tree import NO_PLACE, ROOT, Tree
 from streamppo.rollout.engine import Completion
 from streamppo.types import Ints, Message
 
@@ -31,24 +31,24 @@ def grown(*, names: tuple[str, ...] = (), answer: Message | None = None) -> Tree
 
 def test_a_request_that_goes_on_is_stored_up_to_the_answer() -> None:
     place = grown().match([user("q"), said("a"), user("more")])
-    assert (place.at, place.rest) == (7, [user("more")])
+    assert (place.at, place.new_messages) == (7, [user("more")])
 
 
 def test_the_same_request_again_is_stored_with_its_opening() -> None:
     place = grown().match([user("q")])
-    assert (place.at, len(place.rest)) == (4, 0)
+    assert (place.at, len(place.new_messages)) == (4, 0)
 
 
 @pytest.mark.parametrize("other", [user("Q"), Message(role="user", content="q", name="x"), said("q")])
 def test_another_first_message_is_a_new_root(other: Message) -> None:
     place = grown().match([other, said("a"), user("more")])
-    assert (place.node, place.at, len(place.rest)) == (ROOT, NOTHING, 3)
+    assert (place.node, place.at, len(place.new_messages)) == (ROOT, NO_PLACE, 3)
 
 
 def test_other_tools_are_a_new_root_and_tools_of_another_order_of_keys_are_not() -> None:
     tree, tools = Tree(), {"tools": [{"name": "sum", "strict": True}]}
     tree.add([user("q")], said("a"), tools, after=tree.match([user("q")], tools), opened=4, ended=7)
-    assert tree.match([user("q")]).at == NOTHING
+    assert tree.match([user("q")]).at == NO_PLACE
     assert tree.match([user("q")], {"tools": [{"strict": True, "name": "sum"}]}).at == 4
 
 
@@ -70,7 +70,7 @@ def test_an_answer_is_known_however_a_program_writes_it_down(changed: Message) -
 @pytest.mark.parametrize("changed", [said("b"), said("a", reasoning_content="another"), said("a", ("x", "f", "{}"))])
 def test_an_edited_answer_is_none_of_ours(changed: Message) -> None:
     tree = grown(answer=said("a", reasoning_content="thought"))
-    assert tree.match([user("q"), changed, user("more")]).at == NOTHING
+    assert tree.match([user("q"), changed, user("more")]).at == NO_PLACE
 
 
 @pytest.mark.parametrize("arguments", ['{"b": 2, "a": 1}', {"a": 1, "b": 2}, ' {"a":1,"b":2}'])
@@ -83,7 +83,7 @@ def test_an_id_of_ours_names_its_answer_whatever_became_of_the_text() -> None:
     tree = grown(names=("call_1",), answer=said("long", ("call_1", "f", "{}")))
     assert tree.match([user("q"), said("", ("call_1", "g", "no json")), user("more")]).at == 7
     # Behind another context it is another message: the tokens before it are others.
-    assert tree.match([user("summary"), said("long", ("call_1", "f", "{}")), user("more")]).at == NOTHING
+    assert tree.match([user("summary"), said("long", ("call_1", "f", "{}")), user("more")]).at == NO_PLACE
 
 
 def test_of_two_equal_answers_the_one_that_goes_on_deepest_is_found() -> None:
@@ -109,7 +109,7 @@ def of(*tokens: int) -> Ints:
 
 def test_a_second_answer_to_one_context_begins_with_its_last_token_once_more() -> None:
     row = Row()
-    assert row.add(NOTHING, of(1, 2, 3), sampled(10, 11), 1) == (2, 4)
+    assert row.add(NO_PLACE, of(1, 2, 3), sampled(10, 11), 1) == (2, 4)
     assert row.add(2, of(), sampled(20), 2) == (5, 6)
     columns = row.columns([2])
     assert columns.tokens.tolist() == [1, 2, 3, 10, 11, 3, 20]
@@ -126,8 +126,8 @@ def test_a_second_answer_to_one_context_begins_with_its_last_token_once_more() -
 
 def test_a_new_root_follows_nothing() -> None:
     row = Row()
-    row.add(NOTHING, of(1), sampled(10), 1)
-    row.add(NOTHING, of(2), sampled(20), 2)
+    row.add(NO_PLACE, of(1), sampled(10), 1)
+    row.add(NO_PLACE, of(2), sampled(20), 2)
     assert row.columns([]).branches.tolist() == [[2, -1]] and row.context(3).tolist() == [2, 20]
     row.add(0, of(), sampled(30), 3)
     assert row.context(5).tolist() == [1, 30] and row.columns([]).branches.tolist() == [[2, -1], [4, -1]]
@@ -163,7 +163,7 @@ def test_every_context_is_the_one_that_a_naive_twin_finds(data: st.DataObject) -
             messages.append(("user", data.draw(letters)))
         asked = [Message(role=role, content=text) for role, text in messages]
         place = tree.match(asked)
-        rest = np.asarray(rendered([(one.role, one.text) for one in place.rest]), np.int32)
+        rest = np.asarray(rendered([(one.role, one.text) for one in place.new_messages]), np.int32)
         context = [*row.context(place.at).tolist(), *rest.tolist()]
         assert context in twins(known, messages)
         answer = data.draw(letters)

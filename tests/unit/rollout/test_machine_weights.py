@@ -286,9 +286,9 @@ def test_a_leader_answers_again_after_it_had_no_descriptor_or_thread_to_spare(
         ledger = Ledger(push(0, values(0)))
         leader, follower = puller("a", ledger), puller("b", ledger)
         await leader.newer(-1)
-        assert leading(leader)._listening.fileno() > 0
+        assert leading(leader)._listener.fileno() > 0
         accepts = [OSError(errno.EMFILE, "Too many open files")] * 3
-        listening, real = leading(leader)._listening, socket.socket.accept
+        listening, real = leading(leader)._listener, socket.socket.accept
 
         def accept(of: socket.socket) -> Any:
             if of is listening and accepts:

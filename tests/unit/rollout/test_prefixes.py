@@ -15,7 +15,7 @@ NOWHERE = -1
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a test are short."""
-    monkeypatch.setattr(prefixes_module, "LEAST", 1)
+    monkeypatch.setattr(prefixes_module, "LEAST_TOKENS", 1)
 
 
 def ints(*tokens: int) -> Ints:

@@ -52,7 +52,7 @@ def test_what_is_streamed_is_a_beginning_of_the_whole(parts: list[str], opened: 
     """The reading of every beginning of a text is a beginning of the whole text's reading."""
     text = "".join(parts)
     begun = text[: data.draw(st.integers(0, len(text)))]
-    shown, whole = reply.so_far(begun, opened=opened), reply.read(text, opened=opened)
+    shown, whole = reply.read_partial(begun, opened=opened), reply.read(text, opened=opened)
     assert whole.content.startswith(shown.content)
     assert whole.reasoning.startswith(shown.reasoning)
 

@@ -107,7 +107,7 @@ def test_experts_under_the_names_of_files_are_all_taken(
     saved = architecture.as_saved(first)
     assert any(".experts.1." in name for name in saved)
     attestation = run(loaded(Checked(saved, means), saved))
-    assert attestation.means == means
+    assert attestation.method == means
 
 
 @MEANS
@@ -246,7 +246,7 @@ def test_without_checksums_every_tensor_is_read_back_and_a_lost_one_is_named(los
     async def case() -> None:
         link: Any = Valued()
         attestation = await loaded(link, of_version(0))
-        assert (attestation.means, link.asked) == ("values", len(DENSE))
+        assert (attestation.method, link.asked) == ("values", len(DENSE))
         link.lost = lost
         with pytest.raises(WeightsError, match=f"has not taken {lost} .compared by values, 1 are wrong"):
             await swap(link, attestation, of_version(1))
@@ -278,7 +278,7 @@ def test_where_a_single_tensor_cannot_be_read_log_probs_say_that_nothing_has_mov
     async def case() -> None:
         link: Any = Valued(unreadable="layers.3.weight")
         attestation = await loaded(link, of_version(0))
-        assert attestation.means == "log-probs"
+        assert attestation.method == "log-probs"
         await swap(link, attestation, of_version(1))
         await attestation.record_state()
         with pytest.raises(WeightsError, match=r"compared by log-probs, 40 are wrong"):

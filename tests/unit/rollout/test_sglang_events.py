@@ -15,7 +15,7 @@ from fake_sglang import run
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout.sglang import checks, server
 from streamppo.rollout.sglang.processes import ProcessOutput
-from streamppo.rollout.sglang.server import Server
+from streamppo.rollout.sglang.server import ServerLink
 from streamppo.tasks.rewards.client import Client
 
 pytest_plugins = ["rollout_log"]
@@ -23,7 +23,7 @@ EVENT = b'data: {"meta_info": {"completion_tokens": %d}}\n\n'
 INFO: dict[str, Any] = {"version": "0.5.21", "max_req_input_len": 506}
 
 
-def served(*parts: bytes, status: int = 200, breaks: bool = False) -> Server:
+def served(*parts: bytes, status: int = 200, breaks: bool = False) -> ServerLink:
     """A server that answers every call by `parts` as they are cut."""
 
     async def body() -> AsyncIterator[bytes]:
@@ -37,10 +37,10 @@ def served(*parts: bytes, status: int = 200, breaks: bool = False) -> Server:
         return httpx.Response(status, content=body())
 
     client = httpx.AsyncClient(verify=False, transport=httpx.MockTransport(answer), base_url="http://localhost:1")
-    return Server(client, "http://localhost:1", 4, INFO)
+    return ServerLink(client, "http://localhost:1", 4, INFO)
 
 
-async def counts(link: Server, into: list[int]) -> None:
+async def counts(link: ServerLink, into: list[int]) -> None:
     async with aclosing(link.stream(rid="r", input_ids=[3])) as answers:
         async for answer in answers:
             into.append(answer["meta_info"]["completion_tokens"])
@@ -80,7 +80,7 @@ def test_a_refusal_and_a_broken_connection_are_told_apart(made: dict[str, Any], 
 @pytest.mark.parametrize(
     ("status", "body", "error", "message"),
     [
-        (500, b"Internal Server Error", ValueError, "^status 500: Internal Server Error$"),
+        (500, b"Internal ServerLink Error", ValueError, "^status 500: Internal ServerLink Error$"),
         (400, b'{"error": {"message": "over the context"}}', ValueError, "^status 400: over the context$"),
         (400, b'{"success": false, "message": "no tensor w"}', ValueError, "^status 400: no tensor w$"),
         (200, b'{"success": false, "message": "no tensor w"}', ValueError, "^no tensor w$"),

@@ -91,7 +91,7 @@ def test_more_unknown_tokens_than_sglang_can_be_told_of_are_refused() -> None:
 def test_strings_need_a_tokenizer_in_sglang(math_config: Any) -> None:
     config = math_config("rollout.engine.kind=sglang")
     for spells in (False, True):
-        made = wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 21), spells=spells)
+        made = wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 21), loads_tokenizer=spells)
         assert made["skip_tokenizer_init"] is not spells
         assert made["sampling_defaults"] == "openai"
     assert "sampling_defaults" not in wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 17))

@@ -24,20 +24,22 @@ class Chat:
             wire.refuse(body, name, "send one request for each answer", 1)
         wire.refuse(body, "response_format", wire.FORMAT, {"type": "text"})
         wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
-        listed = wire.listed(body.get("messages"), "messages")
-        if not listed:
+        messages = wire.object_list(body.get("messages"), "messages")
+        if not messages:
             raise malformed("messages is empty")
-        tools = () if body.get("tool_choice") == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
+        tools = (
+            () if body.get("tool_choice") == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
+        )
         return Request(
-            messages=tuple(map(_message, listed)),
+            messages=tuple(map(_message, messages)),
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
             max_tokens=wire.most_tokens(body, "max_completion_tokens", "max_tokens"),
             stream=body.get("stream") is True,
         )
 
-    def whole(self, turn: Turn, model: str) -> Body:
-        """See `Dialect.whole`."""
+    def complete(self, turn: Turn, model: str) -> Body:
+        """See `Dialect.complete`."""
         assert turn.reply is not None
         message: dict[str, Any] = {"role": "assistant", "content": turn.reply.content or None, "refusal": None}
         if not turn.reply.calls:
@@ -72,17 +74,17 @@ class ChatStream:
 
     def __init__(self, turn: Turn, model: str, *, usage: bool) -> None:
         self._head, self._usage = _head(turn, model, "chat.completion.chunk"), usage
-        self._said = Reply("")
+        self._sent = Reply("")
 
     def begin(self) -> bytes:
         """See `Stream.begin`."""
         return self._chunk({"role": "assistant", "content": ""})
 
-    def more(self, partial: Reply) -> bytes:
-        """See `Stream.more`."""
-        written, self._said = self._said, partial
+    def extend(self, partial: Reply) -> bytes:
+        """See `Stream.extend`."""
+        written, self._sent = self._sent, partial
         thought, content = (
-            wire.behind(a, b) for a, b in ((written.reasoning, partial.reasoning), (written[0], partial[0]))
+            wire.new_text(a, b) for a, b in ((written.reasoning, partial.reasoning), (written[0], partial[0]))
         )
         chunks = [self._chunk({"reasoning_content": thought})] if thought else []
         return b"".join([*chunks, *([self._chunk({"content": content})] if content else [])])
@@ -90,7 +92,7 @@ class ChatStream:
     def end(self, turn: Turn) -> bytes:
         """See `Stream.end`."""
         assert turn.reply is not None
-        chunks = [self.more(turn.reply)]
+        chunks = [self.extend(turn.reply)]
         for number, call in enumerate(turn.reply.calls):
             chunks.append(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
         chunks.append(self._chunk({}, _finish(turn)))
@@ -107,7 +109,7 @@ def _message(item: Body) -> Message:
     content = wire.text(item.get("content"), f"a message of the {item['role']}")
     name = item.get("name")
     if role == "assistant":
-        calls = [_read_call(call) for call in wire.listed(item.get("tool_calls") or [], "tool_calls")]
+        calls = [_read_call(call) for call in wire.object_list(item.get("tool_calls") or [], "tool_calls")]
         return reply.assistant(content, calls, item.get("reasoning_content") or item.get("reasoning"))
     return Message(
         role=role,

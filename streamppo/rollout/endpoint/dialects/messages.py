@@ -35,22 +35,22 @@ class Messages:
         kind = choice.get("type") if isinstance(choice, dict) else choice
         if kind not in ("auto", "none"):
             raise malformed(f"tool_choice {kind!r} is not possible here: the policy chooses by itself")
-        listed = wire.listed(body.get("messages"), "messages")
-        if not listed:
+        messages = wire.object_list(body.get("messages"), "messages")
+        if not messages:
             raise malformed("messages is empty")
         system = wire.text(body.get("system"), "the system prompt")
         first = (Message(role="system", content=system),) if system else ()
-        tools = () if kind == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
+        tools = () if kind == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
         return Request(
-            messages=(*first, *(message for item in listed for message in _messages(item))),
+            messages=(*first, *(message for item in messages for message in _messages(item))),
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
             max_tokens=wire.most_tokens(body, "max_tokens"),
             stream=body.get("stream") is True,
         )
 
-    def whole(self, turn: Turn, model: str) -> Body:
-        """See `Dialect.whole`."""
+    def complete(self, turn: Turn, model: str) -> Body:
+        """See `Dialect.complete`."""
         assert turn.reply is not None
         usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
         head = {**_head(turn, model), "content": _blocks(turn.reply)}
@@ -71,7 +71,7 @@ class MessageStream:
 
     def __init__(self, turn: Turn, model: str) -> None:
         self._turn, self._model = turn, model
-        self._said = Reply("")
+        self._sent = Reply("")
         self._block, self._open = -1, ""
 
     def begin(self) -> bytes:
@@ -80,20 +80,20 @@ class MessageStream:
         empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message={**_head(self._turn, self._model), **empty})
 
-    def more(self, partial: Reply) -> bytes:
-        """See `Stream.more`."""
-        written, self._said = self._said, partial
+    def extend(self, partial: Reply) -> bytes:
+        """See `Stream.extend`."""
+        written, self._sent = self._sent, partial
         parts: list[bytes] = []
-        if thought := wire.behind(written.reasoning, partial.reasoning):
+        if thought := wire.new_text(written.reasoning, partial.reasoning):
             parts += [self._enter("thinking"), self._delta(type="thinking_delta", thinking=thought)]
-        if content := wire.behind(written.content, partial.content):
+        if content := wire.new_text(written.content, partial.content):
             parts += [self._enter("text"), self._delta(type="text_delta", text=content)]
         return b"".join(parts)
 
     def end(self, turn: Turn) -> bytes:
         """See `Stream.end`."""
         assert turn.reply is not None
-        parts = [self.more(turn.reply)]
+        parts = [self.extend(turn.reply)]
         if not turn.reply.calls and not turn.reply.content:
             parts.append(self._enter("text"))
         for call in turn.reply.calls:
@@ -132,7 +132,7 @@ class MessageStream:
 def _messages(item: Body) -> Iterator[Message]:
     """Read one message of the dialect; each tool result becomes a message, before the user's text."""
     role, content = wire.role(item, ROLES), item.get("content")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else wire.listed(content, "content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else wire.object_list(content, "content")
     if role == "assistant":
         yield _assistant(blocks)
         return

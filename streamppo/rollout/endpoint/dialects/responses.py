@@ -33,11 +33,13 @@ class Responses:
         items = (
             [{"role": "user", "content": conversation}]
             if isinstance(conversation, str)
-            else wire.listed(conversation, "input")
+            else wire.object_list(conversation, "input")
         )
         instructions = wire.text(body.get("instructions"), "the instructions")
         first = (Message(role="system", content=instructions),) if instructions else ()
-        tools = () if body.get("tool_choice") == "none" else map(_tool, wire.listed(body.get("tools") or [], "tools"))
+        tools = (
+            () if body.get("tool_choice") == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
+        )
         messages = (*first, *_messages(items))
         if not messages:
             raise malformed("input is empty")
@@ -50,8 +52,8 @@ class Responses:
             after=str(body.get("previous_response_id") or ""),
         )
 
-    def whole(self, turn: Turn, model: str) -> Body:
-        """See `Dialect.whole`."""
+    def complete(self, turn: Turn, model: str) -> Body:
+        """See `Dialect.complete`."""
         assert turn.reply is not None
         return _response(turn, model, _items(turn, turn.reply))
 
@@ -69,27 +71,27 @@ class ResponseStream:
 
     def __init__(self, turn: Turn, model: str) -> None:
         self._turn, self._model = turn, model
-        self._said, self._shown = Reply(""), Reply("")
+        self._sent = Reply("")
         self._item, self._open, self._number = -1, "", -1
 
     def begin(self) -> bytes:
         """See `Stream.begin`."""
         return self._event("created", response=_response(self._turn, self._model, []))
 
-    def more(self, partial: Reply) -> bytes:
-        """See `Stream.more`."""
-        written, self._said = self._said, partial
+    def extend(self, partial: Reply) -> bytes:
+        """See `Stream.extend`."""
+        written, self._sent = self._sent, partial
         parts: list[bytes] = []
-        if thought := wire.behind(written.reasoning, partial.reasoning):
+        if thought := wire.new_text(written.reasoning, partial.reasoning):
             parts += [self._enter("reasoning"), self._delta("reasoning_text", thought)]
-        if content := wire.behind(written.content, partial.content):
+        if content := wire.new_text(written.content, partial.content):
             parts += [self._enter("message"), self._delta("output_text", content)]
         return b"".join(parts)
 
     def end(self, turn: Turn) -> bytes:
         """See `Stream.end`."""
         assert turn.reply is not None
-        parts = [self.more(turn.reply)]
+        parts = [self.extend(turn.reply)]
         items = _items(turn, turn.reply)
         if not turn.reply.content and not turn.reply.calls:
             parts.append(self._enter("message"))
@@ -127,7 +129,7 @@ class ResponseStream:
         if not kind:
             return b""
         thought = kind == "reasoning"
-        text = self._said.reasoning if thought else self._said.content
+        text = self._sent.reasoning if thought else self._sent.content
         item = _reasoning(self._turn, text) if thought else _text(self._turn, text)
         place, name = self._place_of(item), "reasoning_text" if thought else "output_text"
         extra_fields = {} if thought else {"logprobs": []}
@@ -186,7 +188,7 @@ def _assistant(parts: Sequence[Body]) -> Message:
         str(thought.get("text", ""))
         for part in parts
         if part.get("type") == "reasoning"
-        for thought in wire.listed(part.get("content") or [], "content")
+        for thought in wire.object_list(part.get("content") or [], "content")
     ]
     text = "".join(wire.text(item.get("content"), "a message of the assistant") for item in texts)
     message = reply.assistant(text, calls, "".join(thoughts))

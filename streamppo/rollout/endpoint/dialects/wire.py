@@ -42,7 +42,7 @@ class Stream(Protocol):
         """The events before the first text."""
         ...
 
-    def more(self, partial: Reply) -> bytes:
+    def extend(self, partial: Reply) -> bytes:
         """The events of an unfinished turn's new text."""
         ...
 
@@ -60,7 +60,7 @@ class Dialect(Protocol):
         """Read a request. Raises `RequestRefused`."""
         ...
 
-    def whole(self, turn: Turn, model: str) -> Body:
+    def complete(self, turn: Turn, model: str) -> Body:
         """Write an ended turn."""
         ...
 
@@ -83,26 +83,26 @@ def refuse_absent(body: Body) -> None:
 
 def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
     """Raise `RequestRefused` for a request that sets a parameter to a value other than `allowed`, null or a default."""
-    given = body.get(name)
-    if given not in (None, [], {}, False, *allowed):
+    value = body.get(name)
+    if value not in (None, [], {}, False, *allowed):
         raise malformed(f"{name} is not possible here: {why}", "unusable parameter")
 
 
 def ignored(body: Body) -> tuple[str, ...]:
     """Name the sampling parameters of a request."""
-    alone = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
-    return (*(name for name in SAMPLING if body.get(name) is not None), *alone)
+    serial_calls = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
+    return (*(name for name in SAMPLING if body.get(name) is not None), *serial_calls)
 
 
 def role(item: Body, known: Mapping[str, str]) -> str:
     """Return the role of a message, as templates call it. Raises `RequestRefused` for an unknown one."""
-    given = item.get("role")
-    if not isinstance(given, str) or given not in known:
-        raise malformed(f"a message's role is one of {', '.join(known)}, not {str(given)[:100]!r}")
-    return known[given]
+    value = item.get("role")
+    if not isinstance(value, str) or value not in known:
+        raise malformed(f"a message's role is one of {', '.join(known)}, not {str(value)[:100]!r}")
+    return known[value]
 
 
-def listed(value: object, name: str) -> Sequence[Body]:
+def object_list(value: object, name: str) -> Sequence[Body]:
     """Return a list of objects. Raises `RequestRefused` for another value."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise malformed(f"{name} is a list of objects")
@@ -113,7 +113,7 @@ def text(content: object, where: str) -> str:
     """Return the text of a message's content: a text, or a list of text parts. Raises `RequestRefused`."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part(part, where) for part in listed(content, f"the content of {where}"))
+    return "".join(_part(part, where) for part in object_list(content, f"the content of {where}"))
 
 
 def _part(part: Body, where: str) -> str:
@@ -123,7 +123,7 @@ def _part(part: Body, where: str) -> str:
     raise malformed(f"the content of {where} is only text, and this has a part of the type {kind!r}")
 
 
-def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
+def call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
     """Make a tool call as chat templates take it: its arguments are values. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise malformed("a tool call has no name")
@@ -131,36 +131,36 @@ def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
         values = json_values.plain(json_values.read(arguments)) if isinstance(arguments, str) else arguments
     except ValueError:
         values = arguments
-    named = one_id if one_id is None else str(one_id)
-    return {"id": named, "type": "function", "function": {"name": name, "arguments": values or {}}}
+    id_text = call_id if call_id is None else str(call_id)
+    return {"id": id_text, "type": "function", "function": {"name": name, "arguments": values or {}}}
 
 
 def tool(name: object, description: object, parameters: object) -> dict[str, Any]:
     """Make a tool as chat templates take it. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise malformed("a tool has no name")
-    about = {"description": description} if isinstance(description, str) else {}
-    return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {}}}
+    optional = {"description": description} if isinstance(description, str) else {}
+    return {"type": "function", "function": {"name": name, **optional, "parameters": parameters or {}}}
 
 
 def most_tokens(body: Body, *names: str) -> int | None:
     """Return the first of the named bounds that is set. Raises `RequestRefused` unless it is a number above 0."""
     for name in names:
-        given = body.get(name)
-        if given is None:
+        value = body.get(name)
+        if value is None:
             continue
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise malformed(f"{name} is a number of tokens above 0, not {given!r}")
-        return given
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise malformed(f"{name} is a number of tokens above 0, not {value!r}")
+        return value
     return None
 
 
 def arguments_of(body: Body) -> Body:
     """Return the arguments of the chat template that a request gives, as vLLM and SGLang take them."""
-    given = body.get("chat_template_kwargs") or {}
-    if not isinstance(given, dict):
+    value = body.get("chat_template_kwargs") or {}
+    if not isinstance(value, dict):
         raise malformed("chat_template_kwargs are arguments by name")
-    return given
+    return value
 
 
 def event(value: object, name: str = "") -> bytes:
@@ -169,8 +169,8 @@ def event(value: object, name: str = "") -> bytes:
     return f"{head}data: {json.dumps(value)}\n\n".encode()
 
 
-def behind(seen: str, whole: str) -> str:
-    """Return the rest of `whole` after `seen`."""
+def new_text(seen: str, whole: str) -> str:
+    """Return the text of `whole` after `seen`."""
     return whole[len(seen) :] if whole.startswith(seen) else ""
 
 

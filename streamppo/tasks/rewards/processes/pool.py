@@ -68,7 +68,7 @@ class Pool(ABC):
         """Fork the initial processes."""
 
     @abstractmethod
-    async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
+    async def run(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
         """Run a call in a process. Raises `CallLost` and `Orphaned`."""
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
@@ -84,7 +84,7 @@ class Pool(ABC):
         """End every process."""
         await self._forks.close()
 
-    async def _ask(self, process: Process, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
+    async def _ask(self, process: Process, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
         """Run a call in `process`; if it exceeds its time and holds the process, end the process."""
         self._number += 1
         try:
@@ -92,7 +92,7 @@ class Pool(ABC):
                 number=self._number,
                 texts=texts,
                 columns=tuple({name: pack(value) for name, value in row.items()} for row in columns),
-                timeout_s=left_s,
+                timeout_s=remaining_s,
                 limit_s=self._config.timeout_s,
             )
             outcomes = await process.ask(call, grace_s=self._grace_s)
@@ -118,13 +118,13 @@ class _Exclusive(Pool):
         for _ in range(self._config.processes):
             self._free.put_nowait(await self._forks.fork())
 
-    async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
+    async def run(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
         process = await self._free.get()
         try:
             if process.ended:
                 process = await self._forks.fork()
                 self.respawns += 1
-            return await self._ask(process, texts, columns, left_s)
+            return await self._ask(process, texts, columns, remaining_s)
         # Also on cancellation: the process is still busy with the call, so end it.
         except BaseException:
             self._forks.end(process)
@@ -148,24 +148,24 @@ class _SharedProcess(Pool):
     async def fill(self) -> None:
         await self._current()
 
-    async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
-        while left_s > 0:
+    async def run(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
+        while remaining_s > 0:
             process = await self._current()
             begin = time.monotonic()
             try:
-                return await self._ask(process, texts, columns, left_s)
+                return await self._ask(process, texts, columns, remaining_s)
             except CallLost as lost:
-                left_s -= time.monotonic() - begin
+                remaining_s -= time.monotonic() - begin
                 if not lost.innocent:
-                    return await self._run_alone(texts, columns, left_s)
+                    return await self._run_alone(texts, columns, remaining_s)
         return (too_late(self._config.timeout_s),) * len(texts)
 
-    async def _run_alone(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
+    async def _run_alone(self, texts: Texts, columns: Columns, remaining_s: float) -> tuple[Outcome, ...]:
         """Run a call that may have ended a shared process in its own process, where it cannot end other calls."""
         async with self._alone:
             process = await self._forks.fork()
             try:
-                return await self._ask(process, texts, columns, left_s)
+                return await self._ask(process, texts, columns, remaining_s)
             except CallLost:
                 return (too_late(self._config.timeout_s),) * len(texts)
             finally:
