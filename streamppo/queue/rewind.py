@@ -1,14 +1,14 @@
 """The journal and the archive of a run as they were at an earlier version: a fork of the run continues with them.
 
-Slots below the newest one that batches before the version have:
+Slots up to those of the newest prompt that batches before the version have:
 
     in such a batch       consumed
     in a later one        open, to be sampled again in their order
     held at present       the same
     none of these         given up or skipped, as they were or came to be
 
-Slots above it open when there is room, as in the run. No trajectory waits: the run's trajectories for later updates are
-sampled again, by the weights of the version. With `max_lag = 0` there are none.
+Slots above them open when there is room, as in the run. No trajectory waits: the run's trajectories for later updates
+are sampled again, by the weights of the version. With `max_lag = 0` there are none.
 
 Example: 2 slots a batch, at version 2. Batches 0 and 1 have slots 0, 2 and 1, 5; batch 2 has 3, 6; the journal abandons
 4. Then slot 3 is open, slot 4 is abandoned, and slot 6 is not opened yet.
@@ -24,6 +24,7 @@ from typing import NamedTuple
 from streamppo import durable
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
+from streamppo.queue import resume_checks
 from streamppo.queue.rules.curriculum import RowCurriculum, resampled
 from streamppo.queue.rules.records import (
     GIVEN_UP,
@@ -127,14 +128,16 @@ def _slots(
     shape = settings_of(config).shape
     if not version:
         return Slots(0, (), (), ())
-    opened = _opened(archive, config, version, shape)
+    counters = journal.counters()
+    assert counters is not None, "it has versions"
+    opened = _opened(versions, version, counters.opened, shape)
     later = [one for one in versions.values() if one.version > version and _reaches(one, opened, shape)]
     identities = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
     identities += [slot.identity for slot in journal.slots()]
     to_come = {_number(one, shape): one for one in identities if _number(one, shape) < opened}
     endings = journal.ended_attempts(range(opened))
     attempts = {number: 0 for number in to_come}
-    if config.queue.segments is not None:
+    if any(one.queue.segments for since, one in resume_checks.configs(journal).items() if since <= version):
         # Segments of the attempts so far may be trained on: their names are taken.
         numbered_attempts = [(one.number, one.identity.attempt) for one in endings] + [
             (n, one.attempt) for n, one in to_come.items()
@@ -156,23 +159,20 @@ def _slots(
     return Slots(opened, saved, ended, journal.skipped(range(opened)))
 
 
-def _opened(archive: Archive, config: Config, version: int, shape: GroupShape) -> int:
-    """The number after the newest slot of the batches before `version`.
+def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, shape: GroupShape) -> int:
+    """The number after the slots of the newest prompt of all batches before `version`, of `most` that are opened.
 
-    That slot is in one of the last `max_lag` + 1 batches: while these are taken, more slots open than were held before.
+    Any older batch may have that prompt: with segments, or after `max_lag` was reduced, many batches may be filled by
+    what was held when it was opened.
     """
-    needed_versions = range(max(0, version - 1 - settings_of(config).max_lag), version)
-    missing = next((one for one in needed_versions if one not in archive.checksums), None)
-    if missing is not None:
-        first = min(archive.checksums, default=version)
-        earliest = first + 1 + settings_of(config).max_lag if first else 0
+    later = [one for one in versions.values() if one.version > version]
+    if gone := [one.version for one in later if one.archived is None]:
         raise JournalError(
-            f"{archive.folder}: the batch of version {missing} was not kept, and the next prompts depend on it: a "
-            f"fork can begin at version {earliest} or later"
+            f"the batch of version {gone[0] - 1} was not kept, and it has prompts that waited at version {version}: a "
+            f"fork can begin at version {gone[-1]} or later"
         )
-    numbers = [_number(one, shape) for before in needed_versions for one in _identities(archive, before)]
-    newest = max(numbers, default=-1)
-    return newest - newest % shape.unit_size + shape.unit_size
+    newest = max(one.last_prompt for one in versions.values() if one.version <= version)
+    return min(shape.slots_of(newest).stop, most)
 
 
 def _reaches(made: PublishedVersion, opened: int, shape: GroupShape) -> bool:
@@ -193,14 +193,15 @@ def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
     shape = settings_of(config).shape
     given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in open_numbers})
     given_up += len(slots.skipped) * shape.unit_size
+    # All slots and segments that are not open have ended. Older endings may be forgotten.
+    ended = slots.opened - len(open_numbers)
     consumed = rewound.trajectories
-    # Without segments it is 0. Otherwise those that were trained on, also of slots that are open again.
-    cut = consumed - (slots.opened - len(open_numbers) - given_up)
+    cut = max(0, consumed + given_up - ended)
     return Counters(
         shape=shape,
         version=rewound.version,
         opened=slots.opened,
-        abandoned=given_up,
+        abandoned=ended + cut - consumed,
         counts={"stored": consumed, "consumed": consumed, "cut": cut, "skipped_prompts": len(slots.skipped)},
         tokens={"delivered": rewound.tokens, "consumed": rewound.tokens},
         dropped={},

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -37,8 +37,10 @@ from streamppo.learner.checkpoint.distcp import METADATA
 from streamppo.queue import resume_checks, rewind
 from streamppo.queue.rewind import Rewound
 from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import Line
+from streamppo.types import encode
 
 WAITS = "Interrupted: a fork that was not resumed yet"
 """The end of its lines, so that it does not count as a killed run."""
@@ -157,6 +159,7 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
         folder = aside.parent / (config.name if number == 1 else f"{config.name}-{number}")
         named = _with_reward(past.run, structs.replace(config, name=folder.name), aside, folder)
         configfile.save(named, aside)
+        _configure(past, named, aside)
         if not _claim(aside, folder):
             if taken_is_error:
                 raise ConfigError(f"{folder}: already exists; choose another --name")
@@ -167,6 +170,13 @@ def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) ->
             consent.give(folder, agreed)
         return folder
     raise AssertionError("numbers do not end")
+
+
+def _configure(past: Past, config: Config, aside: Path) -> None:
+    """Record that `config` holds from the version on, if it is not the run's there."""
+    if diff.differ(past.history.at(past.version), config):
+        with closing(Journal(aside / "journal.sqlite")) as journal:
+            journal.configure(past.version, encode(config))
 
 
 def _claim(aside: Path, folder: Path) -> bool:

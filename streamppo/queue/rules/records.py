@@ -157,7 +157,8 @@ class ArchivedBatch(WireStruct, frozen=True):
 class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
     """A published version: its weights' digest, and the archived batch that made it; version 0 has none.
 
-    The journal adds the `link` (store/chain.py). `forgotten` is the digest of a batch that is no longer kept.
+    The journal adds the `link` (store/chain.py). `forgotten` is the digest of a batch that is no longer kept, and
+    `newest_prompt` its largest prompt number.
     """
 
     version: int
@@ -165,6 +166,12 @@ class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
     archived: ArchivedBatch | None
     link: str = ""
     forgotten: str = ""
+    newest_prompt: int = -1
+
+    @property
+    def last_prompt(self) -> int:
+        """The largest prompt number of the batch that made it; -1 for version 0."""
+        return self.archived.last_prompt if self.archived else self.newest_prompt
 
     @property
     def batch_digest(self) -> str:

@@ -243,13 +243,13 @@ class Journal(Database):
             for version in self.versions().values()
             if version.archived is not None and version.version <= before
         ]
-        rows = [
-            (
-                version.version,
-                *with_checksum(msgspec.structs.replace(version, archived=None, forgotten=version.batch_digest)),
+        forgotten = [
+            msgspec.structs.replace(
+                version, archived=None, forgotten=version.batch_digest, newest_prompt=version.last_prompt
             )
             for version in versions
         ]
+        rows = [(version.version, *with_checksum(version)) for version in forgotten]
         with self._numbered_transaction() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
             db.execute("delete from ended where number < ?", (first_slot,))

@@ -90,8 +90,8 @@ def test_a_fork_at_any_version_has_the_evaluations_so_far_and_is_as_recorded(exa
             answers = {"accuracy": 0.5, "count": 8, "failed": 0, "versions": [version, version]}
             lines.append({"evaluation": version, "wall_s": line["wall_s"] + 1e-6, **answers})
     (run / metrics_file.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for at in (2, 3):
-        fork = Path(forked(run, at, runs=tmp_path / "runs")["folder"])
+    for at, changes in (2, ()), (3, ("--set", "learner.lr=3e-3", "queue.batch_size=8")):
+        fork = Path(forked(run, at, *changes, runs=tmp_path / "runs")["folder"])
         evaluated = {line["evaluation"] for line in metrics_file.read(fork) if "evaluation" in line}
         assert evaluated == set(range(1, at + 1))
         assert verify.check(fork, 0).faults == []
@@ -118,6 +118,7 @@ def test_a_fork_has_the_configuration_that_held_at_its_version(exact: Path, tmp_
         its, wanted = (diff.fields(one) for one in (configfile.load(fork / configfile.CONFIG), config))
         differ = {name for name in wanted if its.get(name) != wanted[name] and name.partition(".")[0] not in places}
         assert not differ, version
+        assert verify.check(fork, 0).faults == []
     assert verify.check(run, 0).faults == [] and replay_case.succeeds(run)
 
 
