@@ -50,7 +50,8 @@ def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Con
     """The version at which one run was forked from the other, or both from a third; None for runs without a common
     past.
 
-    Runs with the same first model, task and seed are compared from the newest version that both have.
+    Both may have been forked: the later fork is where they part if they have the same weights there. Other runs with
+    the same first model, task and seed are compared from the newest version that both have.
     """
     ours, theirs = configs
     if ours.task != theirs.task or ours.seed != theirs.seed:
@@ -58,7 +59,7 @@ def common_version(first_run: Path, second_run: Path, configs: tuple[Config, Con
     first_digests, second_digests = _digests(first_run), _digests(second_run)
     same = {version for version, digest in first_digests.items() if second_digests.get(version) == digest}
     origins = {found.version for found in (ours.origin, theirs.origin) if found and found.version in same}
-    return min(origins, default=max(same, default=None))
+    return max(origins, default=max(same, default=None))
 
 
 def differences(first_run: Path, second_run: Path, version: int) -> list[PairedDifference]:

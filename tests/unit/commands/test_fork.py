@@ -17,6 +17,7 @@ from streamppo import cli
 from streamppo.commands.look import verify
 from streamppo.config import diff
 from streamppo.config import file as configfile
+from streamppo.queue import pairs
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
@@ -255,6 +256,12 @@ def test_a_run_and_its_fork_are_compared_prompt_by_prompt_from_where_they_part(
     assert told["rows"][0]["error"] == pytest.approx(statistics.stdev(paired) / 4)
     found = streamppo.open(fork).difference(streamppo.open(exact))
     assert found and found.rows[0].difference == told["rows"][0]["difference"]
+    # A fork of the fork parts from it later, and from the run where the fork did.
+    again = Path(forked(fork, 4, "--set", "learner.lr=1e-2", runs=tmp_path)["folder"])
+    configs = {run: configfile.load(run / configfile.CONFIG) for run in (exact, fork, again)}
+    for other, version in ((fork, 4), (exact, 2)):
+        assert pairs.common_version(other, again, (configs[other], configs[again])) == version
+        assert pairs.common_version(again, other, (configs[again], configs[other])) == version
 
 
 def rewards(run: Path, versions: Iterable[int]) -> dict[int, float]:
