@@ -26,7 +26,7 @@ from benchmarks.lib.runs import Goal, ended, machine, table, told
 from streamppo.commands.plan import measured, plan, proposals
 from streamppo.commands.plan.simulation import skipped
 from streamppo.config import file as configfile
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.telemetry import metrics_file as lines
 
 CONFIG = Path(__file__).parents[2] / "configs" / "math.toml"
@@ -127,7 +127,7 @@ def _run(folder: Path, name: str, case: Case, models: Path) -> None:
                     sys.exit(f"{name} made no update: {log}")
                 time.sleep(0.5)
             time.sleep(SECONDS)
-            wanted = skipped(settings_of(configfile.load(folder / name / configfile.CONFIG))) + LEAST
+            wanted = skipped(queue_settings(configfile.load(folder / name / configfile.CONFIG))) + LEAST
             while len(lines.updates(folder / name)) < wanted and time.monotonic() - began < LONGEST_S:
                 time.sleep(1.0)
     print(name, json.dumps(case), len(lines.updates(folder / name)), "updates", flush=True)

@@ -49,9 +49,9 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.model import tiny
-from streamppo.queue.rules.curriculum import why_no_signal
+from streamppo.queue.rules.curriculum import no_signal_reason
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.rules.state import QueueState, queue_settings
 from streamppo.types import Ticket, Trajectory
 
 EVERY = 10
@@ -123,7 +123,7 @@ async def measure(config: Config, model: Path) -> Mapping[str, Any]:
     """Sample, update and swap in turns; count the completions before each evaluation."""
     began = time.monotonic()
     made = await world.build(config, model, slots=256, max_total_tokens=config.rollout.max_tokens + 80)
-    rules, calls = QueueRules(settings_of(config), QueueState()), count()
+    rules, calls = QueueRules(queue_settings(config), QueueState()), count()
     if rules.curriculum is not None:
         rules.curriculum.map_rows(made.task.row_numbers())
     accuracies, completions, silent = [await world.accuracy(made)], [0], list[float]()
@@ -160,7 +160,7 @@ async def sample(made: world.World, tickets: Sequence[Ticket], version: int) -> 
 def _share_without_signal(trajectories: Sequence[Trajectory], config: Config) -> float:
     size = config.queue.samples_per_prompt
     groups = [trajectories[at : at + size] for at in range(0, len(trajectories), size)]
-    return sum(why_no_signal(group, config.algorithm.resample) is not None for group in groups) / len(groups)
+    return sum(no_signal_reason(group, config.algorithm.resample) is not None for group in groups) / len(groups)
 
 
 def reached(row: Row) -> int:

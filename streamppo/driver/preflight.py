@@ -10,7 +10,7 @@ from streamppo.driver import inputs
 from streamppo.errors import CheckpointError
 from streamppo.learner.checkpoint import remote
 from streamppo.queue import resume_checks
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.journal import Journal
 
@@ -41,10 +41,10 @@ def _verify_journal(config: Config, folder: Path) -> None:
     try:
         before, counters = resume_checks.newest_config(journal), journal.counters()
         if counters is not None:
-            snapshot.refuse_other_shape(settings_of(config), counters, journal.path)
+            snapshot.refuse_other_shape(queue_settings(config), counters, journal.path)
     finally:
         journal.close()
-    resume_checks.refuse_other(before, config)
+    resume_checks.refuse_changed_settings(before, config)
     if before is not None:
         resume_checks.refuse_without_shards(folder, config)
 

@@ -22,7 +22,7 @@ from streamppo.errors import JournalError, RunError
 from streamppo.queue import attempts as queue_attempts
 from streamppo.queue import pairs, report
 from streamppo.queue.pairs import PairedDifference
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.store import archive, snapshot
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
@@ -198,7 +198,7 @@ def read_counters(config: Config, folder: Path, notes: list[str]) -> tuple[Queue
 
 def _counters(config: Config, journal: Journal) -> QueueReport | None:
     saved = journal.read()
-    return None if saved is None else report.report(snapshot.rebuild(settings_of(config), saved, journal.path))
+    return None if saved is None else report.report(snapshot.rebuild_state(queue_settings(config), saved, journal.path))
 
 
 def _failures(journal: Journal) -> list[NamedNumber]:

@@ -233,7 +233,7 @@ class Stages:
                 self.note_restart(RunStage.QUEUE, "the queue died and was rebuilt from its journal")
             self._follow_queue(another)
 
-        self.calls.watch(self.queue.another_life.remote(life), RunStage.QUEUE, follow)
+        self.calls.watch(self.queue.new_process_id.remote(life), RunStage.QUEUE, follow)
 
     def _follow_shard(self, number: int, life: str) -> None:
         """Record a restart for each new process of one shard of the queue."""
@@ -245,7 +245,7 @@ class Stages:
                 )
             self._follow_shard(number, another)
 
-        self.calls.watch(self._shards[number].another_life.remote(life), RunStage.QUEUE, follow)
+        self.calls.watch(self._shards[number].new_process_id.remote(life), RunStage.QUEUE, follow)
 
     def _replace_dead(self, name: str, error: RayActorError) -> None:
         """Replace a rollout actor. Raises `LearnerLost` for a rank, `RunError` for a queue that cannot be rebuilt."""

@@ -103,7 +103,7 @@ class Rank:
         mesh = device.mesh_of(place.type, chosen.mesh)
         learner = self._built = self._load(model_path, mesh, resume_from)
         device.expect(device.UPDATE, mesh, *learner.policy.slices.groups())
-        life = ray.get(self._queue.another_life.remote(""))
+        life = ray.get(self._queue.new_process_id.remote(""))
         Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
         learner.push()
         self._fetcher.start(learner.version, learner.own_rows)
@@ -222,7 +222,7 @@ class Rank:
     def _follow_queue(self, life: str, learner: "Learner") -> None:
         """Push the weights again after each restart of the queue, which loses them."""
         while True:
-            life = ray.get(self._queue.another_life.remote(life))
+            life = ray.get(self._queue.new_process_id.remote(life))
             learner.pusher.republish()
 
 

@@ -38,13 +38,13 @@ from streamppo.queue.replication import standby
 from streamppo.queue.rules.records import ArchivedBatch, PublishedVersion
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import TrajectoryRecord
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.shards import batch_refs
-from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
+from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put
 from streamppo.queue.shards.shards import Shards
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive, checksums
-from streamppo.queue.token_limits import limits_of
+from streamppo.queue.token_limits import read_token_limits
 from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.tasks.order import RowNumbers
 from streamppo.types import Batch, Failure, Identity, Push, TokenRecord, Trajectory, decode, encode
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 PushedRefs: TypeAlias = "tuple[bytes, list[BucketRef]]"
 """An encoded `Push` and the references of its buckets."""
 POLL_S = 5.0
-"""A long poll returns empty after this many seconds, so that no dead caller waits here forever."""
+"""A long poll returns empty after this many seconds, so that no dead caller waits forever."""
 
 
 class QueueActor(ArchivedRuns):
@@ -76,39 +76,39 @@ class QueueActor(ArchivedRuns):
         self.config = decode(config, Config)
         self._model_path = model_path
         resume_checks.refuse_without_journal(Path(run))
-        self._journal = standby.journal_of(Path(run), self.config)
+        self._journal = standby.open_journal(Path(run), self.config)
         self._journal.fence()
-        settings = settings_of(self.config)
-        self._queue = QueueRules(settings, snapshot.read(settings, self._journal))
-        self._made = self._journal.versions()
-        self._archive = Archive(Path(run) / "archive", checksums(self._made.values()))
+        settings = queue_settings(self.config)
+        self._queue = QueueRules(settings, snapshot.read_state(settings, self._journal))
+        self._published = self._journal.versions()
+        self._archive = Archive(Path(run) / "archive", checksums(self._published.values()))
         self._archive.sweep()
         self._archiving: dict[int, asyncio.Task[ArchivedBatch]] = {}
         self._ledger = Ledger[PushedRefs]()
-        self._joining = ShareCollector(self._publish)
+        self._shares = ShareCollector(self._publish)
         self._learner = 0
         self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
         self._versions = VersionWaiters()
-        self._handout, self._shards = Handout(put), shards(self.config)
-        self._commits = Commits(self._queue, self._write_down, self._drop, self._first_prompt)
+        self._refs, self._shards = BatchRefs(put), shards(self.config)
+        self._commits = Commits(self._queue, self._write_transaction, self._drop_from_shards, self._first_prompt)
         self._polls = Polls(POLL_S)
-        self._heard: dict[str, float] = {}
-        self._life = uuid4().hex
+        self._last_call_s: dict[str, float] = {}
+        self._process_id = uuid4().hex
         process.freeze_gc()
 
     # --- the driver's side -----------------------------------------------------------------------------------
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """Start with a new driver whose learner starts at `version`; no actor samples yet. Returns the newest version.
+        """Begin with a new driver, whose learner starts at `version`; no actor samples yet. Returns the newest version.
 
         The learner redoes the versions between the two, each under its original configuration. Raises
         `CheckpointError` if the new configuration changes a setting that is fixed for the run.
         """
-        self._queue.lost_all()
-        self._tickets.lost_all()
+        self._queue.reopen_all()
+        self._tickets.clear()
         before, newest = resume_checks.newest_config(self._journal), self._queue.state.version
-        resume_checks.refuse_other(before, self.config)
+        resume_checks.refuse_changed_settings(before, self.config)
         if version < newest:
             log.info("versions %d to %d are redone, as first configured", version + 1, newest)
         if before is None or differ(before, self.config):
@@ -117,17 +117,17 @@ class QueueActor(ArchivedRuns):
         return self._queue.state.version
 
     @ray.method
-    async def another_life(self, known: str) -> str:
-        """The name of this process, once it differs from `known`; callers detect a restart this way."""
-        while self._life == known:
+    async def new_process_id(self, known: str) -> str:
+        """The id of this process, once it differs from `known`: by it callers detect a restart."""
+        while self._process_id == known:
             await asyncio.sleep(POLL_S)
-        return self._life
+        return self._process_id
 
     @ray.method
     async def silent(self, actors: list[str], limit_s: float) -> list[str]:
         """Those of `actors` that have not called for more than `limit_s` seconds."""
         present = time.monotonic()
-        return [actor for actor in actors if present - self._heard.setdefault(actor, present) > limit_s]
+        return [actor for actor in actors if present - self._last_call_s.setdefault(actor, present) > limit_s]
 
     @ray.method
     async def lost(self, actor: str) -> None:
@@ -147,14 +147,14 @@ class QueueActor(ArchivedRuns):
     async def forget(self, before: int) -> None:
         """Drop the archived batches of versions below `before`, and the endings of older attempts."""
         archived = [
-            version.archived for version in self._made.values() if version.archived and version.version > before
+            version.archived for version in self._published.values() if version.archived and version.version > before
         ]
         if len(archived) == len(self._archive.checksums):
             return
         samples = self._queue.settings.samples_per_prompt
         first_held = self._queue.state.first_prompt(samples)
         first_slot = min([first_held, *(batch.first_prompt for batch in archived)]) * samples
-        async with self._commits.alone:
+        async with self._commits.write_lock:
             await asyncio.to_thread(self._journal.forget, before, first_slot)
         await asyncio.to_thread(self._archive.drop, before)
 
@@ -178,7 +178,7 @@ class QueueActor(ArchivedRuns):
         The engine may swap while the call waits: `weights_after` then reports its new version, which may admit more
         slots. An actor increments `call` after it has received tickets; a repeated `call` gets the same tickets.
         """
-        self._hear(actor, engine_version)
+        self._note_call(actor, engine_version)
         try:
             async with self._polls.bound_wait():
                 tickets = await self._tickets.tickets(actor, engine_version, limit, call)
@@ -197,7 +197,7 @@ class QueueActor(ArchivedRuns):
     @ray.method
     async def beat(self, actor: str) -> int:
         """Record a heartbeat of `actor`. Returns the number of actors that sample."""
-        self._heard[actor] = time.monotonic()
+        self._last_call_s[actor] = time.monotonic()
         return len(self._queue.state.issued)
 
     @ray.method
@@ -218,12 +218,12 @@ class QueueActor(ArchivedRuns):
         `trajectories` are records. The other arguments are those of `issue`: this returns the tickets that are
         available and never waits, so that both take one call and one transaction.
         """
-        self._heard[actor] = time.monotonic()
+        self._last_call_s[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
-            self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
+            self._queue.limits = await asyncio.to_thread(read_token_limits, self.config, self._model_path)
         try:
             self._store(actor, cut_for, trajectories, failures)
-            tickets = self._tickets.at_once(actor, engine_version, limit, call) if limit else ()
+            tickets = self._tickets.available(actor, engine_version, limit, call) if limit else ()
         finally:
             # Commit also when TooManyFailures is raised: the dead letters with its reasons are kept.
             await self._commits.commit()
@@ -235,7 +235,7 @@ class QueueActor(ArchivedRuns):
 
         Waits until there is a version above `version`, the engine's own; returns an empty list after a timeout.
         """
-        self._hear(actor, version)
+        self._note_call(actor, version)
         if (newest := self._newest()) is None or newest <= version:
             with suppress(TimeoutError):
                 async with self._polls.bound_wait():
@@ -252,19 +252,19 @@ class QueueActor(ArchivedRuns):
 
         A batch that one rank received before `stop` is given to all ranks. A consumed batch comes from the archive.
         """
-        return await self._hand_out(version, lambda read: self._handout.batch(version, read), self._shards.take)
+        return await self._batch_refs(version, lambda read: self._refs.batch(version, read), self._shards.take)
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
         """As `take`, for the outline of the batch: for a rank that reads only some of its rows."""
-        return await self._hand_out(version, lambda read: self._handout.outline(version, read), self._shards.outline)
+        return await self._batch_refs(version, lambda read: self._refs.outline(version, read), self._shards.outline)
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
         """As `take`, for the token ids of the batch's trajectories at `rows` (int32)."""
-        return await self._hand_out(
+        return await self._batch_refs(
             version,
-            lambda read: self._handout.tokens(version, rows, read),
+            lambda read: self._refs.tokens(version, rows, read),
             lambda batch: self._shards.tokens(batch, rows),
         )
 
@@ -283,8 +283,8 @@ class QueueActor(ArchivedRuns):
         if learner > self._learner:
             # The buckets of a dead learner are lost with its process.
             self._learner, self._ledger = learner, Ledger[PushedRefs]()
-            self._joining = ShareCollector(self._publish)
-        return encode(await self._joining.result(share))
+            self._shares = ShareCollector(self._publish)
+        return encode(await self._shares.result(share))
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
@@ -302,16 +302,18 @@ class QueueActor(ArchivedRuns):
             self._serve()
 
     async def _publish(self, share: "RankShare[BucketRef]") -> PublishReply:
-        described, refs, learned = share
-        version, digest, ledger = described.version, described.digest, self._ledger
-        archived = await self._archive_of(version - 1, learned) if version and version not in self._made else None
-        published = self._made.get(version)
+        push, refs, learned = share
+        version, digest, ledger = push.version, push.digest, self._ledger
+        archived = (
+            await self._archive_batch(version - 1, learned) if version and version not in self._published else None
+        )
+        published = self._published.get(version)
         if published is None:
-            consumed = _names(self._queue.leased_batch(version - 1)) if version else []
-            self._queue.publish(version, described.admitted_lag)
+            consumed = _identities(self._queue.leased_batch(version - 1)) if version else []
+            self._queue.publish(version, push.admitted_lag)
             self._serve()
-            self._made[version] = PublishedVersion(version=version, digest=digest, archived=archived)
-            self._commits.publish(self._made[version], consumed)
+            self._published[version] = PublishedVersion(version=version, digest=digest, archived=archived)
+            self._commits.publish(self._published[version], consumed)
             self._archiving.pop(version - 1, None)
         elif published.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
             raise Diverged(
@@ -319,7 +321,7 @@ class QueueActor(ArchivedRuns):
                 f"{published.digest[:12]}): {DIVERGENCE_CAUSES}"
             )
         await self._commits.commit()
-        ledger.publish(described, (encode(described), refs))
+        ledger.publish(push, (encode(push), refs))
         if (newest := self._newest()) is not None:
             self._versions.wake(newest)
         return ledger.reply_to(digest)
@@ -329,67 +331,70 @@ class QueueActor(ArchivedRuns):
         newest = self._ledger.newest
         return newest if newest is not None and newest >= self._queue.state.version else None
 
-    async def _hand_out(
+    async def _batch_refs(
         self,
         version: int,
-        whole: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
-        by_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
+        from_queue: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
+        from_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
     ) -> list[BatchRef] | None:
-        """Wait for a batch and return its references, from `whole` (called with a reader of it) or from `by_shards`.
+        """Wait for a batch and return its references, from the queue (by a reader of the batch) or from the shards.
 
         None after `stop`.
         """
         if version < self._queue.state.version:
             # The archive's files get their names in the transaction that records their version.
             await self._commits.commit()
-            return [await whole(lambda: self._archive.batch(version))]
+            return [await from_queue(lambda: self._archive.batch(version))]
         future = self._batches.batch(version)
         # The take may have reopened slots of stale trajectories.
         self._tickets.serve()
         if (batch := await asyncio.shield(future)) is None:
             return None
         await self._commits.commit()
-        return await by_shards(batch) if self._shards else [await whole(lambda: batch)]
+        return await from_shards(batch) if self._shards else [await from_queue(lambda: batch)]
 
     def _serve(self) -> None:
         """Serve the waiting callers after a change; batches first, because taking one may reopen slots."""
         self._batches.serve()
         self._tickets.serve()
 
-    def _write_down(self, one: Transaction) -> None:
+    def _write_transaction(self, transaction: Transaction) -> None:
         """Write a transaction; the archive's files get their names within it."""
-        self._journal.write(one.changes, one.made, self._archive.settle)
+        self._journal.write(transaction.changes, transaction.versions, self._archive.settle)
 
     def _first_prompt(self) -> int:
         """The first prompt whose trajectories the shards must keep; 0 without shards."""
         return self._queue.state.first_prompt(self._queue.settings.samples_per_prompt) if self._shards else 0
 
-    def _drop(self, one: Transaction) -> None:
+    def _drop_from_shards(self, transaction: Transaction) -> None:
         """Have the shards drop the trajectories that a transaction has consumed or ended."""
-        if self._shards and (one.consumed or one.changes.ended):
-            self._shards.drop([*one.consumed, *(ended.identity for ended in one.changes.ended)], one.horizon)
+        consumed, ended = transaction.consumed, transaction.changes.ended
+        if self._shards and (consumed or ended):
+            self._shards.drop([*consumed, *(attempt.identity for attempt in ended)], transaction.horizon)
 
-    async def _archive_of(self, version: int, learned: EncodedRecord) -> ArchivedBatch:
+    async def _archive_batch(self, version: int, learned: EncodedRecord) -> ArchivedBatch:
         """Write a leased batch to the archive, once; after a failure the next call tries again."""
         if version not in self._archiving:
-            self._archiving[version] = asyncio.create_task(self._write(self._queue.leased_batch(version), learned))
+            self._archiving[version] = asyncio.create_task(
+                self._write_batch(self._queue.leased_batch(version), learned)
+            )
         task = self._archiving[version]
         await asyncio.wait([task])
         if task.exception() is not None and self._archiving.get(version) is task:
             del self._archiving[version]
         return task.result()
 
-    async def _write(self, batch: Batch, learned: EncodedRecord) -> ArchivedBatch:
+    async def _write_batch(self, batch: Batch, learned: EncodedRecord) -> ArchivedBatch:
         if self._shards:
             refs = [] if isinstance(learned, bytes) else learned
             return self._archive.gather(batch.version, await self._shards.archive(batch, refs))
         numbers = decode(learned, TokenRecord) if isinstance(learned, bytes) and learned else TokenRecord()
         return await asyncio.to_thread(self._archive.write, batch, numbers)
 
-    def _hear(self, actor: str, engine_version: int) -> None:
-        self._heard[actor] = time.monotonic()
-        self._tickets.hear(actor, engine_version)
+    def _note_call(self, actor: str, engine_version: int) -> None:
+        self._last_call_s[actor] = time.monotonic()
+        self._tickets.note_version(actor, engine_version)
 
 
-def _names(batch: Batch) -> list[Identity]:
+def _identities(batch: Batch) -> list[Identity]:
     return [trajectory.identity for trajectory in batch.trajectories]

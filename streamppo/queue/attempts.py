@@ -26,7 +26,7 @@ def table(run: Path, config: Config, lines: Iterable[Line]) -> AttemptTable:
     versions = archive.versions()
     chosen = versions[:: -(-len(versions) // MOST_BATCHES) or 1]
     clock = _Clock(lines)
-    all_attempts = [_ended(one, clock) for one in ended]
+    all_attempts = [_ended(attempt, clock) for attempt in ended]
     for version in chosen:
         all_attempts += _trained(archive.batch(version), clock)
     return attempts.table(

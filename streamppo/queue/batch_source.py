@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorProxy
 
 from streamppo.queue.shards import batch_refs
-from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
+from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put
 from streamppo.queue.store import archive
 from streamppo.types import Push, decode, encode
 from streamppo.weights.ledger import PublishReply
@@ -59,8 +59,8 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
-    async def another_life(self, known: str) -> str:
-        """Return the name of this process, once it differs from `known`."""
+    async def new_process_id(self, known: str) -> str:
+        """Return the id of this process, once it differs from `known`."""
         ...
 
     @ray.method
@@ -107,37 +107,37 @@ class ArchiveSource(ArchivedRuns):
 
     def __init__(self, run: str, put: Put = batch_refs.put) -> None:
         self._archive = archive.open(Path(run))
-        self._handout = Handout(put)
+        self._refs = BatchRefs(put)
         self._digests: dict[int, str] = {}
-        self._joining = ShareCollector(self._publish)
+        self._shares = ShareCollector(self._publish)
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
         """The batch that the run trained on from `version`."""
-        return [await self._handout.batch(version, lambda: self._archive.batch(version))]
+        return [await self._refs.batch(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def outline(self, version: int) -> "list[BatchRef] | None":
         """The outline of the batch that the run trained on from `version`."""
-        return [await self._handout.outline(version, lambda: self._archive.batch(version))]
+        return [await self._refs.outline(version, lambda: self._archive.batch(version))]
 
     @ray.method
     async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
         """The token ids of the batch's trajectories at `rows` (int32)."""
-        return [await self._handout.tokens(version, rows, lambda: self._archive.batch(version))]
+        return [await self._refs.tokens(version, rows, lambda: self._archive.batch(version))]
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: EncodedRecord, learner: int) -> bytes:
         """Keep the digest of a version and discard its weights. Returns a `PublishReply`."""
-        return encode(await self._joining.result(RankShare(decode(push, Push), refs, learned)))
+        return encode(await self._shares.result(RankShare(decode(push, Push), refs, learned)))
 
-    async def _publish(self, whole: "RankShare[BucketRef]") -> PublishReply:
-        digest = self._digests[whole.push.version] = whole.push.digest
-        return PublishReply(digest=digest, whole=whole.push.version, wants_whole=True)
+    async def _publish(self, share: "RankShare[BucketRef]") -> PublishReply:
+        digest = self._digests[share.push.version] = share.push.digest
+        return PublishReply(digest=digest, whole=share.push.version, wants_whole=True)
 
     @ray.method
-    async def another_life(self, known: str) -> str:
-        """The constant name of this process; a caller that knows it waits forever."""
+    async def new_process_id(self, known: str) -> str:
+        """The constant id of this process; a caller that knows it waits forever."""
         if known:
             await asyncio.Event().wait()
         return "only"

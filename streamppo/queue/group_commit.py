@@ -19,13 +19,13 @@ from streamppo.types import Identity
 
 
 class Transaction(NamedTuple):
-    """Changes, the versions `made` among them, and the trajectories that these versions consumed.
+    """Changes, the published `versions` among them, and the trajectories that these versions consumed.
 
     `horizon` is taken when the changes are drained: later changes are not in the journal and may be lost in a crash.
     """
 
     changes: Changes
-    made: Sequence[PublishedVersion]
+    versions: Sequence[PublishedVersion]
     consumed: Sequence[Identity]
     horizon: int
 
@@ -40,44 +40,44 @@ class Commits:
         written: Callable[[Transaction], None],
         horizon: Callable[[], int] = int,
     ) -> None:
-        self._rules, self._write, self._then, self._horizon = rules, write, written, horizon
-        self._made: list[PublishedVersion] = []
+        self._rules, self._write, self._on_written, self._horizon = rules, write, written, horizon
+        self._versions: list[PublishedVersion] = []
         self._consumed: list[Identity] = []
-        self._asked = self._written = 0
-        self.alone = asyncio.Lock()
+        self._requested = self._written = 0
+        self.write_lock = asyncio.Lock()
         """Held while the journal is written."""
         self._broken: JournalError | None = None
-        self._nothing: Changes | None = None
-        """The drained changes if nothing has changed since the last transaction: only the counters."""
+        self._counters_only: Changes | None = None
+        """The drained changes without a change since the last transaction: the counters alone."""
 
-    def publish(self, made: PublishedVersion, consumed: Sequence[Identity]) -> None:
-        """Add to the next transaction the version `made` and the trajectories that it consumed."""
-        self._made.append(made)
+    def publish(self, version: PublishedVersion, consumed: Sequence[Identity]) -> None:
+        """Add to the next transaction a published version and the trajectories that it consumed."""
+        self._versions.append(version)
         self._consumed += consumed
 
     async def commit(self) -> None:
         """Return when all changes so far are in the journal. Raises `JournalError` if writing them fails."""
-        self._asked += 1
-        request = self._asked
-        async with self.alone:
+        self._requested += 1
+        request = self._requested
+        async with self.write_lock:
             if self._broken is not None:
                 raise self._broken
             if self._written >= request:
                 return
-            upto, transaction = self._asked, self._drain()
-            if transaction.changes == self._nothing and not transaction.made:
-                self._written = upto
+            last_request, transaction = self._requested, self._drain()
+            if transaction.changes == self._counters_only and not transaction.versions:
+                self._written = last_request
                 return
             try:
                 await asyncio.to_thread(self._write, transaction)
             except JournalError as error:
                 self._broken = error
                 raise
-            self._written, self._nothing = upto, Changes(transaction.changes.counters)
-        self._then(transaction)
+            self._written, self._counters_only = last_request, Changes(transaction.changes.counters)
+        self._on_written(transaction)
 
     def _drain(self) -> Transaction:
-        versions, self._made = self._made, []
+        versions, self._versions = self._versions, []
         consumed, self._consumed = self._consumed, []
         return Transaction(
             snapshot.take_changes(self._rules.settings, self._rules.state), versions, consumed, self._horizon()

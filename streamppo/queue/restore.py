@@ -19,17 +19,17 @@ from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RU
 from streamppo.queue.replication.standby import (
     BASE,
     DIGITS,
-    FILES,
+    RUN_FILES,
     ConfigureEntry,
-    CopiedBodies,
+    CopiedTrajectoryStore,
     Entry,
     ForgetEntry,
     WriteEntry,
-    copy_name,
-    crc,
-    is_of_journal,
-    number_of,
-    token_of,
+    archive_copy_name,
+    claim_token,
+    file_crc,
+    is_journal_copy,
+    transaction_number,
 )
 from streamppo.queue.shards import shards
 from streamppo.queue.store.archive import Archive, checksums
@@ -49,7 +49,7 @@ def restore(address: str, run: Path) -> None:
     if run.exists():
         raise CheckpointError(f"{run}: exists; name a folder that does not")
     source = Store(address)
-    if earlier := set(FILES).intersection(source.names(RUN)):
+    if earlier := set(RUN_FILES).intersection(source.names(RUN)):
         raise CheckpointError(
             f"{source.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo: "
             "only that version can restore it"
@@ -88,7 +88,7 @@ def _restore_archive(remote: Store, archive: Path, journal: Journal) -> None:
     """Fetch the files of every archived batch and rename each copy to its name in the archive."""
     for version, files in checksums(journal.versions().values()).items():
         for path, checksum in zip(Archive(archive, {}).paths(version, len(files)), files, strict=True):
-            name = copy_name(path, checksum)
+            name = archive_copy_name(path, checksum)
             remote.fetch(ARCHIVE, name, archive)
             with durable.naming(path, JournalError):
                 durable.rename(archive / name, path)
@@ -99,8 +99,8 @@ def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> N
 
     Without an intact copy of the configuration, the newest one in the journal is saved.
     """
-    for file in FILES:
-        if (content := _newest_whole(remote, folder, file)) is not None:
+    for file in RUN_FILES:
+        if (content := _newest_intact(remote, folder, file)) is not None:
             with durable.naming(run / file, CheckpointError):
                 durable.write(run / file, content)
     config = resume_checks.newest_config(journal)
@@ -109,9 +109,9 @@ def _restore_files(remote: Store, folder: str, run: Path, journal: Journal) -> N
         configfile.save(config, run)
 
 
-def _newest_whole(remote: Store, folder: str, file: str) -> bytes | None:
-    named = [name for name in remote.names(folder) if name.startswith(f"{file}.")]
-    for name in sorted(named, reverse=True):
+def _newest_intact(remote: Store, folder: str, file: str) -> bytes | None:
+    copies_of_file = [name for name in remote.names(folder) if name.startswith(f"{file}.")]
+    for name in sorted(copies_of_file, reverse=True):
         content = remote.read(folder, name)
         if name.endswith(f"-{crc32(content):08x}"):
             return content
@@ -123,14 +123,15 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
 
     Returns the journal, and the token of the claim under which both were written.
     """
-    names, claims = list(filter(is_of_journal, remote.names(folder))), remote.names(owner.OWNERS)
+    names, claims = list(filter(is_journal_copy, remote.names(folder))), remote.names(owner.OWNERS)
     bases = [name for name in names if name.endswith(BASE)]
-    # Copies of the folder that claimed the address last are tried first; it may have copied nothing yet.
-    bases.sort(key=lambda base: token_of(base) == owner.newest(claims))
+    # The last one is tried first: a copy of the newest claim of the address, if it has one.
+    bases.sort(key=lambda base: claim_token(base) == owner.newest(claims))
     journal, token = _restore_base(remote, folder, bases, run)
-    by_it = [name for name in names if not name.endswith(BASE) and token_of(name) == token]
-    for name, entry in _read_transactions(remote, folder, [name for name in by_it if number_of(name) > journal.number]):
-        if number_of(name) != journal.number + 1:
+    claimed = [name for name in names if not name.endswith(BASE) and claim_token(name) == token]
+    later = [name for name in claimed if transaction_number(name) > journal.number]
+    for name, entry in _read_transactions(remote, folder, later):
+        if transaction_number(name) != journal.number + 1:
             raise JournalError(f"{remote.address}/{folder}: transaction {journal.number + 1} is missing")
         _repeat(journal, entry)
     return journal, token
@@ -139,7 +140,7 @@ def _restore_journal(remote: Store, folder: str, run: Path) -> tuple[Journal, st
 def _read_transactions(remote: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
     """Read transactions; the last one may be truncated: its writer died before it acknowledged it."""
     for name in names:
-        row = copies.read(remote, folder, name)
+        row = copies.read_row(remote, folder, name)
         if row is not None:
             with _naming(remote, f"{folder}/{name}"):
                 entry = msgspec.msgpack.decode(row, type=Entry)
@@ -153,10 +154,10 @@ def _restore_base(remote: Store, folder: str, bases: Sequence[str], run: Path) -
     for base in reversed(bases):
         checksum = base[DIGITS + 1 :].partition(".")[0]
         remote.fetch(folder, base, run)
-        if f"{crc(run / base):08x}" == checksum:
+        if f"{file_crc(run / base):08x}" == checksum:
             with durable.naming(run, JournalError):
                 durable.rename(run / base, run / "journal.sqlite")
-            return Journal.from_copy(run / "journal.sqlite", number_of(base)), token_of(base)
+            return Journal.from_copy(run / "journal.sqlite", transaction_number(base)), claim_token(base)
         (run / base).unlink()
     raise JournalError(f"{remote.address}/{folder}: there is no complete copy of the journal")
 
@@ -178,7 +179,7 @@ def _restore_shards(remote: Store, folder: str, run: Path, journal: Journal, tok
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:
         # Written as by the shard itself, so that each trajectory is copied under the new life.
-        bodies = CopiedBodies(run, number, remote.address)
+        bodies = CopiedTrajectoryStore(run, number, remote.address)
         for trajectories in _shard_trajectories(remote, f"{folder}/{number}", token):
             bodies.write(trajectories)
         bodies.read([identity for identity in identities if identity.prompt % len(numbers) == number])
@@ -190,9 +191,9 @@ def _shard_trajectories(remote: Store, folder: str, token: str) -> Iterator[dict
 
     Files under the claim of `token` come first and take precedence: another folder may also have used the address.
     """
-    for name in sorted(remote.names(folder), key=lambda name: token_of(name) != token):
+    for name in sorted(remote.names(folder), key=lambda name: claim_token(name) != token):
         try:
-            row = copies.read(remote, folder, name)
+            row = copies.read_row(remote, folder, name)
         except CheckpointError:
             if name in remote.names(folder):
                 raise

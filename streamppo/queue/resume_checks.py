@@ -37,7 +37,7 @@ def is_exact(recorded: Mapping[int, Config], version: int) -> bool:
     return all(config.learner.exact for since, config in recorded.items() if since < max(version, 1))
 
 
-def refuse_other(before: Config | None, config: Config) -> None:
+def refuse_changed_settings(before: Config | None, config: Config) -> None:
     """Raise `CheckpointError` if `config` changes a fixed setting of a run whose last configuration is `before`."""
     if before is not None and (fault := fixed_fault(before, config)):
         raise CheckpointError(fault)

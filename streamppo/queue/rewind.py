@@ -5,7 +5,7 @@ Slots up to those of the newest prompt that batches before the version have:
     in such a batch       consumed
     in a later one        open, to be sampled again in their order
     held at present       the same
-    none of these         given up or skipped, as they were or came to be
+    none of these         abandoned or skipped
 
 Slots above them open when there is room, as in the run. No trajectory waits: the run's trajectories for later updates
 are sampled again, by the weights of the version. With `max_lag = 0` there are none.
@@ -21,11 +21,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import structs
+
 from streamppo import durable
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue import resume_checks
-from streamppo.queue.rules.curriculum import RowCurriculum, resampled
+from streamppo.queue.rules.curriculum import RowCurriculum, resampled_prompts
 from streamppo.queue.rules.records import (
     GIVEN_UP,
     Changes,
@@ -37,15 +39,15 @@ from streamppo.queue.rules.records import (
     PublishedVersion,
     SavedSlot,
 )
-from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.rules.state import QueueState, queue_settings
 from streamppo.queue.shards import shards
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
-from streamppo.queue.store.trajectory_store import Bodies
+from streamppo.queue.store.trajectory_store import TrajectoryStore
 from streamppo.types import Identity
 
 
-class Rewound(NamedTuple):
+class RewindPoint(NamedTuple):
     """The properties of a version for `rewind`: trajectories and tokens of all batches before it, and the lag admitted
     with it.
     """
@@ -65,7 +67,7 @@ class Slots(NamedTuple):
     skipped: Counts
 
 
-def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
+def rewind(run: Path, fork: Path, config: Config, point: RewindPoint) -> None:
     """Write the journal and archive of `run`, as of a version, to the folder `fork`; `config` is that version's.
 
     Files of the archive are hard links if the disk has them, and all are verified. Raises `JournalError` for batches
@@ -74,18 +76,18 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
     with closing(Journal.open_run(run)) as journal:
         versions, configs = journal.versions(), journal.configs()
         archive = Archive(run / "archive", checksums(versions.values()))
-        slots = _slots(journal, versions, archive, config, rewound.version)
+        slots = _slots(journal, versions, archive, config, point.version)
         rows = journal.known_rows()
-        rows = None if rows is None or rows.since > rewound.version else rows
-    for version in (one for one in archive.versions() if one < rewound.version):
-        _bring_batch(archive, version, fork / "archive")
-    counters = _counters(config, slots, rewound)
+        rows = None if rows is None or rows.since > point.version else rows
+    for version in (version for version in archive.versions() if version < point.version):
+        _link_batch(archive, version, fork / "archive")
+    counters = _counters(config, slots, point)
     with closing(Journal(fork / "journal.sqlite")) as fork_journal:
         for version, encoded in configs.items():
-            if version <= rewound.version:
+            if version <= point.version:
                 fork_journal.configure(version, encoded)
-        past = [one for one in versions.values() if one.version <= rewound.version]
-        counts = _zero_variance(archive, slots.ended, config, rewound.version, rows)
+        past = [made for made in versions.values() if made.version <= point.version]
+        counts = _zero_variance(archive, slots.ended, config, point.version, rows)
         fork_journal.write(
             Changes(
                 counters, slots=slots.open, ended=slots.ended, zero_variance=counts, skipped=slots.skipped, rows=rows
@@ -93,11 +95,11 @@ def rewind(run: Path, fork: Path, config: Config, rewound: Rewound) -> None:
             past,
         )
     for number in shards.numbers(config):
-        Bodies(fork, number).close()
+        TrajectoryStore(fork, number).close()
 
 
-def bring(source: Path, target: Path, sha256: str = "") -> None:
-    """Make `target` the file `source`: the same one where the disk has links, else a copy, which is flushed.
+def link_or_copy(source: Path, target: Path, sha256: str = "") -> None:
+    """Link `source` at `target`, or copy and flush it on a disk without links.
 
     Raises `OSError` if it is not a file, and `JournalError` for another `sha256`.
     """
@@ -112,12 +114,12 @@ def bring(source: Path, target: Path, sha256: str = "") -> None:
         durable.flush(target)
 
 
-def _bring_batch(archive: Archive, version: int, folder: Path) -> None:
+def _link_batch(archive: Archive, version: int, folder: Path) -> None:
     durable.folder(folder)
     files = archive.checksums[version]
     for path, sha256 in zip(archive.paths(version, len(files)), files, strict=True):
         try:
-            bring(path, folder / path.name, sha256)
+            link_or_copy(path, folder / path.name, sha256)
         except OSError as error:
             raise JournalError(f"{path}: cannot be read: {error}") from error
 
@@ -125,37 +127,37 @@ def _bring_batch(archive: Archive, version: int, folder: Path) -> None:
 def _slots(
     journal: Journal, versions: Mapping[int, PublishedVersion], archive: Archive, config: Config, version: int
 ) -> Slots:
-    shape = settings_of(config).shape
+    shape = queue_settings(config).shape
     if not version:
         return Slots(0, (), (), ())
     counters = journal.counters()
     assert counters is not None, "it has versions"
     opened = _opened(versions, version, counters.opened, shape)
-    later = [one for one in versions.values() if one.version > version and _reaches(one, opened, shape)]
-    identities = [one for made_by in later for one in _identities(archive, made_by.version - 1)]
+    later = [made for made in versions.values() if made.version > version and _reaches(made, opened, shape)]
+    identities = [identity for made in later for identity in _identities(archive, made.version - 1)]
     identities += [slot.identity for slot in journal.slots()]
-    to_come = {_number(one, shape): one for one in identities if _number(one, shape) < opened}
+    numbered = ((_number(identity, shape), identity) for identity in identities)
+    to_come = {number: identity for number, identity in numbered if number < opened}
     endings = journal.ended_attempts(range(opened))
     attempts = {number: 0 for number in to_come}
     if any(one.queue.segments for since, one in resume_checks.configs(journal).items() if since <= version):
         # Segments of the attempts so far may be trained on: their names are taken.
-        numbered_attempts = [(one.number, one.identity.attempt) for one in endings] + [
-            (n, one.attempt) for n, one in to_come.items()
-        ]
-        for number, attempt in numbered_attempts:
+        used = [(ending.number, ending.identity.attempt) for ending in endings]
+        used += [(number, identity.attempt) for number, identity in to_come.items()]
+        for number, attempt in used:
             attempts[number] = max(attempts.get(number, 0), attempt + 1)
     saved = tuple(
         SavedSlot(
             number=number,
-            identity=Identity(task=one.task, prompt=one.prompt, sample=one.sample, attempt=attempts[number]),
+            identity=structs.replace(identity, attempt=attempts[number], segment=0),
             actor=None,
             call=0,
             failures=0,
             trajectory=None,
         )
-        for number, one in sorted(to_come.items())
+        for number, identity in sorted(to_come.items())
     )
-    ended = tuple(one for one in endings if one.number not in to_come)
+    ended = tuple(ending for ending in endings if ending.number not in to_come)
     return Slots(opened, saved, ended, journal.skipped(range(opened)))
 
 
@@ -165,8 +167,8 @@ def _opened(versions: Mapping[int, PublishedVersion], version: int, most: int, s
     Any older batch may have that prompt: with segments, or after `max_lag` was reduced, many batches may be filled by
     what was held when it was opened.
     """
-    later = [one for one in versions.values() if one.version > version]
-    if gone := [one.version for one in later if one.archived is None]:
+    later = [made for made in versions.values() if made.version > version]
+    if gone := [made.version for made in later if made.archived is None]:
         raise JournalError(
             f"the batch of version {gone[0] - 1} was not kept, and it has prompts that waited at version {version}: a "
             f"fork can begin at version {gone[-1]} or later"
@@ -188,26 +190,27 @@ def _number(identity: Identity, shape: GroupShape) -> int:
     return identity.prompt * shape.samples_per_prompt + identity.sample
 
 
-def _counters(config: Config, slots: Slots, rewound: Rewound) -> Counters:
+def _counters(config: Config, slots: Slots, point: RewindPoint) -> Counters:
     open_numbers = {slot.number for slot in slots.open}
-    shape = settings_of(config).shape
-    given_up = len({one.number for one in slots.ended if one.state in GIVEN_UP and one.number not in open_numbers})
+    shape = queue_settings(config).shape
+    abandoned = {ended.number for ended in slots.ended if ended.state in GIVEN_UP}
+    given_up = len(abandoned - open_numbers)
     given_up += len(slots.skipped) * shape.unit_size
     # All slots and segments that are not open have ended. Older endings may be forgotten.
     ended = slots.opened - len(open_numbers)
-    consumed = rewound.trajectories
+    consumed = point.trajectories
     cut = max(0, consumed + given_up - ended)
     return Counters(
         shape=shape,
-        version=rewound.version,
+        version=point.version,
         opened=slots.opened,
         abandoned=ended + cut - consumed,
         counts={"stored": consumed, "consumed": consumed, "cut": cut, "skipped_prompts": len(slots.skipped)},
-        tokens={"delivered": rewound.tokens, "consumed": rewound.tokens},
+        tokens={"delivered": point.tokens, "consumed": point.tokens},
         dropped={},
         failed={},
         fenced=(),
-        admitted_lag=rewound.admitted_lag,
+        admitted_lag=point.admitted_lag,
     )
 
 
@@ -215,12 +218,12 @@ def _zero_variance(
     archive: Archive, ended: Iterable[EndedAttempt], config: Config, version: int, rows: KnownRows | None
 ) -> Counts:
     """The curriculum's counts at `version`, from the batches since its rows are known, as far as they were kept."""
-    settings = settings_of(config)
+    settings = queue_settings(config)
     if settings.curriculum is None or rows is None:
         return ()
     state = QueueState(rows=rows)
-    curriculum, before_each = RowCurriculum(settings.curriculum, settings, state), resampled(ended, settings)
-    for before in (one for one in archive.versions() if rows.since <= one < version):
+    curriculum, before_each = RowCurriculum(settings.curriculum, settings, state), resampled_prompts(ended, settings)
+    for before in (before for before in archive.versions() if rows.since <= before < version):
         state.resampled = before_each.get(before, {})
-        curriculum.judge(archive.batch(before).trajectories)
+        curriculum.count_groups(archive.batch(before).trajectories)
     return tuple(state.zero_variance.items())

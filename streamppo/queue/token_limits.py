@@ -13,7 +13,7 @@ from streamppo.errors import ModelError
 from streamppo.queue.rules.validation import TokenLimits
 
 
-def limits_of(config: Config, model_path: str) -> TokenLimits:
+def read_token_limits(config: Config, model_path: str) -> TokenLimits:
     """The limits from the configuration and the model's config.json; `model_path` is a folder or a hub name.
 
     Raises `ModelError` if config.json cannot be read or has no vocabulary size.

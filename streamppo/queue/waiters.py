@@ -1,12 +1,11 @@
-"""The queue's waiting callers; each is woken only by the event that it waits for.
+"""The queue's waiting callers; each is woken only by its own event.
 
     tickets     an actor whose engine holds version v waits until a slot is reopened, or may open for v
     batches     all ranks that wait for the batch of one version share one future
     versions    all engines that hold version v share one event, set when a version above v is published
 
-After each change of the queue `serve` runs before anything is awaited, so that no caller waits for a result that
-exists. A change that serves no caller costs one check per engine version and per requested batch, however many callers
-wait.
+After each change of the queue `serve` runs before anything is awaited: no caller waits for a result that exists. A
+change that serves no caller costs one check per engine version and per requested batch, for any number of callers.
 """
 
 import asyncio
@@ -49,9 +48,9 @@ class TicketLine:
 
     async def tickets(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
         """As `QueueRules.issue`, but waits until there is a ticket. A cancelled call leaves the line."""
-        if tickets := self.at_once(actor, engine_version, limit, call):
+        if tickets := self.available(actor, engine_version, limit, call):
             return tickets
-        self._turn_away(actor)
+        self._dismiss(actor)
         future: asyncio.Future[Tickets] = asyncio.get_running_loop().create_future()
         caller = Caller(actor, engine_version, limit, call, self._place(actor, call), future)
         self._enter(caller)
@@ -60,7 +59,7 @@ class TicketLine:
         finally:
             self._leave(caller)
 
-    def at_once(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
+    def available(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
         """As `QueueRules.issue`: the tickets that are available, if any; never waits."""
         if tickets := self._rules.issue(actor, engine_version, limit, call):
             self._places.pop(actor, None)
@@ -76,33 +75,33 @@ class TicketLine:
             if not self._rules.has_ticket(max(served)):
                 return
             if self._rules.has_ticket(caller.engine_version):
-                self._ask(caller)
+                self._answer(caller)
 
-    def hear(self, actor: str, engine_version: int) -> None:
+    def note_version(self, actor: str, engine_version: int) -> None:
         """Record that the engine of `actor` holds `engine_version`; that may admit it to tickets."""
         caller = self._callers.get(actor)
         if caller is not None and caller.engine_version != engine_version:
             self._leave(caller)
             caller.engine_version = engine_version
             self._enter(caller)
-            self._ask(caller)
+            self._answer(caller)
 
     def refuse_dead(self, actor: str) -> None:
         """Make the waiting call of `actor`, which was marked dead, raise the rules' refusal."""
         if (caller := self._callers.get(actor)) is not None:
-            self._ask(caller)
+            self._answer(caller)
         self._places.pop(actor, None)
 
-    def lost_all(self) -> None:
+    def clear(self) -> None:
         """Return no tickets to every waiting caller, and empty the line."""
         for actor in list(self._callers):
-            self._turn_away(actor)
+            self._dismiss(actor)
         self._places.clear()
 
-    def _ask(self, caller: Caller) -> None:
+    def _answer(self, caller: Caller) -> None:
         """Give `caller` its tickets, if there are any; make it raise if the rules refuse."""
         if caller.tickets_future.done():
-            # Cancelled: `tickets` is about to take it out of the line.
+            # Cancelled: `tickets` is about to remove it from the line.
             return
         try:
             tickets = self._rules.issue(caller.actor, caller.engine_version, caller.limit, caller.call)
@@ -115,15 +114,15 @@ class TicketLine:
             self._places.pop(caller.actor, None)
             caller.tickets_future.set_result(tickets)
 
-    def _turn_away(self, actor: str) -> None:
+    def _dismiss(self, actor: str) -> None:
         if (caller := self._callers.get(actor)) is not None:
             self._leave(caller)
             if not caller.tickets_future.done():
                 caller.tickets_future.set_result(())
 
     def _place(self, actor: str, call: int) -> int:
-        asked, place = self._places.get(actor, (call, -1))
-        if place < 0 or asked != call:
+        last_call, place = self._places.get(actor, (call, -1))
+        if place < 0 or last_call != call:
             place = next(self._next_place)
             self._places[actor] = (call, place)
         return place
@@ -145,7 +144,7 @@ class TicketLine:
 class Polls:
     """Long polls: each returns empty after `shortest_s`, or later if many calls wait.
 
-    An empty reply costs as much as any other, so that their rate is bounded by `EMPTY_PER_S`.
+    An empty reply costs as much as any other: `EMPTY_PER_S` bounds their rate.
     """
 
     EMPTY_PER_S = 50
@@ -182,15 +181,15 @@ class BatchWaiters:
         if version not in self._wanted:
             self._wanted[version] = asyncio.get_running_loop().create_future()
         future = self._wanted[version]
-        self._look(version)
+        self._resolve(version)
         return future
 
     def serve(self) -> None:
         """Return every batch that has become complete to its ranks, the earliest version first."""
         for version in sorted(self._wanted):
-            self._look(version)
+            self._resolve(version)
 
-    def _look(self, version: int) -> None:
+    def _resolve(self, version: int) -> None:
         try:
             batch = self._take(version)
         except QueueError as refused:
@@ -200,7 +199,7 @@ class BatchWaiters:
                 self._wanted.pop(version).set_result(batch)
 
     def _take(self, version: int) -> Batch | None:
-        # A learner may prefetch its next batch before the version that it starts from is published.
+        # A learner may prefetch a batch before the version at its start is published.
         if version > self._rules.state.version + 1:
             return None
         return self._rules.take(version, leased_only=self.stopped)

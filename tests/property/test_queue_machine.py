@@ -18,7 +18,7 @@ from streamppo.errors import QueueError
 from streamppo.queue import report
 from streamppo.queue.rules.records import GIVEN_UP, Changes, EndedAttempt, KnownRows, Lease, QueueSnapshot, SavedSlot
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.slot import TrajectoryRecord, record_of
+from streamppo.queue.rules.slot import TrajectoryRecord, make_record
 from streamppo.queue.rules.state import QueueSettings, QueueState
 from streamppo.queue.store import snapshot
 from streamppo.tasks.order import RowNumbers, SourceRows
@@ -165,7 +165,7 @@ class QueueMachine(RuleBasedStateMachine):
         """The queue dies; another one is rebuilt from what was acknowledged."""
         self.write()
         before, needed = (self._report(), self._waiting_for()), self.queue.state.needed.lag
-        state = snapshot.rebuild(self._settings(), self.disk.read(), Path("journal"))
+        state = snapshot.rebuild_state(self._settings(), self.disk.read(), Path("journal"))
         self.queue = QueueRules(self._settings(), state)
         assert (self._report(), self._waiting_for()) == before
         assert self.queue.state.needed.lag == needed
@@ -181,7 +181,7 @@ class QueueMachine(RuleBasedStateMachine):
         for actor in ACTORS:
             self._bury(actor)
         self.crash()
-        self.queue.lost_all()
+        self.queue.reopen_all()
 
     @rule(data=st.data())
     def sample_tokens(self, data: st.DataObject) -> None:
@@ -207,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not self.records:
             return self.queue.put(done)
         before = self.queue.state.counts["stored"]
-        self.queue.put_records([record_of(done, None)])
+        self.queue.put_records([make_record(done, None)])
         return self.queue.state.counts["stored"] > before
 
     @precondition(lambda self: self.delivered or self.zombies)

@@ -187,7 +187,7 @@ class World:
         self.leases = {version: row for version, row in self.leases.items() if version >= changes.counters.version}
         slots = tuple(decode(self.disk[place], SavedSlot) for place in sorted(self.disk))
         leases = tuple(decode(row, Lease) for _, row in sorted(self.leases.items()))
-        state = snapshot.rebuild(self.settings, QueueSnapshot(changes.counters, slots, leases), Path("journal"))
+        state = snapshot.rebuild_state(self.settings, QueueSnapshot(changes.counters, slots, leases), Path("journal"))
         self.rules = QueueRules(self.settings, state)
 
     def anything(self) -> None:

@@ -112,7 +112,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(actor=ACTORS)
     def swap(self, actor: str) -> None:
         self.engines[actor] = self.rules.state.version
-        self.line.hear(self._name(actor), self.engines[actor])
+        self.line.note_version(self._name(actor), self.engines[actor])
 
     @rule(actor=ACTORS)
     def lose(self, actor: str) -> None:
@@ -174,7 +174,7 @@ class WaitingMachine(RuleBasedStateMachine):
         slots = tuple(msgspec.msgpack.decode(self.slots[place], type=SavedSlot) for place in sorted(self.slots))
         leases = tuple(msgspec.msgpack.decode(self.leases[version], type=Lease) for version in sorted(self.leases))
         again = self.asked
-        state = snapshot.rebuild(self.settings, QueueSnapshot(changes.counters, slots, leases), Path("journal"))
+        state = snapshot.rebuild_state(self.settings, QueueSnapshot(changes.counters, slots, leases), Path("journal"))
         self._open(QueueRules(self.settings, state))
         for actor in again:
             self.ask(actor, 1)

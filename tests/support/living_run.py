@@ -11,7 +11,7 @@ from report_case import deliver, line_of
 from streamppo.config.sections import Config
 from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
@@ -52,11 +52,11 @@ def at_work(folder: Path, config: Config) -> Generator[Writer]:
 
 def _write(folder: Path, config: Config) -> None:
     """Continue the run: three transactions for a version, and its metrics line a version later, as in the driver."""
-    journal, settings = Journal(folder / "journal.sqlite"), settings_of(config)
+    journal, settings = Journal(folder / "journal.sqlite"), queue_settings(config)
     journal.fence()
     saved = journal.read()
     assert saved is not None
-    rules = QueueRules(settings, snapshot.rebuild(settings, saved, journal.path))
+    rules = QueueRules(settings, snapshot.rebuild_state(settings, saved, journal.path))
 
     def commit(*made: PublishedVersion) -> None:
         journal.write(snapshot.take_changes(settings, rules.state), made)

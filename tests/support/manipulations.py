@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner.checkpoint import manifest
-from streamppo.queue.rules.records import EndedAttempt, PublishedVersion
-from streamppo.queue.store import archive, chain, zarr_zip
+from streamppo.queue.rules.records import EndedAttempt, PublishedVersion, with_link
+from streamppo.queue.store import archive, zarr_zip
 from streamppo.queue.store.columns import batch_columns
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
@@ -171,7 +171,7 @@ def edit_version(
     if linked:
         for number in sorted(made):
             before = made[number - 1].link if number else ""
-            made[number] = chain.linked(made[number], configs, before)
+            made[number] = with_link(made[number], configs, before)
 
     def write(db: sqlite3.Connection) -> None:
         for number, one in made.items():

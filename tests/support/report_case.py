@@ -11,7 +11,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.rules.state import QueueState, queue_settings
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
@@ -51,7 +51,7 @@ def line_of(update: int) -> dict[str, object]:
 
 
 def _sample(folder: Path, config: Config, updates: int) -> None:
-    rules = QueueRules(settings_of(config), QueueState())
+    rules = QueueRules(queue_settings(config), QueueState())
     journal, archive = Journal(folder / "journal.sqlite"), Archive(folder / "archive", {})
     for version in range(updates):
         deliver(rules, version)

@@ -2,7 +2,7 @@
 
 record                  differs from
 ----------------------  --------------------------------------------------------------------------------------
-journal.sqlite          the checksums of its rows, and the chain of its versions (queue/store/chain.py)
+journal.sqlite          the checksums of its rows, and the chain of its versions (queue/rules/records.py)
 archive/                the journal's SHA-256; the versions of its tokens; a trajectory that is in another batch
 checkpoints/, final/    the manifest's SHA-256; the journal's digest, computed of the weights again
 metrics.jsonl           the rewards, lengths and lags of the batches; one line an update, in the order of time
@@ -40,7 +40,7 @@ from streamppo.errors import JournalError, RunError, StreamppoError
 from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import ANY, History
 from streamppo.queue import resume_checks
-from streamppo.queue.store import chain
+from streamppo.queue.rules.records import chain_breaks
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import catalogue, metrics_file, record, summary
@@ -123,7 +123,7 @@ class Records:
         present = {version: replay.with_changes(one, self.config, ()) for version, one in configs.items()}
         self.past = History(present, history.digests(configs, self.made))
         self._newest_config, self._numbers = configs[max(configs)], dict[int, tuple[dict[str, float], dict[int, int]]]()
-        for version in chain.breaks(self.made, encoded):
+        for version in chain_breaks(self.made, encoded):
             self._add("journal.sqlite", f"the chain does not hold at version {version}")
         if saved.counters.version != self.newest:
             self._add("journal.sqlite", f"the queue is at version {saved.counters.version}, of {self.newest}")

@@ -27,7 +27,7 @@ from streamppo.config.rollout import EmbeddedEngine
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import inputs
 from streamppo.errors import JournalError, RunError
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.rollout import build, random_numbers
 from streamppo.rollout.continuation import Continuation
 from streamppo.rollout.engine import Engine, Sampling
@@ -185,7 +185,7 @@ class _Continuations:
     async def _version(self, subject: VersionWeights, prompt: Prompt, *, replayable: bool) -> VersionTrial:
         """The continuations of a version, and the archived completion sampled again if the version sampled it."""
         policy, source, question = subject.policy, self._source, self._question
-        task = settings_of(self._config).task
+        task = queue_settings(self._config).task
         identity = source.identity if source else Identity(task=task, prompt=question.number or 0, sample=0)
         seed = random_numbers.seed_of(self._config.seed, identity)
         seeds = [random_numbers.seed_of_retry(seed, number) for number in range(question.n)]

@@ -24,7 +24,7 @@ from streamppo.config.model import BUILTIN
 from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ConfigError, RunError
 from streamppo.learner import checkpointing, memory
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.telemetry import metrics_file
 from streamppo.weights.models.settings import read_settings
 
@@ -195,7 +195,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
 
 def realised(run: Path) -> Realised:
     """What a run did after the updates that a prediction skips. Raises `ConfigError` if it made no more."""
-    lines, skip = metrics_file.updates(run), skipped(settings_of(configfile.load(run / configfile.CONFIG)))
+    lines, skip = metrics_file.updates(run), skipped(queue_settings(configfile.load(run / configfile.CONFIG)))
     if len(lines) < skip + 2:
         raise ConfigError(f"{run}: {len(lines)} updates are too few to compare; the first {skip + 1} do not count")
     seconds = lines[-1]["wall_s"] - lines[skip]["wall_s"]

@@ -14,7 +14,7 @@ from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 
 EQUAL = 0.02
 """Rates that differ by less are equal: a smaller lag or demand decides."""
@@ -67,7 +67,7 @@ def workload(config: Config, basis: Basis) -> Workload:
         raise ConfigError(f"plan simulates whole completions of one turn, and this configuration has {what}")
     return Workload(
         # A simulation has no rows: no prompt is skipped.
-        settings_of(config)._replace(curriculum=None),
+        queue_settings(config)._replace(curriculum=None),
         actors=config.rollout.actors,
         in_flight=config.rollout.in_flight,
         slots=config.rollout.slots,

@@ -16,8 +16,8 @@ from streamppo.commands.plan.engine import Ages, SimulatedEngine, SimulatedRow
 from streamppo.commands.plan.shared_cores import SharedCores
 from streamppo.commands.plan.workload import StageCosts, Workload
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.slot import COLUMNS_OF_SHARD, TrajectoryRecord
-from streamppo.queue.rules.state import QueueSettings, QueueState, nothing_unwritten
+from streamppo.queue.rules.slot import SHARD_COLUMNS, TrajectoryRecord
+from streamppo.queue.rules.state import QueueSettings, QueueState, no_changes
 from streamppo.rollout.worker import GATHER_S
 from streamppo.types import Ticket
 
@@ -220,7 +220,7 @@ class SimulatedQueue:
             else:
                 self._waiting.append((actor, limit, then))
         # There is no journal to write them.
-        self.rules.state.pending_changes = nothing_unwritten()
+        self.rules.state.pending_changes = no_changes()
 
 
 @dataclass(eq=False)
@@ -352,5 +352,5 @@ def _record(ticket: Ticket, actor: str, length: int, ages: Ages) -> TrajectoryRe
         length=length,
         newest_version=ages[-1][0],
         ages=ages,
-        **COLUMNS_OF_SHARD,
+        **SHARD_COLUMNS,
     )

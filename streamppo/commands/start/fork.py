@@ -35,8 +35,8 @@ from streamppo.errors import ConfigError, RunError
 from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.distcp import METADATA
 from streamppo.queue import resume_checks, rewind
-from streamppo.queue.rewind import Rewound
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rewind import RewindPoint
+from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import Line
@@ -110,8 +110,8 @@ def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
 def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
     """Refuse a fork that `resume` could not continue, before anything is written."""
     before = past.history.at(past.version)
-    resume_checks.refuse_other(before, config)
-    if settings_of(config).shape != settings_of(before).shape:
+    resume_checks.refuse_changed_settings(before, config)
+    if queue_settings(config).shape != queue_settings(before).shape:
         raise ConfigError(
             "a fork keeps task.kind, queue.samples_per_prompt and whether samples of a prompt are compared: prompts to "
             "come are numbered by them"
@@ -136,7 +136,7 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
     state = manifest.read(aside / "checkpoints" / f"{past.version:08d}").state if past.version else None
     tokens = round(sum(cast(dict[str, float], line).get("tokens", 0.0) for line in lines))
     trajectories = sum(past.history.at(version).queue.batch_size for version in range(past.version))
-    rewound = Rewound(past.version, trajectories, tokens, state.lag[0] if state and state.lag else None)
+    rewound = RewindPoint(past.version, trajectories, tokens, state.lag[0] if state and state.lag else None)
     with durable.naming(aside, RunError):
         rewind.rewind(past.run, aside, past.history.at(past.version), rewound)
         if Path(model_path(config, past.run)).is_relative_to(past.run):
@@ -213,7 +213,7 @@ def _bring_model(source: Path, target: Path) -> None:
     durable.folder(target)
     for path in sorted(source.iterdir()):
         if path.is_file():
-            rewind.bring(path, target / path.name)
+            rewind.link_or_copy(path, target / path.name)
 
 
 def _lines(past: Past) -> Iterator[Line]:
@@ -252,7 +252,7 @@ def _bring_checkpoint(source: Path, target: Path) -> None:
     with durable.naming(target, RunError):
         durable.folder(target)
         for name, sha256 in named.items():
-            rewind.bring(source / name, target / name, sha256)
+            rewind.link_or_copy(source / name, target / name, sha256)
         if METADATA not in named:
-            rewind.bring(source / METADATA, target / METADATA)
-        rewind.bring(source / manifest.MANIFEST, target / manifest.MANIFEST)
+            rewind.link_or_copy(source / METADATA, target / METADATA)
+        rewind.link_or_copy(source / manifest.MANIFEST, target / manifest.MANIFEST)

@@ -3,8 +3,8 @@
     written here -> copied -> acknowledged        whatever was acknowledged is in the copy
 
 While the store is unreachable, writers retry and nothing is acknowledged; the watchdog reports the wait. A truncated
-file is not part of the copy, so that its writer may die at any moment. Each restored run has its own life, with its own
-folders there: the processes of an earlier life, which may still run, cannot damage it.
+file is not part of the copy, so its writer may die at any moment. Each restored run has its own life, with its own
+folders there: processes of an earlier life, which may still run, cannot damage it.
 """
 
 import io
@@ -25,7 +25,7 @@ JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", 
 LIFE = "standby.life"
 """The file in a run's folder with the name of its life; without the file it is `FIRST`."""
 FIRST = "0000"
-OF_LIFE = re.compile(r"\d{4,}(-[0-9a-f]{8})?")
+LIFE_NAME = re.compile(r"\d{4,}(-[0-9a-f]{8})?")
 RETRY_S = 5.0
 """Seconds between two attempts to reach an unreachable store."""
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class ReplicaWriter:
         self.address = self._store.address
 
     def put(self, folder: str, name: str, row: bytes) -> None:
-        """Copy `row` after its CRC-32, by which `read` detects truncation."""
+        """Copy `row` after its CRC-32, by which `read_row` detects truncation."""
         self.put_bytes(folder, name, with_crc(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:
@@ -78,9 +78,9 @@ class ReplicaWriter:
                 time.sleep(RETRY_S)
 
 
-def read(found: Store, folder: str, name: str) -> bytes | None:
+def read_row(source: Store, folder: str, name: str) -> bytes | None:
     """Read a row written by `put`; None if the file is truncated or damaged."""
-    return row_of(found.read(folder, name))
+    return row_of(source.read(folder, name))
 
 
 def life(run: Path) -> str:
@@ -90,7 +90,7 @@ def life(run: Path) -> str:
 
 def is_life(name: str) -> bool:
     """True for the name of a life; False for foreign files."""
-    return OF_LIFE.fullmatch(name) is not None
+    return LIFE_NAME.fullmatch(name) is not None
 
 
 def next_life(before: str) -> str:

@@ -30,19 +30,19 @@ from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIVES, RUN, SHA
 from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
-from streamppo.queue.store.trajectory_store import Bodies
+from streamppo.queue.store.trajectory_store import TrajectoryStore
 from streamppo.types import Identity, WireStruct, encode
 from streamppo.weights import owner, store
 
 BASE = ".base"
 DIGITS = 12
-OF_JOURNAL = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
+JOURNAL_COPY = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
 """Names of whole journals and of transactions."""
-FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
+RUN_FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
 """Files of a run's folder, other than journal and archive, that `resume` reads if they exist."""
 BASE_EVERY = 1000
 """Transactions after which a copy of the whole journal replaces their copies."""
-TOGETHER = 64
+TRAJECTORIES_PER_FILE = 64
 """Trajectories per file when a shard copies its whole journal."""
 
 
@@ -127,7 +127,7 @@ class CopiedJournal(Journal):
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _copy(self, entry: Entry) -> None:
-        self._copies.put(self._folder, entry_name(self._number, self._token), encode(entry))
+        self._copies.put(self._folder, transaction_name(self._number, self._token), encode(entry))
         self._entries += 1
         if self._entries >= BASE_EVERY:
             self._copy_base()
@@ -138,12 +138,12 @@ class CopiedJournal(Journal):
         with self._errors_named():
             aside.unlink(missing_ok=True)
             self.back_up(aside)
-            base = f"{name(self._number)}-{crc(aside):08x}{_behind(self._token)}{BASE}"
+            base = f"{number_name(self._number)}-{file_crc(aside):08x}{_token_suffix(self._token)}{BASE}"
             self._copies.put_file(self._folder, aside, base)
             aside.unlink()
         self._entries = 0
-        for old in filter(is_of_journal, self._copies.names(self._folder)):
-            if old != base and number_of(old) <= self._number:
+        for old in filter(is_journal_copy, self._copies.names(self._folder)):
+            if old != base and transaction_number(old) <= self._number:
                 self._copies.delete(self._folder, old)
 
     def _copy_archive(self) -> None:
@@ -157,17 +157,17 @@ class CopiedJournal(Journal):
         """(path, name of its copy) of each archived file; `files` are the SHA-256 by version."""
         for version, sums in files.items():
             for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
-                yield path, copy_name(path, checksum)
+                yield path, archive_copy_name(path, checksum)
 
     def _copy_run(self) -> None:
-        """Copy the changed files of `FILES`, each under a new name; then delete its older copies."""
+        """Copy the changed files of `RUN_FILES`, each under a new name; then delete its older copies."""
         folder = f"{RUN}/{self._life}"
-        for file in FILES:
+        for file in RUN_FILES:
             with self._errors_named():
                 content = durable.read(self._run / file) if (self._run / file).is_file() else b""
             if not content or self._copied.get(file) == crc32(content):
                 continue
-            name = run_name(file, self._number, content)
+            name = file_copy_name(file, self._number, content)
             self._copies.put_bytes(folder, name, content)
             self._copied[file] = crc32(content)
             for old in self._copies.names(folder):
@@ -189,7 +189,7 @@ class CopiedJournal(Journal):
             )
 
 
-class CopiedBodies(Bodies):
+class CopiedTrajectoryStore(TrajectoryStore):
     """The journal of shard `number` of the run in the folder `run`; its held trajectories are copied to `address`.
 
     Each file there has the trajectories of one transaction, and is deleted when all of them are dropped. A restarted
@@ -202,18 +202,18 @@ class CopiedBodies(Bodies):
         self._token = owner.token(run)
         self._needed: dict[str, set[Identity]] = {}
         before = self._copies.names(self._folder)
-        for bodies in self.all(TOGETHER):
+        for bodies in self.all(TRAJECTORIES_PER_FILE):
             self._copy(bodies)
         for old in before:
             self._copies.delete(self._folder, old)
 
     def write(self, encoded: Mapping[Identity, bytes]) -> None:
-        """See `Bodies.write`."""
+        """See `TrajectoryStore.write`."""
         super().write(encoded)
         self._copy(encoded)
 
     def drop(self, identities: Iterable[Identity], first_prompt: int) -> None:
-        """As `Bodies.drop`; also delete copies no longer needed. A failed delete is retried at the next drop."""
+        """As `TrajectoryStore.drop`; also delete needless copies. A failed delete is retried at the next drop."""
         dropped = set(identities)
         super().drop(dropped, first_prompt)
         for old in self._needless(dropped, first_prompt):
@@ -221,7 +221,7 @@ class CopiedBodies(Bodies):
                 del self._needed[old]
 
     def _copy(self, encoded: Mapping[Identity, bytes]) -> None:
-        copy = f"{uuid4().hex}{_behind(self._token)}"
+        copy = f"{uuid4().hex}{_token_suffix(self._token)}"
         self._copies.put(self._folder, copy, encode(tuple(map(msgspec.Raw, encoded.values()))))
         with self._lock:
             self._needed[copy] = set(encoded)
@@ -233,59 +233,63 @@ class CopiedBodies(Bodies):
             return [copy for copy, needed in self._needed.items() if not needed]
 
 
-def journal_of(run: Path, config: Config) -> Journal:
+def open_journal(run: Path, config: Config) -> Journal:
     """The journal of the run in the folder `run`, for its only writer; with a copy if `queue.standby` is set."""
     if not config.queue.standby:
         return Journal(run / "journal.sqlite")
     return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
 
 
-def bodies_of(run: Path, number: int, config: Config) -> Bodies:
+def open_trajectory_store(run: Path, number: int, config: Config) -> TrajectoryStore:
     """The journal of shard `number` of the run in the folder `run`; with a copy if `queue.standby` is set."""
-    return CopiedBodies(run, number, store.known_address(run)) if config.queue.standby else Bodies(run, number)
+    return (
+        CopiedTrajectoryStore(run, number, store.known_address(run))
+        if config.queue.standby
+        else TrajectoryStore(run, number)
+    )
 
 
-def copy_name(path: Path, checksum: str) -> str:
+def archive_copy_name(path: Path, checksum: str) -> str:
     """The name of an archived file's copy; with the checksum, so that another batch of the version has another name."""
     stem, dot, end = path.name.partition(".zarr.")
     return f"{stem}.{checksum[:12]}{dot}{end}"
 
 
-def run_name(file: str, number: int, content: bytes) -> str:
+def file_copy_name(file: str, number: int, content: bytes) -> str:
     """The name of the copy of a run's file as of transaction `number`; names sort by transaction."""
-    return f"{file}.{name(number)}-{crc32(content):08x}"
+    return f"{file}.{number_name(number)}-{crc32(content):08x}"
 
 
-def entry_name(number: int, token: str) -> str:
+def transaction_name(number: int, token: str) -> str:
     """The name of a transaction's copy, written under the claim with this token."""
-    return f"{name(number)}{_behind(token)}"
+    return f"{number_name(number)}{_token_suffix(token)}"
 
 
-def token_of(copy: str) -> str:
+def claim_token(copy: str) -> str:
     """The token of the claim under which a copy was written; empty without one."""
     return copy.removesuffix(BASE).partition(".")[2]
 
 
-def is_of_journal(name: str) -> bool:
+def is_journal_copy(name: str) -> bool:
     """True for the name of a copy of a transaction or of a whole journal; False for foreign files."""
-    return OF_JOURNAL.fullmatch(name) is not None
+    return JOURNAL_COPY.fullmatch(name) is not None
 
 
-def number_of(copy: str) -> int:
+def transaction_number(copy: str) -> int:
     """The number of a copy's transaction; for a whole journal, of its last one."""
     return int(copy[:DIGITS])
 
 
-def name(number: int) -> str:
+def number_name(number: int) -> str:
     """The number of a transaction as the beginning of a name, zero-padded so that names sort."""
     return f"{number:0{DIGITS}d}"
 
 
-def _behind(token: str) -> str:
+def _token_suffix(token: str) -> str:
     return f".{token}" if token else ""
 
 
-def crc(path: Path) -> int:
+def file_crc(path: Path) -> int:
     """The CRC-32 of a file."""
     checksum = 0
     with durable.reading(path) as file:

@@ -4,7 +4,7 @@
                   samples that were all right, or, as in GRESO, all of equal score
     opening       prompt p is skipped with probability 1 - max(floor, repeat^z), by a number drawn from (seed, p)
 
-Groups count when the version is published that their batch makes, and with it those that were resampled before. So with
+Groups count when their batch's version is published, and with them the groups that were resampled before. So with
 `max_lag = 0` the prompts of a version follow from the batches before it. A group counts once, however often its samples
 were lost or too old.
 """
@@ -26,8 +26,8 @@ from streamppo.types import Trajectory
 class RowCurriculum:
     """Counts the groups of each row in `state`, and decides which prompts are skipped.
 
-    `settings` say which groups have no learning signal. No prompt has a row until `map_rows` was called, or `state` has
-    recorded the rows.
+    `settings` define the groups without a learning signal. Prompts have no rows before `map_rows`, unless `state` has
+    recorded rows.
     """
 
     def __init__(self, chosen: Curriculum, settings: QueueSettings, state: QueueState) -> None:
@@ -43,9 +43,9 @@ class RowCurriculum:
         self._are_rows_new = True
 
     def map_rows(self, rows: RowNumbers) -> None:
-        """Use these rows. If they are not those of before, every count becomes 0.
+        """Use these rows. If they differ from those before, every count becomes 0.
 
-        Raises `QueueError` if actors of one driver have other rows.
+        Raises `QueueError` if the actors of one driver have different rows.
         """
         state = self._state
         before = NO_ROWS if state.rows is None else state.rows.numbers
@@ -59,33 +59,33 @@ class RowCurriculum:
             return
         if not rows.has_rows_of(before):
             state.forget_rows()
-        state.know_rows(rows)
+        state.record_rows(rows)
         self._use(rows)
 
     def skip_count(self, prompt: int) -> int:
-        """Return 0 if the prompt is to be sampled, and the count of its row if it is to be skipped."""
+        """The count of the prompt's row if the prompt is to be skipped; 0 if it is to be sampled."""
         if self._row is None:
             raise QueueError("no actor has sent the order of its rows, which algorithm.curriculum needs")
         count = self._state.zero_variance.get(self._row(prompt), 0)
         share = max(self._chosen.floor, self._chosen.repeat**count)
         return count if count and _draw(self._seed, prompt) >= share else 0
 
-    def judge(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count the resampled groups, and those among `trajectories`, in which those of a prompt are adjacent.
+    def count_groups(self, trajectories: Iterable[Trajectory]) -> None:
+        """Count the resampled groups, and the groups of `trajectories`, in which a prompt's are adjacent.
 
-        Without known rows nothing is counted: the first batch of a run that goes on with a curriculum may be older.
+        Without known rows nothing is counted: a run that continues with a new curriculum may have older batches.
         """
         for prompt, counts in sorted(self._state.resampled.items()):
             self._count(prompt, counts=counts)
         self._state.resampled.clear()
         for prompt, members in groupby(trajectories, key=lambda trajectory: trajectory.identity.prompt):
             group = list(members)
-            is_silent = why_no_signal(group, self._settings.judged) is not None
-            self._count(prompt, counts=is_silent and _counts([one.reward for one in group], self._settings))
+            has_no_signal = no_signal_reason(group, self._settings.judged) is not None
+            self._count(prompt, counts=has_no_signal and _counts(_rewards(group), self._settings))
 
-    def note_resampled(self, group: Sequence[Trajectory]) -> None:
-        """Have a group that is replaced by another prompt's count with the next version."""
-        self._state.resampled[group[0].identity.prompt] = _counts([one.reward for one in group], self._settings)
+    def count_resampled(self, group: Sequence[Trajectory]) -> None:
+        """Let a group that another prompt's group replaces count with the next version."""
+        self._state.resampled[group[0].identity.prompt] = _counts(_rewards(group), self._settings)
 
     def _count(self, prompt: int, *, counts: bool) -> None:
         if self._row is not None:
@@ -96,16 +96,20 @@ class RowCurriculum:
         self._row, self._seed = rows.of_prompts(), rows.seed
 
 
-def resampled(ended: Iterable[EndedAttempt], settings: QueueSettings) -> dict[int, dict[int, bool]]:
-    """For each version, the prompts whose groups were resampled before the next one, and whether they count for z."""
+def resampled_prompts(ended: Iterable[EndedAttempt], settings: QueueSettings) -> dict[int, dict[int, bool]]:
+    """By version, the prompts of groups that were resampled before the next version, and whether they count for z."""
     rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for one in ended:
-        if one.state == "resampled" and one.reward is not None:
-            rewards[one.version, one.identity.prompt].append(one.reward)
-    found: defaultdict[int, dict[int, bool]] = defaultdict(dict)
-    for (version, prompt), of_group in rewards.items():
-        found[version][prompt] = _counts(of_group, settings)
-    return found
+    for attempt in ended:
+        if attempt.state == "resampled" and attempt.reward is not None:
+            rewards[attempt.version, attempt.identity.prompt].append(attempt.reward)
+    by_version: defaultdict[int, dict[int, bool]] = defaultdict(dict)
+    for (version, prompt), group_rewards in rewards.items():
+        by_version[version][prompt] = _counts(group_rewards, settings)
+    return by_version
+
+
+def _rewards(group: Sequence[Trajectory]) -> list[float]:
+    return [trajectory.reward for trajectory in group]
 
 
 def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
@@ -114,22 +118,22 @@ def _counts(rewards: Sequence[float], settings: QueueSettings) -> bool:
     return is_for_all or min(rewards) >= settings.correct_at
 
 
-def why_no_signal(group: Sequence[Trajectory], resample: Resample) -> str | None:
-    """Why a group has no learning signal, or None.
+def no_signal_reason(group: Sequence[Trajectory], resample: Resample) -> str | None:
+    """The reason why a group has no learning signal, or None.
 
-    A new delivery has the component (`validation.defect`); a group that lacks it is of an earlier configuration, and
-    is not judged.
+    Every new delivery has the component (`validation.defect`). A group without it is of an earlier configuration and is
+    not judged.
     """
     name = resample.component
     if name and any(name not in trajectory.components for trajectory in group):
         return None
     values = [trajectory.components[name] if name else trajectory.reward for trajectory in group]
-    what = f"values of {name!r}" if name else "rewards"
+    noun = f"values of {name!r}" if name else "rewards"
     if len(set(values)) == 1:
-        return f"all {what} are {values[0]:g}"
+        return f"all {noun} are {values[0]:g}"
     mean = sum(values) / len(values)
     if resample.mean and not resample.mean[0] <= mean <= resample.mean[1]:
-        return f"the mean of the {what}, {mean:g}, is outside of {resample.mean[0]:g} to {resample.mean[1]:g}"
+        return f"the mean of the {noun}, {mean:g}, is outside of {resample.mean[0]:g} to {resample.mean[1]:g}"
     return None
 
 

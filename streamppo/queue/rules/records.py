@@ -1,7 +1,19 @@
-"""The rows of the journal, and the changes of one transaction."""
+"""The rows of the journal, and the changes of one transaction.
 
+The versions of a run form a chain: each row has a link, a digest of its content and of the previous link.
+
+    link(v) = SHA-256(v, digest of the weights, digest of the batch, SHA-256 of the configuration, link(v - 1))
+
+The configuration is that of the update. A change of a row, or of anything it names, changes every later link, and so
+the last one. The chain has no key: the owner of a folder can recompute it, which only a copy of the last link reveals.
+"""
+
+import json
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias
+
+from msgspec import structs
 
 from streamppo.queue.rules.ahead import FIRST
 from streamppo.queue.rules.slot import ISSUED, OPEN, READY, Slot, SlotState, TrajectoryRecord
@@ -94,9 +106,8 @@ class Lease(WireStruct, frozen=True):
 class EndedAttempt(WireStruct, frozen=True, omit_defaults=True):
     """An attempt that ended without being trained on, and the reason; the archive has the attempts trained on.
 
-    `version` is the queue's at the end. If the attempt itself failed, `stage` is where. `tokens` were sampled, by
-    versions from `oldest` on; 0 and -1 if that is not known. `reward` is that of a
-    stored trajectory.
+    `version` is the queue's at the end. `stage` is the failed stage, "" unless the attempt itself failed. `tokens` were
+    sampled, by versions from `oldest` on; 0 and -1 if unknown. `reward` is that of a stored trajectory.
     """
 
     number: int
@@ -157,8 +168,8 @@ class ArchivedBatch(WireStruct, frozen=True):
 class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
     """A published version: its weights' digest, and the archived batch that made it; version 0 has none.
 
-    The journal adds the `link` (store/chain.py). `forgotten` is the digest of a batch that is no longer kept, and
-    `newest_prompt` its largest prompt number.
+    The journal adds the `link`. `forgotten` is the digest of a batch that is no longer kept, and `newest_prompt` its
+    largest prompt number.
     """
 
     version: int
@@ -179,8 +190,28 @@ class PublishedVersion(WireStruct, frozen=True, omit_defaults=True):
         return self.archived.digest if self.archived else self.forgotten
 
 
+def with_link(made: PublishedVersion, configs: Mapping[int, bytes], before: str) -> PublishedVersion:
+    """The record with its link; `before` is the previous version's link, `configs` are the journal's."""
+    since = max((first for first in configs if first < made.version), default=None)
+    config = "" if since is None else sha256(configs[since]).hexdigest()
+    content = json.dumps([made.version, made.digest, made.batch_digest, config, before])
+    return structs.replace(made, link=sha256(content.encode()).hexdigest())
+
+
+def chain_breaks(versions: Mapping[int, PublishedVersion], configs: Mapping[int, bytes]) -> list[int]:
+    """The first missing version of every gap, and the versions whose link differs from that of their content."""
+    missing = {0, *(version + 1 for version in versions)} - {max(versions, default=-1) + 1} - versions.keys()
+    links = {version: made.link for version, made in versions.items()}
+    broken = {
+        version
+        for version, made in versions.items()
+        if with_link(made, configs, links.get(version - 1, "")).link != made.link
+    }
+    return sorted(missing | broken)
+
+
 class Changes(NamedTuple):
-    """The changes of one transaction, in the order of writing; those of the curriculum are as in `Unwritten`."""
+    """The changes of one transaction, in the order of writing; those of the curriculum are as in `PendingChanges`."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()

@@ -20,7 +20,7 @@ Admission by example, with batch_size = 4, max_lag = 1 and one engine:
     1  1  4 to 7   (1 + 2 - 1) * 4 = 8   the engine has swapped: slots 8 to 11 open
     1  1  7        (1 + 2 - 1) * 4 = 8   slot 5 is abandoned: slot 12 opens in its place
 
-The rules for segments are in segments.py, the diagram of a slot's states in slot.py. Every change is added to
+The rules for segments are in take.py, the diagram of a slot's states in slot.py. Every change is added to
 `QueueState.pending_changes`, for the journal.
 """
 
@@ -29,9 +29,8 @@ from collections.abc import Sequence
 
 from streamppo.errors import QueueError
 from streamppo.process import phase
-from streamppo.queue.rules import segments, take
-from streamppo.queue.rules.curriculum import RowCurriculum, why_no_signal
-from streamppo.queue.rules.failures import FailureWindow
+from streamppo.queue.rules import take
+from streamppo.queue.rules.curriculum import RowCurriculum, no_signal_reason
 from streamppo.queue.rules.records import DeadLetter, Ending, ended_attempt
 from streamppo.queue.rules.slot import (
     ABANDONED,
@@ -39,6 +38,7 @@ from streamppo.queue.rules.slot import (
     OPEN,
     READY,
     FailedAttempt,
+    FailureWindow,
     Slot,
     TrajectoryRecord,
     Unit,
@@ -90,20 +90,20 @@ class QueueRules:
         return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in issued])
 
     def has_ticket(self, engine_version: int) -> bool:
-        """True if `issue` has a ticket for an engine of that version: for a reopened slot, or for a new one.
+        """True if `issue` has a ticket, for a reopened or a new slot, for an engine of that version.
 
         If a version has a ticket, all later versions have one.
         """
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not OPEN:
             heapq.heappop(state.open)
-        if settings.segments and (cut := segments.last_cut(state)) is not None:
+        if settings.segments and (cut := state.last_cut) is not None:
             engine_version = min(engine_version, cut)
         if not settings.hard:
             engine_version = state.version
         lag = settings.admitted_lag(state.admitted_lag, state.needed.lag)
         bound = (engine_version + lag + 1 - state.version) * settings.batch_size
-        held = state.held + segments.expected_cuts(settings, state)
+        held = state.held + state.expected_cuts(settings)
         if held < bound or not state.open:
             return held < bound
         # An engine that lags behind would sample older tokens than the slot was admitted for.
@@ -112,7 +112,7 @@ class QueueRules:
 
     @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Store the finished trajectories of a delivery, each as `put` does; they are validated together."""
+        """Store the finished trajectories of a delivery, each as by `put`; they are validated together."""
         self._put_all(trajectories, defects(trajectories, self.limits))
 
     def put_records(self, records: Sequence[TrajectoryRecord]) -> None:
@@ -181,13 +181,13 @@ class QueueRules:
             self.state.counts["lost"] += 1
             self._reopen(slot, "lost", f"{actor} was marked dead")
 
-    def lost_all(self) -> None:
+    def reopen_all(self) -> None:
         """Reopen all issued slots: all actors have ended."""
         if self.curriculum:
             self.curriculum.begin()
         for actor in {slot.actor for slot in self.state.slots.values() if slot.actor is not None}:
             self.mark_dead(actor)
-        # Fenced actors have ended too, so that new actors may use their names.
+        # Fenced actors have ended too: new actors may use their names.
         self.state.fenced.clear()
 
     # --- the learner's side ----------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class QueueRules:
             raise QueueError(f"version {version} was published after version {state.version}")
         batch, is_full = self.leased_batch(state.version), not self.has_ticket(state.version)
         if self.curriculum:
-            self.curriculum.judge(batch.trajectories)
+            self.curriculum.count_groups(batch.trajectories)
         state.counts["consumed"] += len(batch.trajectories)
         state.tokens["consumed"] += _num_sampled(batch.trajectories)
         state.consume(state.version)
@@ -290,15 +290,16 @@ class QueueRules:
             return None
         return slot
 
-    def _fail(self, slot: Slot, ending: Ending, reason: str, known: FailedAttempt) -> None:
-        self.state.failed[known.stage] += 1
-        slot.failed, why = known, f"{known.stage}: {reason}"
-        self._recent.add(slot, why)
+    def _fail(self, slot: Slot, ending: Ending, reason: str, attempt: FailedAttempt) -> None:
+        self.state.failed[attempt.stage] += 1
+        slot.failed, reason = attempt, f"{attempt.stage}: {reason}"
+        self._recent.add(slot, reason)
         slot.failures += 1
         if slot.failures < self.settings.max_attempts:
-            self._reopen(slot, ending, why)
+            self._reopen(slot, ending, reason)
         else:
-            self._abandon(slot.unit, "abandoned", f"sample {slot.identity.sample} failed {slot.failures} times: {why}")
+            text = f"sample {slot.identity.sample} failed {slot.failures} times: {reason}"
+            self._abandon(slot.unit, "abandoned", text)
         self._recent.check()
 
     def _reopen(self, slot: Slot, ending: Ending, reason: str) -> None:
@@ -313,9 +314,9 @@ class QueueRules:
 
     def _complete(self, unit: Unit) -> None:
         """Count a complete unit as ready, or abandon it if it has no learning signal."""
-        if self.settings.resample and (reason := why_no_signal(unit.trajectories, self.settings.resample)):
+        if self.settings.resample and (reason := no_signal_reason(unit.trajectories, self.settings.resample)):
             if self.curriculum:
-                self.curriculum.note_resampled(unit.trajectories)
+                self.curriculum.count_resampled(unit.trajectories)
             self._abandon(unit, "resampled", reason)
         else:
             self.state.ready_units += 1
@@ -353,7 +354,7 @@ class QueueRules:
 
     def _end(self, slot: Slot, ending: Ending, reason: str) -> None:
         if ending != "too_old":
-            # The attempt's earlier segments are trained on all the same: their tokens stay valid.
+            # The tokens of the attempt's earlier segments stay valid and are trained on.
             self.state.counts["orphaned"] += slot.identity.segment
         self.state.pending_changes.ended.append(ended_attempt(slot, ending, reason, self.state.version))
 

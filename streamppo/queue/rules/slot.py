@@ -16,6 +16,7 @@ consumed    its update has published a version
 abandoned   it is not sampled again
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -24,10 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
+from streamppo.errors import TooManyFailures
 from streamppo.types import Failure, Identity, Trajectory, flags, ints
 
 NO_CALL = -1
 """The request number of a part that continues a completion: no request got its ticket."""
+WINDOW = 256
+"""Slots over which the failure rate is computed."""
+FEWEST = 64
+"""Fewest slots for which the rate is checked."""
+QUOTED = 3
+"""Maximum distinct reasons in the error."""
 
 
 class SlotState(StrEnum):
@@ -83,7 +91,7 @@ class TrajectoryRecord(Trajectory, frozen=True):
         return self.ages[0][0]
 
 
-COLUMNS_OF_SHARD: dict[str, Any] = dict.fromkeys(
+SHARD_COLUMNS: dict[str, Any] = dict.fromkeys(
     (
         "prompt_tokens",
         "tokens",
@@ -103,7 +111,7 @@ COLUMNS_OF_SHARD: dict[str, Any] = dict.fromkeys(
 """The fields of a trajectory that are empty in its record."""
 
 
-def record_of(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
+def make_record(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
     """The record of a trajectory; with a `defect` the record keeps all fields."""
     fields = structs.asdict(trajectory)
     if defect is not None:
@@ -112,7 +120,7 @@ def record_of(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
     versions = ints(trajectory.versions)
     ages, counts = np.unique(versions[flags(trajectory.mask)], return_counts=True)
     return TrajectoryRecord(
-        **fields | COLUMNS_OF_SHARD,
+        **fields | SHARD_COLUMNS,
         length=trajectory.num_tokens,
         newest_version=int(versions.max()),
         ages=tuple(zip(ages.tolist(), counts.tolist(), strict=True)),
@@ -120,7 +128,7 @@ def record_of(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
 
 
 class FailedAttempt(NamedTuple):
-    """What is known of an attempt that failed in `stage`: its sampled tokens, its oldest version, its source."""
+    """The known numbers of an attempt that failed in `stage`: its sampled tokens, oldest version, and source."""
 
     stage: str
     tokens: int
@@ -129,7 +137,7 @@ class FailedAttempt(NamedTuple):
 
     @classmethod
     def of(cls, failure: Failure) -> "FailedAttempt":
-        """What a failure says of its attempt."""
+        """The attempt that `failure` reports."""
         return cls(failure.stage, failure.tokens, failure.version, failure.source)
 
     @classmethod
@@ -211,6 +219,37 @@ class Unit:
     def end(self) -> None:
         """Clear the slots, which have ended: this breaks the reference cycle between unit and slots."""
         self.slots.clear()
+
+
+class FailureWindow:
+    """The outcomes of the first attempts at the last `WINDOW` slots; empty after a queue is rebuilt."""
+
+    def __init__(self, max_rate: float) -> None:
+        self._max_rate = max_rate
+        self._reasons: deque[str | None] = deque(maxlen=WINDOW)
+
+    def add(self, slot: Slot, reason: str | None) -> None:
+        """Record that an attempt at `slot` failed with `reason`, or succeeded (None).
+
+        Only a slot's first attempt counts: retries come before new slots, so that prompts that always fail would be
+        counted several times.
+        """
+        if slot.failures == 0:
+            self._reasons.append(reason)
+
+    def check(self) -> None:
+        """Raise `TooManyFailures` if the failure rate is above `max_rate`."""
+        if len(self._reasons) < FEWEST:
+            return
+        reasons = [reason for reason in self._reasons if reason is not None]
+        rate = len(reasons) / len(self._reasons)
+        if rate <= self._max_rate:
+            return
+        quoted = "; ".join(list(dict.fromkeys(reasons))[:QUOTED])
+        raise TooManyFailures(
+            f"{rate:.0%} of the last {len(self._reasons)} trajectories failed "
+            f"(queue.max_failure_rate is {self._max_rate:.0%}): {quoted}"
+        )
 
 
 def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:

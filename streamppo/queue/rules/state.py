@@ -21,12 +21,12 @@ from streamppo.types import Batch, Trajectory
 class QueueSettings(NamedTuple):
     """The queue that a configuration describes.
 
-    `flow_lag` <= `max_lag` is the lag that admission aims at; `as_needed` lowers it as far as the learner does not
-    wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together. `resample` decides
-    which groups have no learning signal: other prompts replace them; None keeps all groups. `curriculum` skips prompts
-    of rows whose groups had none; a reward of `correct_at` is right. With `segments`, each unit is one part of a slot.
-    Without `hard`, `max_lag` bounds only admission, relative to the learner's version. `first_lag` is set if the
-    admitted lag is adaptive: its first value.
+    `flow_lag` <= `max_lag` is the lag that admission aims at; `as_needed` lowers it to the least at which the learner
+    does not wait (ahead.py). `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
+    `resample` defines groups without a learning signal, which other prompts replace; None keeps all groups.
+    `curriculum` skips prompts of rows with such groups; a reward of `correct_at` is right. With `segments`, each unit
+    is one part of a slot. Without `hard`, `max_lag` bounds only admission, relative to the learner's version.
+    `first_lag` is the first value of an adaptive admitted lag.
     """
 
     task: str
@@ -92,7 +92,7 @@ class QueueSettings(NamedTuple):
         return GroupShape(self.task, self.samples_per_prompt, self.unit_size)
 
 
-def settings_of(config: Config) -> QueueSettings:
+def queue_settings(config: Config) -> QueueSettings:
     """The queue that the configuration describes."""
     queue = config.queue
     return QueueSettings(
@@ -134,7 +134,7 @@ NEVER = TicketRequest(NO_CALL, [])
 
 
 @dataclass(slots=True)
-class Unwritten:
+class PendingChanges:
     """Changes since the last write to the journal: touched slots, removed slots, new leases, and endings.
 
     `slots` and `gone` name a slot by (number, part). Of the curriculum: new `rows`, changed counts of `zero_variance`,
@@ -151,9 +151,9 @@ class Unwritten:
     rows: KnownRows | None = None
 
 
-def nothing_unwritten() -> Unwritten:
+def no_changes() -> PendingChanges:
     """No changes yet."""
-    return Unwritten({}, [], [], [], [], {}, {})
+    return PendingChanges({}, [], [], [], [], {}, {})
 
 
 @dataclass(slots=True)
@@ -202,12 +202,24 @@ class QueueState:
     tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
-    pending_changes: Unwritten = field(default_factory=nothing_unwritten)
+    pending_changes: PendingChanges = field(default_factory=no_changes)
 
     @property
     def held(self) -> int:
         """The number of slots, or parts of slots, that are neither consumed nor abandoned; leased ones count."""
         return self.opened + self.counts["cut"] - self.abandoned - self.counts["consumed"]
+
+    @property
+    def last_cut(self) -> int | None:
+        """The newest version for which all sampling actors have cut and delivered; None if no actor samples."""
+        return min((self.cut_for.get(actor, -1) for actor in self.issued), default=None)
+
+    def expected_cuts(self, settings: QueueSettings) -> int:
+        """The places that cuts by length will open for completions in flight, at the average of ended completions."""
+        if settings.segments is None or not settings.segments.max_tokens:
+            return 0
+        cut, ended = self.counts["cut"], self.counts["stored"] - self.counts["cut"]
+        return sum(self.issued.values()) * cut // max(1, ended)
 
     def first_prompt(self, samples_per_prompt: int) -> int:
         """The first prompt that has a held slot; the next prompt to open if nothing is held."""
@@ -216,20 +228,20 @@ class QueueState:
         return min(held, default=self.opened // samples_per_prompt)
 
     def skip(self, slots: int, count: int) -> None:
-        """Give up the next prompt, of this many slots, without opening them; `count` is that of its row."""
+        """Skip the next prompt, of this many slots, without opening them; `count` is that of its row."""
         self.pending_changes.skipped[self.opened] = count
         self.opened += slots
         self.abandoned += slots
         self.counts["skipped_prompts"] += 1
 
     def forget_rows(self) -> None:
-        """Set all counts to 0: their rows are those of other data, or no group counts any more."""
+        """Set all counts to 0: the rows are of other data, or the curriculum has ended."""
         for row in [*self.zero_variance]:
             self.count_zero_variance(row, 0)
-        self.know_rows(NO_ROWS)
+        self.record_rows(NO_ROWS)
 
-    def know_rows(self, rows: RowNumbers) -> None:
-        """Record how prompts map to rows; groups of the same rows count from the version at which they were new."""
+    def record_rows(self, rows: RowNumbers) -> None:
+        """Record how prompts map to rows; the same rows keep the version from which their groups count."""
         is_same = self.rows is not None and rows.has_rows_of(self.rows.numbers)
         since = self.rows.since if self.rows is not None and is_same else self.version
         self.rows = self.pending_changes.rows = KnownRows(numbers=rows, since=since)

@@ -14,7 +14,7 @@ younger ones are taken, so that it is in batch (n + W - 1) // P at the latest. T
 
     S + ceil((W - 1) / P) = L
 
-so that no token is too old and no unit is resampled for its age. The price: the learner waits for a slow unit, with
+so that no token is too old and no unit is resampled for its age. In return the learner waits for a slow unit: with
 `wait` as soon as it is the oldest, with a window once W - 1 younger units have overtaken it.
 
 S and W are derived from L. S is the greatest lag for which W - 1 is at least 3/10 of the (S + 1) * P held units, which
@@ -23,13 +23,24 @@ is MiniMax's share. L = 1 has room for either a flow lag or a window, and gets t
     L       2        4         8         16
     S       1        2         5         12
     W - 1   P        2 P       3 P       4 P
+
+Segments: S = max(1, L - 1) if they are cut just in time, else L. Update u trains from version u.
+
+    a cut       an engine that swaps to version v delivers every segment whose oldest token is of v - S or before, and
+                some segments earlier, so that not too many are due at once (rollout/segment_cuts.py)
+    a place     each waiting segment takes one, and so does the rest of its completion, which the cut has opened
+    admission   as for whole completions, with S in place of L, and with the slowest actor's last cut as version
+    the take    segments with the oldest tokens first; it waits for actors whose cuts could still be due
+
+So every due segment finds room in a batch. Cuts by length open places too, and admission counts them in advance: for
+each completion in flight, the average number of cuts of an ended completion. This is an average, not a bound: if a
+completion has more cuts, tokens may become too old and are masked.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from streamppo.queue.rules import segments
 from streamppo.queue.rules.slot import Unit, all_younger, count_older
 from streamppo.queue.rules.state import QueueSettings, QueueState
 
@@ -37,7 +48,7 @@ from streamppo.queue.rules.state import QueueSettings, QueueState
 class ChosenUnits(NamedTuple):
     """The units of a batch, oldest first, empty if there are too few; and the number of their tokens to mask.
 
-    `too_old` are the units on the way to them that must not be trained on.
+    `too_old` are the units among those examined that must not be trained on.
     """
 
     units: Sequence[Unit]
@@ -52,7 +63,7 @@ def choose(settings: QueueSettings, state: QueueState, min_version: int) -> Chos
     """Choose a batch that trains on tokens of `min_version` or later."""
     if settings.segments is None:
         return _choose_completions(settings, state, min_version)
-    if settings.segments.just_in_time and segments.is_behind(settings, state, min_version):
+    if settings.segments.just_in_time and _is_behind(settings, state, min_version):
         return NONE
     return _choose_segments(settings, state, min_version)
 
@@ -82,7 +93,7 @@ def _choose_completions(settings: QueueSettings, state: QueueState, min_version:
 def _units_in_window(settings: QueueSettings, state: QueueState, too_old: Sequence[Unit]) -> Iterator[Unit]:
     """The complete units that a batch may take, oldest first.
 
-    The window also starts at a unit that is `too_old`, to which the caller adds: it is sampled again.
+    The window also starts at a unit that the caller adds to `too_old`, which is sampled again.
     """
     window, oldest = settings.window, None
     for (number, _), unit in state.units.items():
@@ -102,6 +113,12 @@ def _num_old_tokens(settings: QueueSettings, unit: Unit, min_version: int) -> in
     else:
         too_old = any(old for old, _ in ages)
     return None if too_old else sum(old for old, _ in ages)
+
+
+def _is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> bool:
+    """True if an actor may still hold a segment with tokens that would be too old for the batch after this one."""
+    # After a cut for version v only tokens of v - S + 1 or later are uncut.
+    return state.last_cut is not None and max(0, state.last_cut - settings.flow_lag + 1) <= min_version
 
 
 def _choose_segments(settings: QueueSettings, state: QueueState, min_version: int) -> ChosenUnits:

@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from streamppo.types import Trajectory, branches, flags, floats, ints, routes, turns
 
+OPTIONAL_COLUMNS = attrgetter(
+    "token_rewards", "candidates", "candidate_counts", "teacher_logprobs", "routes", "branches", "turns"
+)
 LOGPROB_SLACK = 1e-4
 """The largest log-prob that counts as rounding error of 0."""
 
@@ -37,12 +41,11 @@ def defects(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> l
     return [defect(trajectory, limits) for trajectory in trajectories]
 
 
-def _is_even(one: Trajectory) -> bool:
+def _is_even(trajectory: Trajectory) -> bool:
     """True if the columns have one length and there are no optional columns."""
-    size, prompt = len(one.tokens), len(one.prompt_tokens)
-    is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs or one.routes)
-    is_plain = is_plain and not one.branches and not one.turns
-    return is_plain and size == len(one.logprobs) == len(one.versions) == 4 * len(one.mask) > 0 < prompt == prompt & ~3
+    size, prompt = len(trajectory.tokens), len(trajectory.prompt_tokens)
+    same = size == len(trajectory.logprobs) == len(trajectory.versions) == 4 * len(trajectory.mask) > 0
+    return same and prompt > 0 and prompt % 4 == 0 and not any(OPTIONAL_COLUMNS(trajectory))
 
 
 def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
@@ -155,8 +158,8 @@ def _branches(trajectory: Trajectory) -> str | None:
     if trajectory.finish == "cut" or trajectory.identity.segment or trajectory.prefix:
         return "branches in a segment of a completion"
     prompt, mask = len(trajectory.prompt_tokens) // 4, flags(trajectory.mask)
-    found = branches.flaw(trajectory.branches, prompt, mask) if trajectory.branches else None
-    return found or (turns.flaw(trajectory.turns, prompt, mask) if trajectory.turns else None)
+    flaw = branches.flaw(trajectory.branches, prompt, mask) if trajectory.branches else None
+    return flaw or (turns.flaw(trajectory.turns, prompt, mask) if trajectory.turns else None)
 
 
 def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:

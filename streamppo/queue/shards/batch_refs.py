@@ -48,16 +48,16 @@ def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uin
     return np.frombuffer(encoded, dtype=np.uint8)
 
 
-def _add_batch(whole: bytearray, batch: Batch) -> None:
+def _add_batch(encoded: bytearray, batch: Batch) -> None:
     # The empty array of trajectories is the last field and one byte; it is replaced.
-    whole += encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + _head(len(batch.trajectories))
-    _add(whole, batch.trajectories)
+    encoded += encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + _head(len(batch.trajectories))
+    _add(encoded, batch.trajectories)
 
 
-def _add(whole: bytearray, members: Sequence[WireStruct]) -> None:
+def _add(encoded: bytearray, members: Sequence[WireStruct]) -> None:
     encoder = msgspec.msgpack.Encoder()
     for member in members:
-        encoder.encode_into(member, whole, -1)
+        encoder.encode_into(member, encoded, -1)
 
 
 def _head(count: int) -> bytes:
@@ -65,15 +65,15 @@ def _head(count: int) -> bytes:
     return encode((None,) * count)[: -count or None]
 
 
-class Handout:
-    """The references of the last requested batches, whole or in parts; each is put into the store once, by `put`.
+class BatchRefs:
+    """References of the last requested batches, whole or in parts; each is put into the store once, by `put`.
 
     In all methods `read` returns the batch of `version`; it is called once, in a thread. Its error is raised.
     """
 
     def __init__(self, put: Put) -> None:
         self._put = put
-        self._batches, self._refs = _Once[Batch](), _Once[BatchRef]()
+        self._batches, self._refs = _TaskCache[Batch](), _TaskCache[BatchRef]()
 
     async def batch(self, version: int, read: Callable[[], Batch]) -> BatchRef:
         """The reference of the whole batch."""
@@ -82,34 +82,36 @@ class Handout:
     async def outline(self, version: int, read: Callable[[], Batch]) -> BatchRef:
         """The reference of the batch's `Outline`."""
         batch = await self._batches.get(version, "", read)
-        return await self._refs.get(version, "outline", lambda: self._put(encode_slowly(batch_parts.outline_of(batch))))
+        return await self._refs.get(
+            version, "outline", lambda: self._put(encode_slowly(batch_parts.make_outline(batch)))
+        )
 
     async def tokens(self, version: int, rows: bytes, read: Callable[[], Batch]) -> BatchRef:
         """The reference of the `Tokens` of the trajectories at `rows` (int32)."""
         batch, picked = await self._batches.get(version, "", read), ints(rows).tolist()
         return await self._refs.get(
-            version, rows, lambda: self._put(encode_slowly(batch_parts.tokens_of(batch, picked)))
+            version, rows, lambda: self._put(encode_slowly(batch_parts.select_tokens(batch, picked)))
         )
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-class _Once(Generic[Made]):
+class _TaskCache(Generic[Result]):
     """A cache of results, each computed once in a thread for all callers; it keeps the last `KEPT` versions."""
 
     def __init__(self) -> None:
-        self._made: dict[int, dict[str | bytes, asyncio.Task[Made]]] = {}
+        self._tasks: dict[int, dict[str | bytes, asyncio.Task[Result]]] = {}
 
-    async def get(self, version: int, name: str | bytes, make: Callable[[], Made]) -> Made:
+    async def get(self, version: int, name: str | bytes, make: Callable[[], Result]) -> Result:
         """Return the result of `make` for `version` and `name`. Raises its error; then the next call tries again."""
-        of_version = self._made.setdefault(version, {})
-        if name not in of_version:
-            of_version[name] = asyncio.create_task(asyncio.to_thread(make))
-        task = of_version[name]
-        for old in list(self._made)[:-KEPT]:
-            del self._made[old]
+        tasks = self._tasks.setdefault(version, {})
+        if name not in tasks:
+            tasks[name] = asyncio.create_task(asyncio.to_thread(make))
+        task = tasks[name]
+        for old in list(self._tasks)[:-KEPT]:
+            del self._tasks[old]
         await asyncio.wait([task])
         if task.exception() is not None:
-            of_version.pop(name, None)
+            tasks.pop(name, None)
         return task.result()

@@ -1,7 +1,7 @@
 """The Ray actor of a queue's shard: it holds the columns of trajectories; the queue holds only their records.
 
     rollout actor --trajectories--> shard --records--> rollout actor --records--> queue
-    rank          <--its part of a batch-- shard <--which trajectories-- queue
+    rank          <--its part of a batch-- shard <--the part's identities-- queue
     archive       <--its part of a batch-- shard
 
 Prompt p belongs to shard p modulo K. So K processes receive, validate, journal, serve and archive tokens, while only
@@ -28,13 +28,13 @@ from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue.replication import standby
-from streamppo.queue.rules.slot import record_of
+from streamppo.queue.rules.slot import make_record
 from streamppo.queue.rules.validation import TokenLimits, defects
 from streamppo.queue.shards import batch_refs
-from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
+from streamppo.queue.shards.batch_refs import BatchRef, BatchRefs, Put
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import WrittenFile
-from streamppo.queue.token_limits import limits_of
+from streamppo.queue.token_limits import read_token_limits
 from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct, decode, encode, floats, ints
 
 LearnedRef: TypeAlias = "ObjectRef[bytes]"
@@ -63,20 +63,20 @@ class QueueShard:
         process.log_to_stdout(f"queue-shard-{number}")
         self._config, self._model_path = decode(config, Config), model_path
         self._archive = Path(run) / "archive"
-        self._bodies = standby.bodies_of(Path(run), number, self._config)
+        self._bodies = standby.open_trajectory_store(Path(run), number, self._config)
         self._limits: TokenLimits | None = None
-        self._handout = Handout(put)
-        self._life = uuid4().hex
+        self._refs = BatchRefs(put)
+        self._process_id = uuid4().hex
         self._waiting: dict[Identity, bytes] = {}
         self._writing = asyncio.Lock()
         process.freeze_gc()
 
     @ray.method
-    async def another_life(self, known: str) -> str:
-        """The name of this process, once it differs from `known`; callers detect a restart this way."""
-        if self._life == known:
+    async def new_process_id(self, known: str) -> str:
+        """The id of this process, once it differs from `known`: by it callers detect a restart."""
+        if self._process_id == known:
             await asyncio.Event().wait()
-        return self._life
+        return self._process_id
 
     @ray.method
     async def store(self, trajectories: bytes) -> bytes:
@@ -85,11 +85,11 @@ class QueueShard:
         A trajectory that cannot be trained on is not journalled; its record has the reason and all columns.
         """
         if self._limits is None:
-            self._limits = await asyncio.to_thread(limits_of, self._config, self._model_path)
+            self._limits = await asyncio.to_thread(read_token_limits, self._config, self._model_path)
         rows = [bytes(raw) for raw in decode(trajectories, tuple[msgspec.Raw, ...])]
         decoded = [decode(row, Trajectory) for row in rows]
         checked = zip(decoded, defects(decoded, self._limits), strict=True)
-        records = tuple(record_of(trajectory, defect) for trajectory, defect in checked)
+        records = tuple(make_record(trajectory, defect) for trajectory, defect in checked)
         await self._write(
             {trajectory.identity: row for trajectory, row in zip(records, rows, strict=True) if not trajectory.defect}
         )
@@ -99,19 +99,19 @@ class QueueShard:
     async def take(self, part: bytes) -> BatchRef:
         """The trajectories of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
-        return await self._handout.batch(named.version, lambda: self._batch(named))
+        return await self._refs.batch(named.version, lambda: self._batch(named))
 
     @ray.method
     async def outline(self, part: bytes) -> BatchRef:
         """The `Outline` of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
-        return await self._handout.outline(named.version, lambda: self._batch(named))
+        return await self._refs.outline(named.version, lambda: self._batch(named))
 
     @ray.method
     async def tokens(self, part: bytes, rows: bytes) -> BatchRef:
         """The `Tokens` of the part's trajectories whose index in the whole batch is in `rows` (int32)."""
         named = decode(part, BatchPart)
-        return await self._handout.tokens(named.version, rows, lambda: self._batch(named))
+        return await self._refs.tokens(named.version, rows, lambda: self._batch(named))
 
     @ray.method
     async def archive(self, part: bytes, learned: "list[LearnedRef]") -> bytes:

@@ -239,7 +239,7 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
             columns, attributes = zarr_zip.unpack(file)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error}") from error
-    except zarr_zip.Strange as error:
+    except zarr_zip.ForeignFile as error:
         raise JournalError(f"{path}: not as streamppo writes it: {error}") from error
     try:
         decoded = msgspec.json.decode(attributes, type=Attributes)

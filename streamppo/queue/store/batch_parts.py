@@ -1,6 +1,6 @@
 """A batch in parts: its outline, which every rank needs in full, and the token ids of the rows that a rank reads.
 
-    batch = join(outline_of(batch), tokens_of(batch, rows))       exactly, but the tokens of other rows are zeros
+    batch = join(make_outline(batch), select_tokens(batch, rows))       exactly, but the tokens of other rows are zeros
 
 Each shard of a queue returns its part of a batch or of its outline; `merge` and `merge_outlines` join the parts.
 
@@ -17,16 +17,16 @@ from streamppo.errors import JournalError
 from streamppo.types import Batch, Outline, Tokens, Trajectory, ints
 
 
-def outline_of(batch: Batch) -> Outline:
+def make_outline(batch: Batch) -> Outline:
     """The batch without its token ids."""
     lengths = [len(trajectory.prompt_tokens) // 4 for trajectory in batch.trajectories]
     none = Tokens(row=0, prompt_tokens=b"", tokens=b"", candidates=b"")
-    bare = tuple(_with(trajectory, none) for trajectory in batch.trajectories)
+    bare = tuple(_with_tokens(trajectory, none) for trajectory in batch.trajectories)
     prompt_lengths = np.array(lengths, dtype="<i4").tobytes()
     return Outline(batch=structs.replace(batch, trajectories=bare), prompt_lengths=prompt_lengths)
 
 
-def tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
+def select_tokens(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
     """The token ids of the trajectories at `rows`; for a part of a batch, of those rows that it contains."""
     place = {row: at for at, row in enumerate(ints(batch.rows).tolist())} if batch.rows else None
     return tuple(
@@ -65,22 +65,25 @@ def widths(outline: Outline) -> list[int]:
 
 def join(outline: Outline, tokens: Sequence[Tokens]) -> Batch:
     """The batch with these `tokens`; other rows have zeros of the same length, and no candidates or routes."""
-    known = {one.row: one for one in tokens}
+    by_row = {row_tokens.row: row_tokens for row_tokens in tokens}
     lengths = ints(outline.prompt_lengths).tolist()
     bare = enumerate(zip(outline.batch.trajectories, lengths, strict=True))
-    whole = tuple(_with(one, known.get(row) or _zeros(one, length)) for row, (one, length) in bare)
-    return structs.replace(outline.batch, trajectories=whole)
+    trajectories = tuple(
+        _with_tokens(trajectory, by_row.get(row) or _zeros(trajectory, length)) for row, (trajectory, length) in bare
+    )
+    return structs.replace(outline.batch, trajectories=trajectories)
 
 
-def _tokens(row: int, one: Trajectory) -> Tokens:
-    columns = {"prompt_tokens": one.prompt_tokens, "tokens": one.tokens, "candidates": one.candidates}
-    return Tokens(row=row, routes=one.routes, route_bytes=one.route_bytes, **columns)
+def _tokens(row: int, trajectory: Trajectory) -> Tokens:
+    columns = {name: getattr(trajectory, name) for name in Tokens.__struct_fields__ if name != "row"}
+    return Tokens(row=row, **columns)
 
 
-def _with(one: Trajectory, tokens: Tokens) -> Trajectory:
+def _with_tokens(trajectory: Trajectory, tokens: Tokens) -> Trajectory:
     columns = {name: column for name, column in structs.asdict(tokens).items() if name != "row"}
-    return structs.replace(one, **columns)
+    return structs.replace(trajectory, **columns)
 
 
-def _zeros(one: Trajectory, prompt_length: int) -> Tokens:
-    return Tokens(row=0, prompt_tokens=bytes(4 * prompt_length), tokens=bytes(len(one.versions)), candidates=b"")
+def _zeros(trajectory: Trajectory, prompt_length: int) -> Tokens:
+    tokens = bytes(len(trajectory.versions))
+    return Tokens(row=0, prompt_tokens=bytes(4 * prompt_length), tokens=tokens, candidates=b"")

@@ -238,7 +238,7 @@ def _offsets(lengths: list[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _present(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
+def _known_components(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
     return {name: number for name, number in zip(names, numbers, strict=True) if not math.isnan(number)}
 
 
@@ -274,7 +274,7 @@ def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 prompt_tokens=columns["prompt_tokens"][prompt_at[row] : prompt_at[row + 1]].tobytes(),
                 finish=words["finish"][row],  # pyright: ignore[reportArgumentType]
                 reward=reward,
-                components={} if components is None else _present(attributes.component_names, components[row]),
+                components={} if components is None else _known_components(attributes.component_names, components[row]),
                 prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
                 route_bytes=int(columns["route_bytes"][row]) if "route_bytes" in columns else 2,
                 explanation=texts[row],

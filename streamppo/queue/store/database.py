@@ -1,6 +1,6 @@
 """SQLite for the journals: WAL mode, rows with checksums, errors that name the file.
 
-SQLite checks only its structure, so that every row has its own checksum. Other columns of a row are keys.
+SQLite checks only its structure, so every row has its own checksum. Other columns of a row are keys.
 """
 
 import logging
@@ -148,9 +148,9 @@ class Database:
 
 
 def merge_logs(run: Path) -> None:
-    """Move SQLite's logs into the files of a run that has ended: a copy of the files alone is then complete.
+    """Move SQLite's logs into the files of an ended run, whose processes were killed: a copy of the files is complete.
 
-    Its processes were killed, and so have not done it. A failure is logged: with its log each file is complete.
+    A failure is logged: with its log each file is complete too.
     """
     for written in [*run.glob(f"*.sqlite{LOG}"), *run.glob(f"shards/*.sqlite{LOG}")]:
         path = written.with_name(written.name.removesuffix(LOG))

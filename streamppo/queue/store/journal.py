@@ -35,8 +35,8 @@ from streamppo.queue.rules.records import (
     PublishedVersion,
     QueueSnapshot,
     SavedSlot,
+    with_link,
 )
-from streamppo.queue.store import chain
 from streamppo.queue.store.database import LOG, Database, with_checksum
 
 FORMAT = 9
@@ -78,7 +78,7 @@ class Journal(Database):
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path, self._tip = path, path.with_name(TIP_FILE)
-        # A running queue writes the tip after each transaction: reading it first never finds it ahead of the journal.
+        # A running queue writes the tip after each transaction: a tip that is read first is never ahead of the journal.
         with self._errors_named():
             tip = self._read_tip()
         super().__init__(path, TABLES, FORMAT, read_only=read_only)
@@ -191,7 +191,7 @@ class Journal(Database):
         return rows[0] if rows else None
 
     def skipped(self, numbers: range = ALL) -> Counts:
-        """The skipped prompts by the number of their first slot, in `numbers`, with the count for which they were."""
+        """(number of its first slot, count of its row) of each skipped prompt, in `numbers`."""
         query = "select number, row, checksum from skipped where number >= ? and number < ? order by number"
         return self._counts("skipped", query, numbers.start, numbers.stop)
 
@@ -237,7 +237,7 @@ class Journal(Database):
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def forget(self, before: int, first_slot: int) -> None:
-        """Forget the archived batches of versions below `before`; of the slots below `first_slot`, how they ended."""
+        """Forget the archived batches of versions below `before`, and the endings of the slots below `first_slot`."""
         versions = [
             version
             for version in self.versions().values()
@@ -280,7 +280,7 @@ class Journal(Database):
         """The record of a version, with its link to that of the version before."""
         query = "select row, checksum from versions where version >= ? and version < ?"
         before = self._rows("versions", query, PublishedVersion, made.version - 1, made.version)
-        return chain.linked(made, self.configs(), before[0].link if before else "")
+        return with_link(made, self.configs(), before[0].link if before else "")
 
     def _counts(self, table: str, query: str, *arguments: int) -> Counts:
         """The counts in the rows (key, row, checksum) of a query."""

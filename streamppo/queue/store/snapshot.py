@@ -1,7 +1,7 @@
 """Converts the queue's state to rows of the journal and back.
 
 take_changes    all changes since the last call, for one transaction of the journal
-rebuild         the inverse: the state as of the last transaction, including leases and requests
+rebuild_state   the inverse: the state as of the last transaction, including leases and requests
 """
 
 import heapq
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from streamppo.errors import JournalError
 from streamppo.queue.rules.ahead import NeededLag
-from streamppo.queue.rules.curriculum import resampled
+from streamppo.queue.rules.curriculum import resampled_prompts
 from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
 from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
-from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, QueueState, TicketRequest, nothing_unwritten
+from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, QueueState, TicketRequest, no_changes
 from streamppo.queue.store.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
     """All changes since the last call, for the journal."""
-    unwritten, state.pending_changes = state.pending_changes, nothing_unwritten()
+    unwritten, state.pending_changes = state.pending_changes, no_changes()
     leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
     return Changes(
         counters=Counters(
@@ -38,7 +38,7 @@ def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
             admitted_lag=state.admitted_lag,
             needed_lag=state.needed.lag,
         ),
-        slots=tuple(_read_snapshot(slot) for slot in unwritten.slots.values()),
+        slots=tuple(_saved_slot(slot) for slot in unwritten.slots.values()),
         leases=tuple(_lease(version, batch) for version, batch in leased),
         gone=tuple(unwritten.gone),
         dead=tuple(unwritten.dead_letters),
@@ -49,19 +49,19 @@ def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
     )
 
 
-def read(settings: QueueSettings, journal: Journal) -> QueueState:
+def read_state(settings: QueueSettings, journal: Journal) -> QueueState:
     """The state as of the journal's last transaction; a new one if the journal is empty."""
     saved = journal.read()
     if saved is None:
         return QueueState()
-    state = rebuild(settings, saved, journal.path)
+    state = rebuild_state(settings, saved, journal.path)
     if settings.curriculum is not None:
-        state.resampled = resampled(journal.ended_attempts(), settings).get(state.version, {})
+        state.resampled = resampled_prompts(journal.ended_attempts(), settings).get(state.version, {})
     log.info("rebuilt from its journal, at version %d with %d slots", state.version, len(saved.slots))
     return state
 
 
-def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
+def rebuild_state(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
     """The state saved in the journal at `path`. Raises `JournalError` for a queue of another shape."""
     counters = saved.counters
     refuse_other_shape(settings, counters, path)
@@ -80,7 +80,7 @@ def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueS
         zero_variance=dict(saved.zero_variance),
     )
     for entry in saved.slots:
-        _add(state, entry, settings.unit_size)
+        _add_slot(state, entry, settings.unit_size)
     for entry in saved.leases:
         firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in entry.slots)
         state.lease(entry.version, entry.min_version, [state.units[first] for first in firsts])
@@ -97,7 +97,7 @@ def refuse_other_shape(settings: QueueSettings, counters: Counters, path: Path) 
         )
 
 
-def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
+def _add_slot(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
     unit = state.units.setdefault((saved.number - saved.number % unit_size, saved.part), Unit(missing=unit_size))
     slot = Slot(
         number=saved.number,
@@ -129,7 +129,7 @@ def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
         state.calls[actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])
 
 
-def _read_snapshot(slot: Slot) -> SavedSlot:
+def _saved_slot(slot: Slot) -> SavedSlot:
     record = slot.trajectory if isinstance(slot.trajectory, TrajectoryRecord) else None
     return SavedSlot(
         number=slot.number,

@@ -27,7 +27,7 @@ create table if not exists bodies (
 ONE = "prompt = ? and sample = ? and attempt = ? and segment = ?"
 
 
-class Bodies(Database):
+class TrajectoryStore(Database):
     """The journal of shard `number` of the run in the folder `run`; several threads may use it concurrently.
 
     All methods raise `JournalError`, which names the file, if SQLite or the disk refuses.

@@ -31,8 +31,8 @@ MOST_COLUMNS = 100
 TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
-class Strange(ValueError):
-    """A file is not as `pack` writes it."""
+class ForeignFile(ValueError):
+    """A file that `pack` has not written."""
 
 
 class ColumnMetadata(msgspec.Struct):
@@ -90,59 +90,59 @@ def _is_bomb(total: int, size: int) -> bool:
 
 
 def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    """The columns of a file, and its attributes as JSON: the inverse of `pack`. Raises `Strange` for any other file.
+    """The columns of a file and its attributes as JSON: the inverse of `pack`. Raises `ForeignFile` for any other file.
 
     Every size is checked before memory is allocated for it.
     """
     try:
         with zipfile.ZipFile(file) as opened:
             return _unpack(opened, file.seek(0, io.SEEK_END))
-    except Strange:
+    except ForeignFile:
         raise
     # RuntimeError: encrypted entries. struct.error: a wrong central directory.
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
-        raise Strange(f"{error or type(error).__name__}") from error
+        raise ForeignFile(f"{error or type(error).__name__}") from error
 
 
 def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
     entries = {entry.filename: entry for entry in file.infolist()}
     if len(entries) != len(file.infolist()) or len(entries) > 2 * MOST_COLUMNS + 1:
-        raise Strange(f"{len(file.infolist())} entries, or several of one name")
+        raise ForeignFile(f"{len(file.infolist())} entries, or several of one name")
     if any(
         entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
         for entry in entries.values()
     ):
-        raise Strange("an entry is compressed")
+        raise ForeignFile("an entry is compressed")
     if sum(entry.file_size for entry in entries.values()) > size:
-        raise Strange("its entries are longer than the file")
+        raise ForeignFile("its entries are longer than the file")
     group = msgspec.json.decode(file.read("zarr.json") if "zarr.json" in entries else b"", type=Group)
     names = [name.removesuffix("/zarr.json") for name in entries if name.endswith("/zarr.json")]
     described = {name: _read_description(file.read(f"{name}/zarr.json")) for name in names}
     expected = {"zarr.json", *(f"{name}/zarr.json" for name in names)}
     expected |= {_chunk(name, shape) for name, (_, shape) in described.items()}
     if expected != entries.keys():
-        raise Strange(f"entries of no column, or none of one: {sorted(expected ^ entries.keys())[:3]}")
+        raise ForeignFile(f"entries of no column, or none of one: {sorted(expected ^ entries.keys())[:3]}")
     if _is_bomb(total := sum(_bytes(*entry) for entry in described.values()), size):
-        raise Strange(f"columns of {total:,} bytes in a file of {size:,}")
+        raise ForeignFile(f"columns of {total:,} bytes in a file of {size:,}")
     return {
         name: _column(file.read(_chunk(name, entry[1])), *entry) for name, entry in described.items()
     }, group.attributes
 
 
 def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """The dtype and shape of a column. Raises `Strange` if its metadata differ from those that `pack` writes."""
+    """The dtype and shape of a column. Raises `ForeignFile` if its metadata differ from those that `pack` writes."""
     metadata = msgspec.json.decode(content, type=ColumnMetadata)
     if metadata.data_type not in TYPES or not 1 <= len(metadata.shape) <= 2:
-        raise Strange(f"a column of {metadata.data_type!r} with the shape {metadata.shape}")
+        raise ForeignFile(f"a column of {metadata.data_type!r} with the shape {metadata.shape}")
     description = np.dtype(metadata.data_type), tuple(metadata.shape)
     if content != msgspec.json.encode(_read_metadata(*description)):
-        raise Strange("a column with other metadata than streamppo's")
+        raise ForeignFile("a column with other metadata than streamppo's")
     return description
 
 
 def _column(content: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
     if _frame_bytes(content) != _bytes(dtype, shape):
-        raise Strange(f"a chunk of {_frame_bytes(content)} bytes for a column of {_bytes(dtype, shape)}")
+        raise ForeignFile(f"a chunk of {_frame_bytes(content)} bytes for a column of {_bytes(dtype, shape)}")
     column = np.zeros(shape, dtype)
     if column.nbytes:
         ZSTD.decode(content, out=column.reshape(-1).view(np.uint8))

@@ -141,9 +141,9 @@ def of_ranks(ranks: int, folder: Path, *, leave: bool, own: bool) -> list[case.W
             updater = case.updater(case.config_of(*overrides), folder)
             batch = BATCHES["old and equal"]
             if own:
-                outline = batch_parts.outline_of(batch)
+                outline = batch_parts.make_outline(batch)
                 batch = batch_parts.join(
-                    outline, batch_parts.tokens_of(batch, updater.own_rows(pad(batch_parts.join(outline, []))))
+                    outline, batch_parts.select_tokens(batch, updater.own_rows(pad(batch_parts.join(outline, []))))
                 )
             case.metrics(updater, pad(batch))
             found.append(case.whole(updater.policy))

@@ -110,9 +110,9 @@ def by_parts(ranks: int, folder: Path) -> list[case.Weights]:
         )
         whole = narrowed(routed(case.batch())) if own else routed(case.batch())
         if own:
-            outline = batch_parts.outline_of(whole)
+            outline = batch_parts.make_outline(whole)
             rows = updater.own_rows(pad(batch_parts.join(outline, [])))
-            whole = batch_parts.join(outline, batch_parts.tokens_of(whole, rows))
+            whole = batch_parts.join(outline, batch_parts.select_tokens(whole, rows))
             assert 0 < sum(bool(one.routes) for one in whole.trajectories) < len(whole.trajectories)
         updater.metrics(updater.update(pad(whole)))
         made.append(case.whole(updater.policy))
@@ -179,8 +179,8 @@ def test_a_rank_with_the_routes_of_its_own_rows_makes_the_same_bits(tmp_path: Pa
 
 def test_a_rank_holds_the_routes_of_its_rows_alone_and_not_on_its_device() -> None:
     whole = narrowed(routed(case.batch()))
-    outline = batch_parts.outline_of(whole)
-    part = pad(batch_parts.join(outline, batch_parts.tokens_of(whole, [1])))
+    outline = batch_parts.make_outline(whole)
+    part = pad(batch_parts.join(outline, batch_parts.select_tokens(whole, [1])))
     tokens, held = batch_parts.widths(outline)[1] - 1, part.routes
     assert held is not None and held.numbers_ME.shape == (tokens, LAYERS * TOP_K)
     assert held.numbers_ME.dtype == torch.uint8

@@ -33,9 +33,9 @@ def _updated(ranks: int, folder: str, options: tuple[str, ...], *, own: bool) ->
     updater = case.updater(case.config_of(f"learner.ranks={ranks}", *options), Path(folder))
     whole = case.cut(case.batch())
     if own:
-        outline = batch_parts.outline_of(whole)
+        outline = batch_parts.make_outline(whole)
         rows = updater.own_rows(pad(batch_parts.join(outline, [])))
-        whole = batch_parts.join(outline, batch_parts.tokens_of(whole, rows))
+        whole = batch_parts.join(outline, batch_parts.select_tokens(whole, rows))
     updater.metrics(updater.update(pad(whole)))
     return [*case.whole(updater.policy).values()]
 

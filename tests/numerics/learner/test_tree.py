@@ -363,7 +363,7 @@ def test_a_rank_divides_a_batch_alike_before_and_after_it_has_the_tokens(folder:
     batch = tree_rows.batch()
     for implementation in ("sdpa", "eager"):
         made = policy(folder, implementation)
-        outline = pad(batch_parts.join(batch_parts.outline_of(batch), []))
+        outline = pad(batch_parts.join(batch_parts.make_outline(batch), []))
         known, whole = made.sizes(outline.on_host), made.sizes(pad(batch).on_host)
         assert known.lines_B is not None and whole.lines_B is not None
         assert torch.equal(known.tokens_B, whole.tokens_B) and torch.equal(known.lines_B, whole.lines_B)

@@ -22,7 +22,7 @@ from streamppo.config import file as configfile
 from streamppo.config.learner import Mesh
 from streamppo.config.sections import Config
 from streamppo.learner import memory
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.telemetry import metrics_file
 from streamppo.weights.models.settings import read_settings
 
@@ -35,7 +35,7 @@ HEADS = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddin
 def work(config: Config, lengths: list[int], cores: float | None = None, **changed: Any) -> Workload:
     """A workload of one engine with room for two batches, without evaluations."""
     given: dict[str, Any] = {"actors": 1, "in_flight": 16, "slots": 16, "ranks": 1} | changed
-    return Workload(settings_of(config), prompt_tokens=4.0, lengths=lengths, cores=cores, **given)
+    return Workload(queue_settings(config), prompt_tokens=4.0, lengths=lengths, cores=cores, **given)
 
 
 @pytest.fixture

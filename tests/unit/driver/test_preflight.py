@@ -17,10 +17,10 @@ from streamppo.errors import CheckpointError, ConfigError, JournalError, Streamp
 from streamppo.learner.checkpoint import manifest
 from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState
 from streamppo.queue.rules.records import Changes, PublishedVersion
-from streamppo.queue.rules.state import settings_of
+from streamppo.queue.rules.state import queue_settings
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
-from streamppo.queue.store.trajectory_store import Bodies
+from streamppo.queue.store.trajectory_store import TrajectoryStore
 from streamppo.telemetry.catalogue import UPDATE
 from streamppo.types import Batch
 
@@ -33,7 +33,7 @@ def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
     journal, archive = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
     journal.fence()
     journal.configure(0, msgspec.msgpack.encode(config))
-    counters = msgspec.structs.replace(COUNTERS, shape=settings_of(config).shape)
+    counters = msgspec.structs.replace(COUNTERS, shape=queue_settings(config).shape)
     journal.write(Changes(counters), [PublishedVersion(version=0, digest="0", archived=None)])
     for version in (0, 1):
         archived = archive.write(Batch(version=version, min_version=0, trajectories=(trajectory([1, version]),)))
@@ -149,7 +149,7 @@ def test_a_journal_of_a_shard_that_was_deleted_is_named(math_config: Load, tmp_p
     config = math_config("queue.shards=2")
     run = trained(tmp_path, config, checkpoint=2)
     for number in range(2):
-        Bodies(run, number).close()
+        TrajectoryStore(run, number).close()
     preflight.verify(config, run)
     (run / "shards" / "1.sqlite").unlink()
     assert f"{run}/shards/1.sqlite: missing" in str(refusal(config, run))

@@ -112,11 +112,11 @@ def test_a_queue_that_cannot_be_rebuilt_ends_the_run(driver_case: Make) -> None:
 def test_the_queues_second_life_is_a_restart_and_its_first_is_none(driver_case: Make) -> None:
     run = driver_case(1)
     run.stages._follow_queue("")
-    run.answer("queue.another_life()", "first")
+    run.answer("queue.new_process_id()", "first")
     assert run.record.restarts == []
-    run.answer("queue.another_life(first)", "second")
+    run.answer("queue.new_process_id(first)", "second")
     assert run.record.restarts == [("queue", "the queue died and was rebuilt from its journal")]
-    assert run.watched("queue.another_life") == ["queue.another_life(second)"]
+    assert run.watched("queue.new_process_id") == ["queue.new_process_id(second)"]
 
 
 def test_too_many_restarts_in_a_short_time_end_the_run(driver_case: Make) -> None:

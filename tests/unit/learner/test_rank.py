@@ -33,7 +33,7 @@ class Parts:
         self.own_rows = None
         self.policy, self.mesh = SimpleNamespace(slices=WHOLE), None
         note = SimpleNamespace(remote=lambda *_: "life")
-        self.queue: Any = SimpleNamespace(another_life=note, beat=SimpleNamespace(remote=self.beat))
+        self.queue: Any = SimpleNamespace(new_process_id=note, beat=SimpleNamespace(remote=self.beat))
         for name in ("acquire", "join", "mesh_of", "expect"):
             patch.setattr(device, name, self.noting(name))
         patch.setattr(learner, "build", self.build)

@@ -15,7 +15,7 @@ from test_archive import recorded
 from streamppo.commands.look import inspect as inspection
 from streamppo.commands.look import tree
 from streamppo.commands.look.watching import trajectories as watching
-from streamppo.queue.rules.slot import record_of
+from streamppo.queue.rules.slot import make_record
 from streamppo.queue.rules.validation import defect
 from streamppo.queue.store.columns import batch_columns, verify
 from streamppo.rollout.endpoint.row import Row
@@ -163,7 +163,7 @@ def test_turns_come_back_from_the_archive_and_other_rows_have_none(tmp_path: Pat
     plain = trajectory([5, 6])
     batch = Batch(version=3, min_version=0, trajectories=(TREE, plain))
     assert recorded(tmp_path, batch).batch(3) == batch
-    assert b"turns" not in encode(plain) and record_of(TREE, None).turns == b""
+    assert b"turns" not in encode(plain) and make_record(TREE, None).turns == b""
     assert defect(TREE, None) is None and turns.undelivered(TREE.turns) == 2
     assert not any("turns" in name for name in batch_columns(replace(batch, trajectories=(plain,)), TokenRecord())[0])
 

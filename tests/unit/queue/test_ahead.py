@@ -13,7 +13,7 @@ from streamppo.config import file as configfile
 from streamppo.queue.rules.ahead import NeededLag
 from streamppo.queue.rules.records import Counters, QueueSnapshot
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.state import QueueSettings, QueueState, settings_of
+from streamppo.queue.rules.state import QueueSettings, QueueState, queue_settings
 from streamppo.queue.store import snapshot
 from streamppo.types import Ticket, decode, encode
 
@@ -156,7 +156,7 @@ def test_a_queue_that_died_goes_on_with_what_was_needed() -> None:
     made = rose_to(7)
     changes = snapshot.take_changes(made.rules.settings, made.rules.state)
     saved = QueueSnapshot(decode(encode(changes.counters), Counters), (), ())
-    again = snapshot.rebuild(made.rules.settings, saved, Path("runs/a/journal.sqlite"))
+    again = snapshot.rebuild_state(made.rules.settings, saved, Path("runs/a/journal.sqlite"))
     assert again.needed.lag == 7
 
 
@@ -178,7 +178,7 @@ def test_what_the_learner_admits_bounds_it() -> None:
     ],
 )
 def test_which_configurations_follow_the_need(overrides: Sequence[str], follows: bool) -> None:
-    assert settings_of(configfile.load(CONFIG, overrides)).as_needed is follows
+    assert queue_settings(configfile.load(CONFIG, overrides)).as_needed is follows
 
 
 # --- in simulated time ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from streamppo.driver import report
 from streamppo.queue import attempts
 from streamppo.queue.rules.records import EndedAttempt
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.rules.state import QueueState, queue_settings
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
@@ -45,7 +45,7 @@ def known(one: EndedAttempt) -> tuple[str, str, int, int, int, str]:
 
 
 def test_every_ending_keeps_the_length_the_age_and_the_source(math_config: Callable[..., Config]) -> None:
-    rules = QueueRules(settings_of(math_config(*SMALL, "queue.too_old=drop", "queue.max_attempts=2")), QueueState())
+    rules = QueueRules(queue_settings(math_config(*SMALL, "queue.too_old=drop", "queue.max_attempts=2")), QueueState())
     tickets = rules.issue("a", 0, 5, 0)
     made = [
         structs.replace(trajectory([5] * 3, versions=[0] * 3), identity=one.identity, source="sums") for one in tickets
@@ -78,7 +78,7 @@ def test_every_ending_keeps_the_length_the_age_and_the_source(math_config: Calla
 def test_of_a_group_that_is_given_up_the_one_that_failed_is_told_from_the_others(
     math_config: Callable[..., Config],
 ) -> None:
-    rules = QueueRules(settings_of(math_config(*SMALL, GROUPS, "queue.max_attempts=1")), QueueState())
+    rules = QueueRules(queue_settings(math_config(*SMALL, GROUPS, "queue.max_attempts=1")), QueueState())
     first, second = rules.issue("a", 0, 2, 0)
     rules.put(structs.replace(trajectory([5] * 3), identity=first.identity))
     rules.fail(failure(second))
@@ -154,7 +154,7 @@ def test_the_journal_of_a_run_that_was_only_begun_has_a_table(
     tmp_path: Path, math_config: Callable[..., Config]
 ) -> None:
     config = math_config(*SMALL)
-    rules = QueueRules(settings_of(config), QueueState())
+    rules = QueueRules(queue_settings(config), QueueState())
     deliver(rules, 0, 2)
     with closing(Journal(tmp_path / "journal.sqlite")) as journal:
         journal.write(snapshot.take_changes(rules.settings, rules.state))

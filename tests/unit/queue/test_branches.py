@@ -16,12 +16,12 @@ from streamppo.commands.look.watching import trajectories as watching
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import pad
 from streamppo.queue.rules.records import Changes, SavedSlot
-from streamppo.queue.rules.slot import record_of
+from streamppo.queue.rules.slot import make_record
 from streamppo.queue.rules.validation import TokenLimits, defect, defects
 from streamppo.queue.store import batch_parts
 from streamppo.queue.store.columns import batch_columns, to_batch, verify
 from streamppo.queue.store.journal import Journal
-from streamppo.queue.token_limits import limits_of
+from streamppo.queue.token_limits import read_token_limits
 from streamppo.types import Batch, TokenRecord, Trajectory, branches, encode
 
 PROMPT, MASK = (3, 4, 5), [False, True, False, True, False, True]
@@ -116,11 +116,11 @@ def test_a_configuration_that_takes_no_branches_names_its_choice(
         "learner.mesh.context = 2": ("learner.mesh.context=2", "learner.ranks=2"),
         "learner.mesh.tensor = 2": ("learner.mesh.tensor=2", "learner.ranks=2"),
     }.items():
-        limits = limits_of(math_config(*overrides), str(folder))
+        limits = read_token_limits(math_config(*overrides), str(folder))
         limits = limits._replace(prompt=None)
         assert defect(TREE, limits) == f"its tokens have branches, which {choice} does not support"
         assert defects([TREE], limits) == [defect(TREE, limits)]
-    limits = limits_of(math_config("rollout.max_tokens=6"), str(folder))
+    limits = read_token_limits(math_config("rollout.max_tokens=6"), str(folder))
     assert defect(TREE, limits._replace(prompt=None)) is None
 
 
@@ -159,10 +159,10 @@ def test_branches_come_back_from_the_journal_and_make_the_same_batch_as_from_the
 
 def test_every_rank_has_the_branches_of_all_rows_and_a_record_has_none() -> None:
     batch = Batch(version=3, min_version=0, trajectories=(TREE, trajectory([5])))
-    outline = batch_parts.outline_of(batch)
+    outline = batch_parts.make_outline(batch)
     assert batch_parts.join(outline, []).trajectories[0].branches == TREE.branches
-    assert batch_parts.join(outline, batch_parts.tokens_of(batch, [0, 1])) == batch
-    assert record_of(TREE, None).branches == b""
+    assert batch_parts.join(outline, batch_parts.select_tokens(batch, [0, 1])) == batch
+    assert make_record(TREE, None).branches == b""
 
 
 def test_branches_that_are_no_tree_do_not_hide_among_sound_rows() -> None:

@@ -16,10 +16,10 @@ from streamppo.config.sections import Config
 from streamppo.driver import report as page
 from streamppo.errors import ConfigError, QueueError
 from streamppo.queue import report
-from streamppo.queue.rules.curriculum import why_no_signal
+from streamppo.queue.rules.curriculum import no_signal_reason
 from streamppo.queue.rules.records import NO_ROWS, Changes, KnownRows
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.rules.state import QueueState, queue_settings
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.journal import Journal
 from streamppo.tasks.order import RowNumbers, SourceRows
@@ -35,7 +35,7 @@ def rows(count: int = 10, seed: int = 1, *more: SourceRows, content: int = 0) ->
 
 
 def queue(config: Config, numbers: RowNumbers | None, state: QueueState | None = None) -> QueueRules:
-    made = QueueRules(settings_of(config), state or QueueState())
+    made = QueueRules(queue_settings(config), state or QueueState())
     if numbers is not None:
         assert made.curriculum is not None
         made.curriculum.map_rows(numbers)
@@ -116,7 +116,7 @@ def test_a_queue_that_is_rebuilt_skips_the_same_prompts(config: Config, seed: in
     for _ in range(40):
         train(living, lambda row: float(row % 3 == 0))
         journal.write(snapshot.take_changes(living.settings, living.state))
-    rebuilt = queue(config, None, snapshot.read(living.settings, journal))
+    rebuilt = queue(config, None, snapshot.read_state(living.settings, journal))
     assert rebuilt.state.zero_variance == living.state.zero_variance != {}
     for _ in range(20):
         assert train(rebuilt, lambda row: float(row % 3 == 0)) == train(living, lambda row: float(row % 3 == 0))
@@ -175,11 +175,11 @@ def test_actors_with_other_rows_are_refused_and_a_driver_with_other_data_begins_
         train(rules, lambda _: 0.0)
     with pytest.raises(QueueError, match=r"read other data, 10 rows of sums and 11 rows of sums: .* the same files"):
         rules.curriculum.map_rows(rows(11))
-    rules.lost_all()
+    rules.reopen_all()
     rules.curriculum.map_rows(rows())
     assert rules.state.zero_variance, "a new driver with the same data keeps the counts"
     snapshot.take_changes(rules.settings, rules.state)
-    rules.lost_all()
+    rules.reopen_all()
     rules.curriculum.map_rows(rows(11))
     changes = snapshot.take_changes(rules.settings, rules.state)
     assert not rules.state.zero_variance and changes.zero_variance and not any(n for _, n in changes.zero_variance)
@@ -194,7 +194,7 @@ def test_counts_stay_with_the_rows_and_not_with_their_order(config: Config) -> N
         train(rules, lambda _: 0.0)
     kept, since = dict(rules.state.zero_variance), rules.state.version
     for numbers, stays in ((rows(seed=2), True), (rows(seed=2, content=7), False)):
-        rules.lost_all()
+        rules.reopen_all()
         rules.curriculum.map_rows(numbers)
         assert rules.state.zero_variance == (kept if stays else {})
         assert rules.state.rows == KnownRows(numbers=numbers, since=0 if stays else since)
@@ -202,7 +202,7 @@ def test_counts_stay_with_the_rows_and_not_with_their_order(config: Config) -> N
 
 def test_a_queue_that_died_before_its_actors_called_takes_the_rows_of_a_new_driver(config: Config) -> None:
     rules = queue(config, rows())
-    rules.lost_all()
+    rules.reopen_all()
     again = queue(config, rows(11), rules.state)
     assert again.curriculum is not None and again.state.rows == KnownRows(numbers=rows(11), since=0)
     with pytest.raises(QueueError, match="read other data"):
@@ -252,13 +252,13 @@ def test_resampled_groups_outlive_a_queue(math_config: Callable[..., Config], tm
         living.put(structs.replace(trajectory([5], versions=[0], reward=1.0), identity=ticket.identity))
     assert living.state.resampled == {0: True, 1: True} and not living.state.zero_variance
     journal.write(snapshot.take_changes(living.settings, living.state))
-    assert snapshot.read(living.settings, journal).resampled == {0: True, 1: True}
+    assert snapshot.read_state(living.settings, journal).resampled == {0: True, 1: True}
 
 
 def test_a_group_of_an_earlier_configuration_without_the_component_is_not_judged() -> None:
     group = [trajectory([5], reward=1.0), trajectory([5], reward=1.0)]
-    assert why_no_signal(group, Resample(component="right")) is None
-    assert why_no_signal(group, Resample()) == "all rewards are 1"
+    assert no_signal_reason(group, Resample(component="right")) is None
+    assert no_signal_reason(group, Resample()) == "all rewards are 1"
 
 
 def test_even_the_least_floor_opens_a_prompt_soon(math_config: Callable[..., Config]) -> None:
@@ -277,7 +277,7 @@ def test_no_ticket_is_issued_before_the_rows_are_known(config: Config) -> None:
 
 def test_a_skipped_prompt_says_so(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
-    shape = settings_of(config).shape
+    shape = queue_settings(config).shape
     counters = structs.replace(COUNTERS, shape=shape, opened=12, abandoned=8, counts={"skipped_prompts": 2})
     journal.write(Changes(counters, skipped=((4, 1), (8, 3))))
     journal.close()

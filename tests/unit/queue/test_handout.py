@@ -10,7 +10,7 @@ import pytest
 from conftest import trajectory
 
 from streamppo.errors import JournalError
-from streamppo.queue.shards.batch_refs import Handout, encode_slowly
+from streamppo.queue.shards.batch_refs import BatchRefs, encode_slowly
 from streamppo.types import Batch, decode, encode
 
 
@@ -46,7 +46,7 @@ def test_all_ranks_get_one_reference_and_the_event_loop_encodes_nothing() -> Non
             reads.append(threading.get_ident())
             return batch(3)
 
-        handout = Handout(store.put)
+        handout = BatchRefs(store.put)
         ranks = [asyncio.create_task(handout.batch(3, read)) for _ in range(8)]
         await asyncio.sleep(0)
         ranks.pop().cancel()
@@ -63,11 +63,11 @@ def test_all_ranks_get_one_reference_and_the_event_loop_encodes_nothing() -> Non
 def test_two_batches_are_kept_and_an_older_one_is_made_again() -> None:
     async def main() -> None:
         store = Store()
-        handout = Handout(store.put)
+        handout = BatchRefs(store.put)
         made = [await handout.batch(version, lambda version=version: batch(version)) for version in (0, 1, 0, 2, 1)]
         assert made == [0, 1, 0, 2, 1]
         assert await handout.batch(0, lambda: batch(0)) == 3
-        assert len(handout._refs._made) == 2
+        assert len(handout._refs._tasks) == 2
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
@@ -77,7 +77,7 @@ def test_a_batch_that_could_not_be_read_is_read_again_by_the_next_call() -> None
         raise JournalError("damaged")
 
     async def main() -> None:
-        handout = Handout(Store().put)
+        handout = BatchRefs(Store().put)
         asked = await asyncio.gather(*(handout.batch(0, damaged) for _ in range(3)), return_exceptions=True)
         assert [str(one) for one in asked] == ["damaged"] * 3
         assert await handout.batch(0, lambda: batch(0)) == 0

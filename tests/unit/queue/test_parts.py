@@ -8,7 +8,7 @@ import pytest
 from conftest import trajectory
 from test_handout import Store
 
-from streamppo.queue.shards.batch_refs import Handout, encode_slowly
+from streamppo.queue.shards.batch_refs import BatchRefs, encode_slowly
 from streamppo.queue.store import batch_parts
 from streamppo.types import Batch, Outline, Tokens, decode, encode
 
@@ -25,7 +25,7 @@ def batch(rows: int = 64, prompt: int = 400, completion: int = 1000) -> Batch:
 @pytest.mark.parametrize("rows", [0, 1, 16, 70_000])
 def test_parts_that_are_encoded_piece_by_piece_are_encoded_as_a_whole(rows: int) -> None:
     whole = msgspec.structs.replace(batch(1, 3, 2), trajectories=batch(1, 3, 2).trajectories * rows)
-    outline, tokens = batch_parts.outline_of(whole), batch_parts.tokens_of(whole, range(rows))
+    outline, tokens = batch_parts.make_outline(whole), batch_parts.select_tokens(whole, range(rows))
     assert encode_slowly(outline).tobytes() == encode(outline)
     assert encode_slowly(tokens).tobytes() == encode(tokens)
 
@@ -35,10 +35,10 @@ def test_the_parts_of_all_rows_are_the_batch_and_other_rows_are_zeros_of_their_l
     whole = msgspec.structs.replace(
         whole, trajectories=tuple(msgspec.structs.replace(one, routes=bytes(16)) for one in whole.trajectories)
     )
-    outline = batch_parts.outline_of(whole)
+    outline = batch_parts.make_outline(whole)
     assert batch_parts.widths(outline) == [5] * 4
-    assert batch_parts.join(outline, batch_parts.tokens_of(whole, [2, 0, 3, 1])) == whole
-    some = batch_parts.join(outline, batch_parts.tokens_of(whole, [2]))
+    assert batch_parts.join(outline, batch_parts.select_tokens(whole, [2, 0, 3, 1])) == whole
+    some = batch_parts.join(outline, batch_parts.select_tokens(whole, [2]))
     assert some.trajectories[2] == whole.trajectories[2]
     other, had = some.trajectories[1], whole.trajectories[1]
     assert (other.prompt_tokens, other.tokens, other.candidates, other.routes) == (bytes(12), bytes(8), b"", b"")
@@ -55,7 +55,7 @@ def test_each_rank_fetches_the_outline_and_its_own_rows_and_the_batch_is_read_on
 
     async def main() -> None:
         store = Store()
-        handout = Handout(store.put)
+        handout = BatchRefs(store.put)
         rows = [np.arange(rank, 64, RANKS, dtype=np.int32) for rank in range(RANKS)]
         outlines = [await handout.outline(3, read) for _ in rows]
         tokens = [await handout.tokens(3, mine.tobytes(), read) for mine in rows]

@@ -26,7 +26,7 @@ from streamppo.queue.batch_source import ArchiveSource
 from streamppo.queue.rules.validation import TokenLimits, defect
 from streamppo.queue.store import archive, batch_parts, snapshot
 from streamppo.queue.store.journal import Journal
-from streamppo.queue.token_limits import limits_of
+from streamppo.queue.token_limits import read_token_limits
 from streamppo.types import Batch, Failure, Push, QueueReport, Tensor, Ticket, TokenRecord, Trajectory, decode, encode
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
@@ -581,7 +581,7 @@ def test_prompts_are_as_long_as_the_data_task_allows(
     task = DataTask(
         sources={"a": Source(data="x", max_prompt_tokens=limit), "b": Source(data="y", max_prompt_tokens=1)}
     )
-    limits = limits_of(msgspec.structs.replace(math_config(), task=task), str(tmp_path))
+    limits = read_token_limits(msgspec.structs.replace(math_config(), task=task), str(tmp_path))
     assert limits == TokenLimits(vocabulary=17, completion=5, prompt=limit)
     assert defect(trajectory([5]), limits) == reason
 
@@ -591,7 +591,7 @@ def test_with_an_environment_all_turns_together_have_its_limit(
 ) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 17}')
     environment = Environment(name="a:b", max_tokens=9)
-    limits = limits_of(msgspec.structs.replace(math_config(), environment=environment), str(tmp_path))
+    limits = read_token_limits(msgspec.structs.replace(math_config(), environment=environment), str(tmp_path))
     assert limits == TokenLimits(vocabulary=17, completion=9, prompt=None)
 
 
@@ -607,7 +607,7 @@ def test_a_trajectory_without_a_component_that_is_compared_cannot_be_trained_on(
     math_config: Callable[..., Config], tmp_path: Path, overrides: list[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 17}')
-    limits = limits_of(math_config(*overrides, "queue.samples_per_prompt=4"), str(tmp_path))
+    limits = read_token_limits(math_config(*overrides, "queue.samples_per_prompt=4"), str(tmp_path))
     one = trajectory([5])
     assert defect(one, limits) == (
         "samples are compared by 'right', and its reward has no such component (there are none)"
@@ -621,7 +621,7 @@ def test_a_model_that_does_not_say_how_many_tokens_it_has_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=f"{tmp_path}: its config.json does not say how many tokens it has"):
-        limits_of(math_config(), str(tmp_path))
+        read_token_limits(math_config(), str(tmp_path))
 
 
 def test_those_who_wait_share_a_transaction(actor_of: Callable[..., QueueActor]) -> None:

@@ -16,10 +16,10 @@ from msgspec import structs
 
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.queue.rewind import Rewound, rewind
+from streamppo.queue.rewind import RewindPoint, rewind
 from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.rules.rules import QueueRules
-from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.rules.state import QueueState, queue_settings
 from streamppo.queue.store import archive as archives
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive
@@ -71,7 +71,7 @@ class Played(NamedTuple):
 
 def play(folder: Path, config: Config, seed: int, later: Config | None = None) -> Played:
     rng = random.Random(seed)
-    rules = QueueRules(settings_of(config), QueueState())
+    rules = QueueRules(queue_settings(config), QueueState())
     long = rng.sample(range(60), 12)
     if rules.curriculum:
         rules.curriculum.map_rows(ROWS)
@@ -83,7 +83,7 @@ def play(folder: Path, config: Config, seed: int, later: Config | None = None) -
     journal.write(snapshot.take_changes(rules.settings, rules.state), [made(0, None)])
     while (version := rules.state.version) < UPDATES:
         if version == SHRINKS and later is not None:
-            rules.settings = settings_of(later)
+            rules.settings = queue_settings(later)
             journal.configure(version, msgspec.msgpack.encode(later))
         rules.cut_for("rollout-0", version)
         tickets = rules.issue("rollout-0", version, rng.randint(1, 9), call)
@@ -152,11 +152,11 @@ def test_every_version_has_what_was_to_come(
         fork = tmp_path / f"fork-{version}"
         fork.mkdir()
         held = config if version < SHRINKS else later
-        rewind(run, fork, held, Rewound(version, 8 * version - (8 - size) * max(0, version - SHRINKS)))
+        rewind(run, fork, held, RewindPoint(version, 8 * version - (8 - size) * max(0, version - SHRINKS)))
         with closing(Journal.open_run(fork)) as journal:
             saved, saved_skips = journal.read(), journal.skipped()
             assert list(journal.versions()) == list(range(version + 1)) and saved is not None
-        state = snapshot.rebuild(settings_of(config), saved, fork)
+        state = snapshot.rebuild_state(queue_settings(config), saved, fork)
         open_again = {slot.number for slot in state.waiting()}
         consumed = played.consumed[version]
         newest = max((number for made in range(version + 1) for number in played.trained[made]), default=-1)
@@ -173,7 +173,7 @@ def test_every_version_has_what_was_to_come(
         assert {first for first, _ in saved_skips} == {n for n in played.skipped if n < state.opened}
         if "curriculum" in kind:
             assert state.zero_variance == played.zero_variance[version]
-        rules = QueueRules(settings_of(config), state)
+        rules = QueueRules(queue_settings(config), state)
         state.version, first_new = version, state.opened
         tickets = rules.issue("rollout-0", version, 1000, 0)
         asked = [ticket.slot for ticket in tickets]
@@ -209,11 +209,11 @@ def test_a_version_is_refused_only_if_later_batches_were_not_kept(
 def rewound(run: Path, fork: Path, config: Config, version: int) -> tuple[set[int], int]:
     """The slots that are open in a new fork, and the number of all."""
     fork.mkdir()
-    rewind(run, fork, config, Rewound(version, 8 * version))
+    rewind(run, fork, config, RewindPoint(version, 8 * version))
     with closing(Journal.open_run(fork)) as journal:
         saved = journal.read()
     assert saved is not None
-    state = snapshot.rebuild(settings_of(config), saved, fork)
+    state = snapshot.rebuild_state(queue_settings(config), saved, fork)
     assert (
         state.held == len({slot.number for slot in state.waiting()})
         and min(state.abandoned, *state.counts.values()) >= 0

@@ -75,8 +75,8 @@ def test_a_width_that_does_not_go_with_the_tokens_is_refused(change: dict[str, o
 def test_parts_and_columns_of_a_batch_keep_each_width() -> None:
     whole = batch()
     assert [one.route_bytes for one in whole.trajectories] == [1, 2, 2]
-    outline = batch_parts.outline_of(whole)
-    assert batch_parts.join(outline, batch_parts.tokens_of(whole, [1, 2, 0])) == whole
+    outline = batch_parts.make_outline(whole)
+    assert batch_parts.join(outline, batch_parts.select_tokens(whole, [1, 2, 0])) == whole
     made, attributes = columns.batch_columns(whole, TokenRecord())
     columns.verify(made, attributes)
     assert made["routes"].dtype == np.uint8 and columns.to_batch(made, attributes) == whole

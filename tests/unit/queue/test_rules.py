@@ -49,7 +49,7 @@ def counted(rules: QueueRules) -> QueueReport:
 
 def rebuilt_from(saved: QueueSnapshot, **changes: object) -> QueueRules:
     chosen = settings(**changes)
-    return QueueRules(chosen, snapshot.rebuild(chosen, saved, Path("runs/a/journal.sqlite")))
+    return QueueRules(chosen, snapshot.rebuild_state(chosen, saved, Path("runs/a/journal.sqlite")))
 
 
 def drain(rules: QueueRules) -> Changes:
@@ -505,7 +505,7 @@ def test_a_rebuilt_queue_goes_on_with_what_waits_and_gives_the_same_batch() -> N
     changes = drain(rules)
     rebuilt = rebuilt_from(QueueSnapshot(changes.counters, changes.slots, changes.leases))
     assert rebuilt.take(0) == batch
-    rebuilt.lost_all()
+    rebuilt.reopen_all()
     again = rebuilt.issue("b", 0, 9, 0)
     assert [(ticket.slot, ticket.identity.attempt) for ticket in again] == [(0, 1), (6, 1), (7, 1)]
     assert counted(rebuilt).ready == 1

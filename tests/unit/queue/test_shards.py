@@ -19,12 +19,20 @@ from test_queue_actor import as_it_is, deliver, made_version_0, push, sample, wh
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.rules.slot import Slot, TrajectoryRecord, Unit, all_younger, count_older, newest_version, record_of
+from streamppo.queue.rules.slot import (
+    Slot,
+    TrajectoryRecord,
+    Unit,
+    all_younger,
+    count_older,
+    make_record,
+    newest_version,
+)
 from streamppo.queue.shards import shard
 from streamppo.queue.shards.shard import QueueShard
 from streamppo.queue.store import archive, batch_parts
 from streamppo.queue.store.journal import Journal
-from streamppo.queue.store.trajectory_store import Bodies, path
+from streamppo.queue.store.trajectory_store import TrajectoryStore, path
 from streamppo.types import Batch, Identity, Outline, TokenRecord, Tokens, Trajectory, decode, encode
 
 SHARDS = 3
@@ -44,7 +52,7 @@ def queue_of(config: bytes, run: Path) -> QueueActor:
 
 def bodies(run: Path) -> list[int]:
     """How many trajectories each shard has."""
-    return [Bodies(run, number).count() for number in range(SHARDS)]
+    return [TrajectoryStore(run, number).count() for number in range(SHARDS)]
 
 
 def told(*, rows: int) -> tuple[list[Trajectory], TokenRecord]:
@@ -74,7 +82,7 @@ def test_a_record_says_of_ages_what_its_trajectory_says_and_has_none_of_its_colu
         versions = sorted(generator.randint(3, 9) for _ in range(count))
         mask = [generator.random() < 0.7 for _ in range(count - 1)] + [True]
         one = trajectory(range(1, count + 1), versions=versions, mask=mask, reward=0.5)
-        record = record_of(one, None)
+        record = make_record(one, None)
         for version in range(2, 12):
             assert count_older(record, version) == count_older(one, version)
             sampled = trajectory([1], versions=[one.oldest_version])
@@ -95,14 +103,16 @@ def test_a_batch_in_parts_is_the_batch_and_one_that_lacks_a_part_is_refused() ->
         for rows in (order[:2], order[2:3], order[3:])
     ]
     assert batch_parts.merge(split) == batch == batch_parts.merge([batch])
-    outlines = [decode(encode(batch_parts.outline_of(one)), Outline) for one in split]
+    outlines = [decode(encode(batch_parts.make_outline(one)), Outline) for one in split]
     outline = batch_parts.merge_outlines(outlines)
-    assert outline == batch_parts.outline_of(batch)
+    assert outline == batch_parts.make_outline(batch)
     wanted = [7, 0, 4]
-    tokens = [one for part in split for one in decode(encode(batch_parts.tokens_of(part, wanted)), tuple[Tokens, ...])]
+    tokens = [
+        one for part in split for one in decode(encode(batch_parts.select_tokens(part, wanted)), tuple[Tokens, ...])
+    ]
     assert sorted(one.row for one in tokens) == sorted(wanted)
     assert batch_parts.join(outline, tokens) == batch_parts.join(
-        batch_parts.outline_of(batch), batch_parts.tokens_of(batch, wanted)
+        batch_parts.make_outline(batch), batch_parts.select_tokens(batch, wanted)
     )
     with pytest.raises(JournalError, match="lacks rows"):
         batch_parts.merge(split[:2])
@@ -118,7 +128,7 @@ def test_what_a_shard_has_acknowledged_is_there_after_a_kill_and_once(config: by
         first = QueueShard(config, str(tmp_path), str(tmp_path), 0, as_it_is)
         stored = await asyncio.gather(*(first.store(encode((one,))) for one in made), first.store(encode(tuple(made))))
         assert [decode(one, tuple[TrajectoryRecord, ...]) for one in stored[:-1]] == [
-            (record_of(one, None),) for one in made
+            (make_record(one, None),) for one in made
         ]
         another = QueueShard(config, str(tmp_path), str(tmp_path), 0, as_it_is)
         assert another._bodies.count() == len(made)
@@ -146,7 +156,7 @@ def test_a_trajectory_that_cannot_be_trained_on_goes_to_the_queue_whole_and_beco
 def test_missing_and_damaged_trajectories_are_errors_that_name_the_file(config: bytes, tmp_path: Path) -> None:
     made, _ = told(rows=2)
     file = path(tmp_path, 0)
-    held = Bodies(tmp_path, 0)
+    held = TrajectoryStore(tmp_path, 0)
     held.write({one.identity: encode(one) for one in made})
     with pytest.raises(JournalError, match=r"0\.sqlite: the queue has the record of .* tokens are missing here"):
         held.read([Identity(task="test", prompt=77, sample=0)])
@@ -154,14 +164,14 @@ def test_missing_and_damaged_trajectories_are_errors_that_name_the_file(config: 
     with sqlite3.connect(file) as db:
         db.execute("update bodies set row = zeroblob(length(row)) where prompt = 1")
     db.close()
-    another = Bodies(tmp_path, 0)
+    another = TrajectoryStore(tmp_path, 0)
     assert another.read([made[0].identity]) == made[:1]
     with pytest.raises(JournalError, match=r"0\.sqlite: damaged: a row of 'bodies'"):
         another.read([made[1].identity])
     another.close()
     file.write_bytes(file.read_bytes()[:4096])
     with pytest.raises(JournalError, match=r"0\.sqlite"):
-        Bodies(tmp_path, 0).read([made[0].identity])
+        TrajectoryStore(tmp_path, 0).read([made[0].identity])
 
 
 def test_records_come_back_in_the_order_of_their_trajectories(config: bytes, tmp_path: Path) -> None:
@@ -279,7 +289,7 @@ def test_nothing_is_dropped_for_a_version_that_is_not_in_the_journal_yet(
             while actor._queue.state.version == 0:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
-        second = actor._archive_of(1, b"")
+        second = actor._archive_batch(1, b"")
         await second
         # Only the test knows the second version: the transaction of the first one is being written.
         actor._queue.publish(2)

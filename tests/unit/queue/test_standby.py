@@ -25,7 +25,7 @@ from streamppo.queue.replication import copies, standby
 from streamppo.queue.restore import restore
 from streamppo.queue.store import archive
 from streamppo.queue.store.journal import Journal
-from streamppo.queue.store.trajectory_store import Bodies, path
+from streamppo.queue.store.trajectory_store import TrajectoryStore, path
 from streamppo.types import Batch, Failure, Trajectory, decode, encode
 from streamppo.weights import owner
 from streamppo.weights.store import Store, with_crc
@@ -88,7 +88,7 @@ def trajectories(run: Path, number: int) -> list[Trajectory]:
     """All that the journal of a shard has; nothing if there is none."""
     if not path(run, number).is_file():
         return []
-    shard = Bodies(run, number)
+    shard = TrajectoryStore(run, number)
     found = [decode(row, Trajectory) for some in shard.all(9) for row in some.values()]
     shard.close()
     return found
@@ -286,7 +286,7 @@ def test_a_death_at_any_copy_of_a_file_that_changes_leaves_a_whole_one(
         (run / "config.toml").write_text(text)
         (run / "metrics.jsonl").write_text(f"{text}\n" * (dies_at + 1))
         with contextlib.suppress(Dead):
-            standby.journal_of(run, config).fence()
+            standby.open_journal(run, config).fence()
         again = tmp_path / f"again-{dies_at}"
         monkeypatch.setattr(Store, "put", put)
         restore(address, again)
@@ -374,8 +374,8 @@ def test_of_two_folders_that_go_on_with_one_address_the_later_one_has_it(
         with pytest.raises(JournalError, match="its folder was copied, and there it continues"):
             await train(one, range(1, 2))
         with pytest.raises(JournalError, match="this one ends here"):
-            standby.journal_of(first, one.config).fence()
-        standby.journal_of(second, one.config).fence()
+            standby.open_journal(first, one.config).fence()
+        standby.open_journal(second, one.config).fence()
 
     asyncio.run(main())
     restore(address, tmp_path / "again")
@@ -590,7 +590,7 @@ def test_the_copy_of_a_transaction_of_a_shard_goes_with_its_last_trajectory(
 def test_a_shard_that_starts_again_copies_all_that_it_has_in_the_place_of_what_was_there(
     queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "TOGETHER", 2)
+    monkeypatch.setattr(standby, "TRAJECTORIES_PER_FILE", 2)
     run = tmp_path / "run"
 
     async def main() -> None:

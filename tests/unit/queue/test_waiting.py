@@ -133,7 +133,7 @@ async def test_a_swap_gives_tickets_to_the_engine_that_has_swapped_and_to_no_oth
     line.serve()
     await turn()
     assert not first.done(), "an engine of version 0 has its tickets of version 0 alone"
-    line.hear("b", 1)
+    line.note_version("b", 1)
     await turn()
     assert len(second.result()) == 1 and not first.done()
     first.cancel()
@@ -227,7 +227,7 @@ async def test_everybody_is_turned_away_when_a_new_driver_begins() -> None:
     _, line, _ = full()
     waiting = waits(line, "a", "b")
     await turn()
-    line.lost_all()
+    line.clear()
     assert [await one for one in waiting] == [(), ()]
     assert not line._places
 
