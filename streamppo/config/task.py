@@ -183,6 +183,8 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """The place in which `command` runs; without one it runs as you do."""
     host: str = "127.0.0.1"
     """Address on which each actor's endpoint listens."""
+    ignored: tuple[Literal["response_format", "tool_choice"], ...] = ()
+    """Parameters of requests that are ignored and counted, instead of refused: nothing enforces a form or a call."""
     timeout_s: Seconds = 600.0
     """A run that takes longer fails its trajectory."""
 

@@ -19,6 +19,7 @@ class Request(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()
     arguments: Mapping[str, Any] = {}
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
     stream: bool = False
     after: str = ""
 
@@ -29,7 +30,8 @@ class Request(NamedTuple):
 
     def key(self) -> tuple[object, ...]:
         """The identity of a request; equal requests may differ in `stream`."""
-        return (*map(digest, self.messages), digest(Message(role="", content="", fields=self.setting)), self.max_tokens)
+        setting = digest(Message(role="", content="", fields=self.setting))
+        return (*map(digest, self.messages), setting, self.max_tokens, self.stop)
 
 
 @dataclass(eq=False)
@@ -62,6 +64,10 @@ class Turn:
     task: asyncio.Task[None] | None = None
     names: tuple[str, ...] = ()
     """Further ids of the turn."""
+    stop_string: str = ""
+    """The string of the request that ended it."""
+    spelled: Message | None = None
+    """The answer with that string, which some programs put back."""
     new: tuple[Message, ...] = ()
 
     @property

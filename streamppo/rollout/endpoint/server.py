@@ -17,7 +17,7 @@ import re
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import cast
 
 import uvicorn
@@ -43,6 +43,8 @@ from streamppo.tasks.rewards.outcome import number
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_BYTES = 16 * 2**20
 """The longest body of a request."""
+NOTED = 100
+"""The number of parameters that are logged."""
 KEEP_ALIVE_S = 5.0
 """Time between two keep-alive events of a waiting stream."""
 REMEMBERED = 10_000
@@ -193,19 +195,26 @@ class Endpoint:
 
     def _generate(self, dialect: Dialect) -> Handler:
         async def answer(request: HttpRequest, session: Session, body: Body) -> Response:
+            body, ignored = wire.without(body, session.ignored)
             parsed = dialect.read(body)
-            for name in wire.ignored(body):
-                self._note_parameter(name)
-            return _TurnResponse(dialect, session, session.begin(parsed), body)
+            self._note_parameters(
+                wire.sampling_of(body), "sampling parameters left out", "the run sets the sampling parameters"
+            )
+            self._note_parameters(ignored, "ignored parameters left out", "environment.ignored names it")
+            self._note_parameters(wire.unknown(body), "unknown parameters left out", "the endpoint does not know it")
+            # The clients of OpenAI and Anthropic send this header.
+            again = request.headers.get("x-stainless-retry-count", "0") != "0"
+            return _TurnResponse(dialect, session, session.begin(parsed, again=again), body)
 
         return answer
 
-    def _note_parameter(self, name: str) -> None:
-        """Count a parameter that the run sets itself, and log its first request."""
-        self.counts["sampling parameters left out"] += 1
-        if name not in self._logged_parameters:
-            self._logged_parameters.add(name)
-            log.info("agents set %s: it is ignored, because the run sets the sampling parameters", name)
+    def _note_parameters(self, names: Sequence[str], counter: str, why: str) -> None:
+        """Count parameters that change nothing, and log the first request with each."""
+        for name in names:
+            self.counts[counter] += 1
+            if name not in self._logged_parameters and len(self._logged_parameters) < NOTED:
+                self._logged_parameters.add(name)
+                log.info("agents set %s: it is ignored, because %s", name[:100], why)
 
 
 class _TurnResponse(Response):

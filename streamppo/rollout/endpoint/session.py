@@ -23,7 +23,7 @@ import numpy as np
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed, ModelError, TaskError
 from streamppo.rollout import random_numbers
-from streamppo.rollout.endpoint import reply
+from streamppo.rollout.endpoint import reply, stop_strings
 from streamppo.rollout.endpoint.request import (
     Request,
     RequestRefused,
@@ -80,7 +80,13 @@ class Session:
         self._tree = Tree()
         self._under_way = list[Turn]()
         self._requests, self._reserved = 0, 0
+        self._turned_away = Counter[tuple[object, ...]]()
         self._freed = asyncio.Event()
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """The parameters that requests set in vain."""
+        return self._limits.ignored
 
     @property
     def sampled(self) -> int:
@@ -94,16 +100,17 @@ class Session:
 
     # --- requests --------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> Turn:
+    def begin(self, request: Request, *, again: bool = False) -> Turn:
         """Begin the turn of a request, or join an equal one without listeners. Raises `RequestRefused`.
 
-        The caller is a listener until it calls `leave`.
+        `again`: the client says that it has sent the request before. Then it joins an ended turn, too, which was
+        written to a connection that the client no longer read. The caller is a listener until it calls `leave`.
         """
         if self.ended:
             raise run_ended()
         self._counts["requests"] += 1
         request = self._with_conversation(request)
-        if (turn := self._abandoned_turn(request)) is not None:
+        if (turn := self._abandoned_turn(request, again=again)) is not None:
             self._counts["joined"] += 1
             turn.listeners += 1
             return turn
@@ -111,6 +118,7 @@ class Session:
             self.refused = True
             raise over_budget(f"the run has made its {self._limits.max_turns} requests (environment.max_turns)")
         if len(self._under_way) >= MOST_UNDER_WAY:
+            self._turned_away[request.key()] += 1
             raise RequestRefused(
                 429, "rate_limit_exceeded", f"{MOST_UNDER_WAY} requests are under way", "too many at once"
             )
@@ -170,13 +178,18 @@ class Session:
             before, messages = (*first, *conversation), messages[1:]
         return request._replace(messages=(*before, recorded, *messages))
 
-    def _abandoned_turn(self, request: Request) -> Turn | None:
-        """The turn of an equal request, without listeners and undelivered."""
+    def _abandoned_turn(self, request: Request, *, again: bool) -> Turn | None:
+        """The turn of an equal request, without listeners and undelivered; of one sent `again` also the last one."""
         waiting = [turn for turn in (*self._under_way, *self.turns) if not turn.listeners and not turn.delivered]
-        if not waiting:
+        written = [turn for turn in reversed(self.turns) if turn.delivered] if again else []
+        if not waiting and not written:
             return None
         key = request.key()
-        return next((turn for turn in waiting if turn.error is None and turn.request.key() == key), None)
+        if self._turned_away[key] and again:
+            # It was refused before, so none of the turns is its own.
+            self._turned_away[key] -= 1
+            written = []
+        return next((turn for turn in (*waiting, *written) if turn.error is None and turn.request.key() == key), None)
 
     # --- a turn ----------------------------------------------------------------------------------------------
 
@@ -223,12 +236,19 @@ class Session:
             self._num_begun += 1
             sampling = self._sampling._replace(max_tokens=tokens, seed=seed)
             cuts = Cuts(lambda part: self._show_progress(turn, part), max_tokens=STREAMED) if request.stream else None
-            completion = await self._policy.engine.generate(context, sampling, cuts)
+            completion = await self._generate(request, context, sampling, cuts)
             self._policy.contexts.add(len(context) - len(new_tokens), completion.cached)
             self._store(turn, place, new_tokens, context, completion)
         finally:
             self._reserved -= reserved
             self._freed.set()
+
+    async def _generate(self, request: Request, context: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
+        generate = partial(self._policy.engine.generate, context, sampling)
+        completes = Stop(strings=request.stop).make_check(self._policy.tokenizer.spell)
+        if completes is None:
+            return await generate(cuts)
+        return await stop_strings.until(completes, generate, cuts)
 
     def _store(self, turn: Turn, place: TreePlace, new_tokens: Ints, context: Ints, completion: Completion) -> None:
         """Add a completion to row and tree, after the stored part of its context."""
@@ -244,16 +264,20 @@ class Session:
         assert np.array_equal(self.row.context(opened), context), "the engine has seen what the row stores"
         self._finish(turn, completion, context)
         assert turn.reply is not None
-        answer, names = turn.reply.message, (turn.id, *turn.names)
-        self._tree.add(request.messages, answer, setting, after=place, opened=opened, ended=ended, names=names)
+        forms = {"names": (turn.id, *turn.names), "also": (turn.spelled,) if turn.spelled else ()}
+        self._tree.add(request.messages, turn.reply.message, setting, after=place, opened=opened, ended=ended, **forms)
 
     def _finish(self, turn: Turn, completion: Completion, context: Ints) -> None:
         """Parse the turn, and list it."""
         assert completion.finish != "cut"
         tokenizer = self._policy.tokenizer
         turn.finish, turn.tokens, turn.cached = completion.finish, len(completion.tokens), completion.cached
-        turn.text = self._policy.stop.text(completion.tokens, completion.finish, tokenizer.completion)
-        parse = tokenizer.response_parser(context.tolist(), turn.request.tools)
+        ends, parse = self._policy.stop, tokenizer.response_parser(context.tolist(), turn.request.tools)
+        turn.text = ends.text(completion.tokens, completion.finish, tokenizer.completion)
+        if completion.finish == "stop" and (whole := turn.text) and turn.request.stop:
+            turn.text = Stop(strings=turn.request.stop).text(completion.tokens, "stop", lambda _: whole)
+            turn.stop_string = next((one for one in turn.request.stop if one in whole), "")
+            turn.spelled = reply.read(whole, opened=turn.opened, parse=parse).message
         turn.reply = reply.read(turn.text, opened=turn.opened, parse=parse)
         turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))
         self.turns.append(turn)
@@ -265,7 +289,7 @@ class Session:
         if now - turn.shown_s < STREAM_S:
             return
         turn.shown_s = now
-        if tokenizer.response_parser() is None and not self._policy.stop.strings:
+        if tokenizer.response_parser() is None and not self._policy.stop.strings and not turn.request.stop:
             text = tokenizer.completion(part.tokens)
             # The last character may be incomplete.
             turn.partial = reply.read_partial(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)

@@ -81,16 +81,20 @@ class Tree:
         opened: int,
         ended: int,
         names: Iterable[str] = (),
+        also: Iterable[Message] = (),
     ) -> int:
         """Add the turn that answered `messages`, stored up to `after`, and return its node.
 
-        Its context ends at the place `opened`, and its last token is at `ended`. `names` are its ids.
+        Its context ends at the place `opened`, and its last token is at `ended`. `names` are its ids,
+        and `also` other forms in which a program may send the answer back.
         """
         node, begin = after.node, len(messages) - len(after.new_messages)
         for count, message in enumerate(after.new_messages, begin + 1):
             node = self._child(node, message, _hash(setting) if count == 1 else b"")
         self._opened.setdefault(node, opened)
         reply_node = self._add_node(node, digest(answer), answer)
+        for other in also:
+            self._children.setdefault((node, digest(other)), []).append(reply_node)
         self._ended[reply_node] = ended
         self._names.update(dict.fromkeys(names, reply_node))
         return reply_node

@@ -14,6 +14,7 @@ from agent_case import Case, Speaks, served
 
 from streamppo.config.task import AgentEnvironment
 from streamppo.rollout.endpoint import json_values
+from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import Chat
 from streamppo.rollout.endpoint.dialects.messages import Messages
 from streamppo.rollout.endpoint.dialects.responses import Responses
@@ -227,7 +228,9 @@ def test_a_call_of_the_policys_that_not_every_program_can_read_stays_text(argume
         (CHAT, {"guided_regex": "a+"}),
         (CHAT, {"stop_token_ids": [5]}),
         (CHAT, {"best_of": 3}),
-        (MESSAGES, {"stop_sequences": ["x"]}),
+        (MESSAGES, {"tool_choice": {"type": "any"}}),
+        (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}),
+        (RESPONSES, {"tool_choice": "required"}),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
         (MESSAGES, {"output_format": {"type": "json_schema", "schema": {}}}),
         (MESSAGES, {"mcp_servers": [{"type": "url"}]}),
@@ -255,6 +258,55 @@ def test_what_the_run_chooses_is_left_out_and_counted(tokenizer: Tokenizer) -> N
         assert case.counts["sampling parameters left out"] == 4
 
     run(tokenizer, test)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_what_the_endpoint_does_not_know_is_counted_and_logged_once(
+    path: str, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(case: Case, client: httpx.AsyncClient) -> None:
+        given = {"reasoning_effort": "high", "bad_words": ["x"], "echo": False, "user": "u", "metadata": {"a": "b"}}
+        for _ in range(2):
+            assert (await client.post(path, json={**WHOLE[path], **given})).status_code == 200
+        assert case.counts["unknown parameters left out"] == 4
+        assert [text for text in caplog.messages if "does not know it" in text] == [
+            f"agents set {name}: it is ignored, because the endpoint does not know it"
+            for name in ("reasoning_effort", "bad_words")
+        ]
+
+    caplog.set_level("INFO")
+    run(tokenizer, test)
+
+
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    *[(path, {name: {"type": "object"}}) for path in DIALECTS for name in wire.FORMATS],
+    *[(path, {place: {"format": {"type": "json_object"}}}) for path in DIALECTS for place in wire.FORMATS_IN],
+]
+FORCED: list[tuple[str, dict[str, Any]]] = [
+    *[(path, {"tool_choice": one}) for path in DIALECTS for one in ("required", {"type": "any"}, {"type": "tool"})],
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    ("name", "path", "parameter"),
+    [*[("response_format", *one) for one in FORMS], *[("tool_choice", *one) for one in FORCED]],
+)
+def test_what_environment_ignored_names_is_left_out_and_counted_and_nothing_else(
+    name: str, path: str, parameter: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    async def test(case: Case, client: httpx.AsyncClient) -> None:
+        assert (await client.post(path, json={**WHOLE[path], **parameter})).status_code == 200
+        assert case.counts["ignored parameters left out"] == 1
+        assert (await client.post(path, json={**WHOLE[path], "logit_bias": {"5": 1}})).status_code == 400
+
+    async def refused(case: Case, client: httpx.AsyncClient) -> None:
+        answer = await client.post(path, json={**WHOLE[path], **parameter})
+        assert answer.status_code == 400 and f'environment.ignored = ["{name}"]' in answer.json()["error"]["message"]
+
+    run(tokenizer, test, ignored=(name,))
+    run(tokenizer, refused, ignored=tuple({"response_format", "tool_choice"} - {name}))
 
 
 def test_a_body_that_is_nested_too_deeply_is_refused(tokenizer: Tokenizer) -> None:

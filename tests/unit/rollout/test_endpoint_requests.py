@@ -69,6 +69,7 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     ),
     "no tokens": ({**ASKED, "max_tokens": 0}, "max_tokens is a number of tokens above 0, not 0", "unusable request"),
     "a text of tokens": ({**ASKED, "max_tokens": "9"}, "max_tokens is a number of tokens", "unusable request"),
+    "a stop of nobody": ({**ASKED, "stop": [""], "stop_sequences": [""]}, " is a list of strings", "unusable request"),
     "a tool of nobody": ({**ASKED, "tools": [{}]}, "a tool ", "unusable request"),
     "half of a character": (
         '{"max_tokens": 9, "messages": [{"role": "user", "content": "\\ud83d"}]}',
@@ -122,7 +123,6 @@ def test_a_request_for_a_response_that_cannot_be_answered_is_refused(
     "parameter",
     [
         {"n": 2},
-        {"stop": ["x"]},
         {"logit_bias": {"5": 100}},
         {"logprobs": True},
         {"response_format": {"type": "json_schema"}},

@@ -22,19 +22,16 @@ class Chat:
         wire.refuse_absent(body)
         for name in ("n", "best_of"):
             wire.refuse(body, name, "send one request for each answer", 1)
-        wire.refuse(body, "response_format", wire.FORMAT, {"type": "text"})
-        wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
         messages = wire.object_list(body.get("messages"), "messages")
         if not messages:
             raise malformed("messages is empty")
-        tools = (
-            () if body.get("tool_choice") == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
-        )
+        tools = () if wire.choice(body) == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
         return Request(
             messages=tuple(map(_message, messages)),
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
             max_tokens=wire.most_tokens(body, "max_completion_tokens", "max_tokens"),
+            stop=wire.stops(body, "stop"),
             stream=body.get("stream") is True,
         )
 

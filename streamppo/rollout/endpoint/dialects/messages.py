@@ -28,24 +28,18 @@ class Messages:
     def read(self, body: Body) -> Request:
         """See `Dialect.read`."""
         wire.refuse_absent(body)
-        settings = body.get("output_config")
-        if isinstance(settings, dict):
-            wire.refuse(settings, "format", wire.FORMAT)
-        choice = body.get("tool_choice") or {"type": "auto"}
-        kind = choice.get("type") if isinstance(choice, dict) else choice
-        if kind not in ("auto", "none"):
-            raise malformed(f"tool_choice {kind!r} is not possible here: the policy chooses by itself")
         messages = wire.object_list(body.get("messages"), "messages")
         if not messages:
             raise malformed("messages is empty")
         system = wire.text(body.get("system"), "the system prompt")
         first = (Message(role="system", content=system),) if system else ()
-        tools = () if kind == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
+        tools = () if wire.choice(body) == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
         return Request(
             messages=(*first, *(message for item in messages for message in _messages(item))),
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
             max_tokens=wire.most_tokens(body, "max_tokens"),
+            stop=wire.stops(body, "stop_sequences"),
             stream=body.get("stream") is True,
         )
 
@@ -54,7 +48,7 @@ class Messages:
         assert turn.reply is not None
         usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
         head = {**_head(turn, model), "content": _blocks(turn.reply)}
-        return {**head, "stop_reason": _reason(turn), "stop_sequence": None, "usage": usage}
+        return {**head, **_end(turn), "usage": usage}
 
     def stream(self, turn: Turn, model: str, body: Body) -> "MessageStream":
         """See `Dialect.stream`."""
@@ -101,8 +95,7 @@ class MessageStream:
             parts.append(self._delta(type="input_json_delta", partial_json=call.arguments))
             self._open = "tool_use"
         usage = {"input_tokens": turn.context, "output_tokens": turn.tokens}
-        delta = {"stop_reason": _reason(turn), "stop_sequence": None}
-        parts += [self._leave(), _event("message_delta", delta=delta, usage=usage), _event("message_stop")]
+        parts += [self._leave(), _event("message_delta", delta=_end(turn), usage=usage), _event("message_stop")]
         return b"".join(parts)
 
     def _enter(self, kind: str) -> bytes:
@@ -182,9 +175,15 @@ def _input(arguments: str) -> object:
     return values if isinstance(values, dict) else {"arguments": values}
 
 
+def _end(turn: Turn) -> Body:
+    return {"stop_reason": _reason(turn), "stop_sequence": turn.stop_string or None}
+
+
 def _reason(turn: Turn) -> str:
     if turn.reply and turn.reply.calls:
         return "tool_use"
+    if turn.stop_string:
+        return "stop_sequence"
     return "max_tokens" if turn.finish == "length" else "end_turn"
 
 

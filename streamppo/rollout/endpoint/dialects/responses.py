@@ -23,12 +23,8 @@ class Responses:
     def read(self, body: Body) -> Request:
         """See `Dialect.read`."""
         wire.refuse_absent(body)
-        wire.refuse(body, "tool_choice", "the policy chooses by itself", "auto", "none")
         wire.refuse(body, "background", "an answer comes on the connection that asks for it")
         wire.refuse(body, "conversation", "send the messages, or previous_response_id")
-        form = body.get("text") or {}
-        if isinstance(form, dict):
-            wire.refuse(form, "format", wire.FORMAT, {"type": "text"})
         conversation = body.get("input")
         items = (
             [{"role": "user", "content": conversation}]
@@ -37,9 +33,7 @@ class Responses:
         )
         instructions = wire.text(body.get("instructions"), "the instructions")
         first = (Message(role="system", content=instructions),) if instructions else ()
-        tools = (
-            () if body.get("tool_choice") == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
-        )
+        tools = () if wire.choice(body) == "none" else map(_tool, wire.object_list(body.get("tools") or [], "tools"))
         messages = (*first, *_messages(items))
         if not messages:
             raise malformed("input is empty")
@@ -48,6 +42,7 @@ class Responses:
             tools=tuple(tools),
             arguments=wire.arguments_of(body),
             max_tokens=wire.most_tokens(body, "max_output_tokens"),
+            stop=wire.stops(body, "stop"),
             stream=body.get("stream") is True,
             after=str(body.get("previous_response_id") or ""),
         )

@@ -17,14 +17,27 @@ SAMPLING = (
     *("min_tokens", "ignore_eos"),
 )
 """Parameters set by the run; in a request they are counted and ignored."""
-FORMAT = "the policy is sampled without a grammar: ask for the form in the messages, and reward it"
+FORMATS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("response_format", "json_schema", "regex", "ebnf", "output_format"),
+)
+"""Parameters that ask for a grammar. They are also at `FORMATS_IN` of a request."""
+FORMATS_IN = ("text", "output_config")
+FORMAT = (
+    "the policy is sampled without a grammar. Ask for the form in the messages and reward it; with "
+    'environment.ignored = ["response_format"] the request is answered all the same'
+)
+CHOICE = (
+    "the policy chooses by itself whether it calls a tool, and which. Reward it; with environment.ignored = "
+    '["tool_choice"] the request is answered all the same'
+)
+CHOICES = (None, "auto", "none")
+PLAIN_TEXT = {"type": "text"}
 LOGPROBS = "they are stored with the run's trajectories"
-STOP = "rollout.stop sets the strings that end a turn, for all of them"
 ABSENT = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), FORMAT),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "output_format"), FORMAT),
+    **dict.fromkeys(FORMATS, FORMAT),
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), LOGPROBS),
-    **dict.fromkeys(("stop", "stop_sequences", "stop_token_ids"), STOP),
+    "stop_token_ids": "write the strings of these tokens in stop",
     **dict.fromkeys(("functions", "function_call"), "describe functions as tools"),
     **dict.fromkeys(("logit_bias", "allowed_token_ids"), "the policy's own probabilities are trained"),
     **dict.fromkeys(("audio", "image"), "the policy reads and writes text"),
@@ -32,6 +45,17 @@ ABSENT = {
     "prompt": "nothing is stored outside this run: send the messages",
 }
 """Parameters of any dialect or server that would change the answer, and the reason for which they are refused."""
+KNOWN = {
+    *ABSENT,
+    *SAMPLING,
+    *("model", "messages", "input", "instructions", "system", "previous_response_id", "tools", "tool_choice"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences", "chat_template_kwargs"),
+    *("stream", "stream_options", "n", "best_of", "modalities", "text", "output_config", "background", "conversation"),
+    # These change nothing about an answer.
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("include", "cache_control", "parallel_tool_calls", "prediction"),
+}
+"""Parameters that are read, refused or without a meaning here."""
 Body = Mapping[str, Any]
 
 
@@ -73,25 +97,66 @@ class Dialect(Protocol):
         ...
 
 
+def without(body: Body, ignored: Sequence[str]) -> tuple[Body, tuple[str, ...]]:
+    """Take the parameters `ignored` (environment.ignored) out of a request; return the rest, and their names in it."""
+    found = list[str]()
+    rest = dict(body)
+    if "response_format" in ignored:
+        found += [name for name in FORMATS if rest.pop(name, None)]
+        for place in FORMATS_IN:
+            if isinstance(rest.get(place), dict) and (form := rest[place].get("format")) not in (None, PLAIN_TEXT):
+                rest[place] = {**rest[place], "format": None}
+                found += [f"{place}.format"] if form else []
+    if "tool_choice" in ignored and choice(body) not in CHOICES:
+        found.append("tool_choice")
+        del rest["tool_choice"]
+    return rest, tuple(found)
+
+
+def choice(body: Body) -> object:
+    """The kind of choice that a request's `tool_choice` asks for, in any dialect."""
+    given = body.get("tool_choice")
+    return given.get("type") if isinstance(given, dict) else given
+
+
 def refuse_absent(body: Body) -> None:
     """Raise `RequestRefused` for a request with a parameter that no dialect here supports."""
     for name, why in ABSENT.items():
-        refuse(body, name, why)
+        refuse(body, name, why, PLAIN_TEXT)
+    for place in FORMATS_IN:
+        if isinstance(body.get(place), dict):
+            refuse(body[place], "format", FORMAT, PLAIN_TEXT, shown=f"{place}.format")
+    if choice(body) not in CHOICES:
+        raise malformed(f"tool_choice is not possible here: {CHOICE}", "unusable parameter")
     if body.get("modalities") not in (None, [], ["text"]):
         raise malformed("modalities is not possible here: the policy reads and writes text", "unusable parameter")
 
 
-def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
+def refuse(body: Body, name: str, why: str, *allowed: object, shown: str = "") -> None:
     """Raise `RequestRefused` for a request that sets a parameter to a value other than `allowed`, null or a default."""
     value = body.get(name)
     if value not in (None, [], {}, False, *allowed):
-        raise malformed(f"{name} is not possible here: {why}", "unusable parameter")
+        raise malformed(f"{shown or name} is not possible here: {why}", "unusable parameter")
 
 
-def ignored(body: Body) -> tuple[str, ...]:
+def sampling_of(body: Body) -> tuple[str, ...]:
     """Name the sampling parameters of a request."""
     serial_calls = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
     return (*(name for name in SAMPLING if body.get(name) is not None), *serial_calls)
+
+
+def unknown(body: Body) -> tuple[str, ...]:
+    """Name the parameters of a request that the endpoint does not know."""
+    return tuple(name for name, value in body.items() if name not in KNOWN and value not in (None, [], {}, False))
+
+
+def stops(body: Body, name: str) -> tuple[str, ...]:
+    """Return the stop strings of a request. Raises `RequestRefused` unless they are texts."""
+    given = body.get(name) or ()
+    strings = (given,) if isinstance(given, str) else given
+    if not isinstance(strings, list | tuple) or not all(isinstance(string, str) and string for string in strings):
+        raise malformed(f"{name} is a list of strings, none of them empty")
+    return tuple(strings)
 
 
 def role(item: Body, known: Mapping[str, str]) -> str:
