@@ -8,42 +8,41 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from streamppo import process
 from streamppo.terminal import lines
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> NoReturn:
     """Run one command and end the process, even if threads of a plug-in never end.
 
-    Each of `SIGNALS` ends a command as Ctrl-C does: with nothing left behind, and 128 and its number as the exit code.
+    Each of `process.SIGNALS` ends a command as Ctrl-C does; the exit code is 128 and the number of the signal.
     """
-    _on_signals(_leave)
-    from streamppo import cli, process
+    _handle_signals(_exit)
+    from streamppo import cli
     from streamppo.commands import end
 
     process.open_closed_streams()
     sys.excepthook = _show
-    noted: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        noted.append(number)
+        received.append(number)
         raise KeyboardInterrupt
 
-    _on_signals(interrupt)
+    _handle_signals(interrupt)
     code = cli.main()
-    end.leave(128 + noted[0] if noted and code == 128 + signal.SIGINT else code)
+    end.leave(128 + received[0] if received and code == 128 + signal.SIGINT else code)
 
 
-def _on_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install a handler of `SIGNALS`; those that are ignored, as by `nohup`, stay so."""
-    for number in SIGNALS:
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Install a handler of `SIGNALS`; an ignored signal, as by `nohup`, stays ignored."""
+    for number in process.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    # During the imports: an exception there would be shown, and a library may turn it into another one.
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    # An exception during imports has a traceback, and a library may replace it by another one.
     os._exit(128 + number)
 
 

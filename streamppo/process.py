@@ -62,6 +62,8 @@ FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 log = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command or a run: Ctrl-C, a request to stop, a closed terminal."""
 WHOLE = "process"
 """The phase that is the whole process, with all of its threads."""
 

@@ -21,7 +21,6 @@ import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from streamppo.commands.look import watch
 from streamppo.commands.look.watching import server
 
 SCALE = 0.75
@@ -33,7 +32,7 @@ SECONDS = 8
 @contextmanager
 def served(run: Path, others: list[Path]) -> Generator[str]:
     """Serve the page during the block; yields its address."""
-    found = watch.listening("127.0.0.1", 0)
+    found = server.listen("127.0.0.1", 0)
     application = server.application(run.resolve(), [path.resolve() for path in others], None)
     serving = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=serving.run, kwargs={"sockets": [found]})
@@ -41,7 +40,7 @@ def served(run: Path, others: list[Path]) -> Generator[str]:
     while not serving.started:
         time.sleep(0.05)
     try:
-        yield watch.address(found, "127.0.0.1", None)
+        yield server.address(found, "127.0.0.1", None)
     finally:
         serving.should_exit = True
         thread.join()

@@ -1,4 +1,4 @@
-"""The process of a run that a script or notebook started: `python -m streamppo.api.child DESCRIPTOR`.
+"""The process of a run of a script or notebook: `python -m streamppo.api.child DESCRIPTOR`.
 
 DESCRIPTOR is the file descriptor of its socket. When the script ends or dies, the process stops as on SIGTERM.
 """
@@ -18,9 +18,9 @@ from threading import Thread
 import msgspec
 
 from streamppo import __version__, durable, process
-from streamppo.api.messages import RewardSource, RunReply, RunRequest, line
+from streamppo.api.messages import RewardSource, RunReply, RunRequest, encode
 from streamppo.commands import end, run_argument
-from streamppo.commands.checks import light_checks
+from streamppo.commands.checks import check
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
@@ -30,7 +30,7 @@ from streamppo.errors import StreamppoError
 
 STARTED = time.perf_counter()
 REWARD = "reward.py"
-"""The file in the run's folder with a reward that was defined in a script or notebook."""
+"""The file in the run's folder with the source of a reward from a script or notebook."""
 
 log = logging.getLogger("streamppo.api.child")
 
@@ -44,9 +44,9 @@ def main(descriptor: int) -> int:
     Thread(target=_stop_with_script, args=(lines,), daemon=True).start()
     process.log_to_stdout()
     try:
-        return _resume(request, channel) if request.folder else _begin(request, channel)
+        return _resume(request, channel) if request.folder else _start(request, channel)
     except StreamppoError as error:
-        channel.sendall(line(RunReply(error=type(error).__name__, text=str(error))))
+        channel.sendall(encode(RunReply(error=type(error).__name__, text=str(error))))
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -59,17 +59,18 @@ def _stop_with_script(lines: BufferedReader) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _begin(request: RunRequest, channel: socket.socket) -> int:
+def _start(request: RunRequest, channel: socket.socket) -> int:
     with tempfile.TemporaryDirectory() as aside:
-        config = configfile.load(Path(request.config), [*request.overrides, *_reward(request.reward, Path(aside))])
-        light_checks.refuse(config)
+        overrides = [*request.overrides, *_reward_override(request.reward, Path(aside))]
+        config = configfile.load(Path(request.config), overrides)
+        check.refuse(config)
         interrupts = Interrupts()
         log.info(f"streamppo {__version__}: {request.config}, {config.updates} updates; starting Ray")
         from streamppo import loop
 
         folder = loop.new_folder(config, Path(request.runs).resolve())
     if request.reward is not None and request.reward.source:
-        config = configfile.change(config, _reward(request.reward, folder))
+        config = configfile.change(config, _reward_override(request.reward, folder))
         configfile.save(config, folder)
         consent.give(folder, config)
     return _train(request, config, folder, channel, interrupts)
@@ -80,15 +81,11 @@ def _resume(request: RunRequest, channel: socket.socket) -> int:
     config = threads.with_recorded(configfile.load(folder / configfile.CONFIG, request.overrides), folder)
     with run_folder.driver_lock(folder):
         if complete := run_folder.nothing_to_do(config, folder):
-            channel.sendall(line(RunReply(folder=str(folder))))
+            channel.sendall(encode(RunReply(folder=str(folder))))
             log.info(complete)
             return 0
-    changes = run_argument.changes(folder, config)
-    run_argument.ask(folder, config)
-    consent.give(folder, config)
-    for text in changes:
-        log.info(text)
-    light_checks.refuse(config)
+    run_argument.agree_to_changes(folder, config)
+    check.refuse(config)
     return _train(request, config, folder, channel, Interrupts())
 
 
@@ -96,19 +93,19 @@ def _train(request: RunRequest, config: Config, folder: Path, channel: socket.so
     from streamppo import loop
 
     with run_folder.driver_lock(folder):
-        channel.sendall(line(RunReply(folder=str(folder))))
+        channel.sendall(encode(RunReply(folder=str(folder))))
         changes = request.accept_changes
         return loop.run(config, folder, started=STARTED, interrupts=interrupts, accept_changes=changes)
 
 
-def _reward(given: RewardSource | None, folder: Path) -> list[str]:
-    """The override for the script's reward, if it has one; write the reward's source to `folder`."""
-    if given is None:
+def _reward_override(reward: RewardSource | None, folder: Path) -> list[str]:
+    """Write the source of the script's reward to `folder`; return the override for it, or nothing without a reward."""
+    if reward is None:
         return []
-    function = given.function
-    if given.source:
-        durable.write(folder / REWARD, given.source.encode())
-        function = f"{folder / REWARD}:{given.function}"
+    function = reward.function
+    if reward.source:
+        durable.write(folder / REWARD, reward.source.encode())
+        function = f"{folder / REWARD}:{reward.function}"
     return [f"reward.function={msgspec.json.encode(function).decode()}"]
 
 

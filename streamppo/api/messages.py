@@ -35,6 +35,6 @@ class RunReply(WireStruct, frozen=True):
     text: str = ""
 
 
-def line(message: RunRequest | RunReply) -> bytes:
-    """Encode a message as one line of JSON."""
+def encode(message: RunRequest | RunReply) -> bytes:
+    """Encode a message as a line of JSON."""
     return msgspec.json.encode(message) + b"\n"

@@ -25,8 +25,8 @@ class _Display(Protocol):
 
 def charts(folder: Path) -> str:
     """Draw the curves of the run in `folder` as HTML, in an iframe: their style does not affect the notebook."""
-    drawn = page.curves(View(folder.name, metrics_file.read(folder)))
-    frame = f'<iframe srcdoc="{escape(drawn)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
+    curves = page.curves(View(folder.name, metrics_file.read(folder)))
+    frame = f'<iframe srcdoc="{escape(curves)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
     # IPython warns about HTML that is only an iframe.
     return f"<div>{frame}</div>"
 
@@ -43,12 +43,12 @@ class _Curves:
     """The curves in one cell."""
 
     def __init__(self) -> None:
-        self._place: _Display | None = None
+        self._display: _Display | None = None
         self._drawn_at = 0.0
         self._length = -1
 
     def draw(self, folder: Path) -> None:
-        """Redraw if `DRAW_S` have passed and there are new metrics."""
+        """Draw the curves again if `DRAW_S` have passed and there are new metrics."""
         path = folder / metrics_file.METRICS
         length = path.stat().st_size if path.exists() else 0
         if length == self._length or time.monotonic() - self._drawn_at < DRAW_S:
@@ -57,7 +57,7 @@ class _Curves:
 
         self._drawn_at, self._length = time.monotonic(), length
         html = HTML(charts(folder))
-        if self._place is None:
-            self._place = cast(_Display, display(html, display_id=True))
+        if self._display is None:
+            self._display = cast(_Display, display(html, display_id=True))
         else:
-            self._place.update(html)
+            self._display.update(html)

@@ -1,18 +1,21 @@
-"""Runs in Python: start or resume one, and read its metrics, checkpoints, archive and summary.
+"""Runs in Python: start or resume one, read its metrics, checkpoints, archive and summary, and replay its updates.
 
-A run is a separate process, as with the command, and does not touch the script's signals, Ray or memory.
+A run is a separate process, as with the command, and does not touch the script's signals, Ray or memory. So are the
+commands on a run: `fork` and the functions after it run one with `--json`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from streamppo.api import custom_reward, notebook
 from streamppo.api.messages import RunRequest
-from streamppo.api.parent import answer, drive
+from streamppo.api.parent import drive, run_command
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import StreamppoError
@@ -141,8 +144,20 @@ def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept
 
     `accept_changes`: continue even if the data or the model have changed. Raises as `run` does.
     """
-    found = str(configfile.existing(Path(folder)))
-    return _drive(RunRequest(folder=found, overrides=tuple(overrides), accept_changes=accept_changes))
+    existing = str(configfile.existing(Path(folder)))
+    return _drive(RunRequest(folder=existing, overrides=tuple(overrides), accept_changes=accept_changes))
+
+
+def open(folder: str | PathLike[str]) -> Run:
+    """Return the run in `folder` without starting a process. Raises `CheckpointError` if there is no run."""
+    return Run(configfile.existing(Path(folder)))
+
+
+def _drive(request: RunRequest) -> Run:
+    return Run(drive(request, notebook.watcher()))
+
+
+# --- commands on a run -----------------------------------------------------------------------------------------
 
 
 def fork(
@@ -157,11 +172,9 @@ def fork(
 
     `resume` trains it. Raises `StreamppoError`, of the kind that the command reports.
     """
-    parent = str(configfile.existing(Path(folder)))
-    name_words = ["--name", name] if name else []
-    changed = ["--set", *changes] if changes else []
-    result = answer("fork", parent, "--at", str(at), "--runs", str(Path(runs)), "--json", *name_words, *changed)
-    return Run(Path(cast(dict[str, str], result)["folder"]))
+    words = ["fork", str(configfile.existing(Path(folder))), "--at", str(at), "--runs", str(Path(runs)), "--json"]
+    words += ["--name", name] if name else []
+    return Run(Path(cast(dict[str, str], run_command(*words, *_set(changes)))["folder"]))
 
 
 def bisect(
@@ -183,7 +196,7 @@ def bisect(
     options = {"--metric": metric or None, "--above": above, "--below": below, "--test": test}
     # A negative number is not an option.
     words += [f"{option}={value}" for option, value in options.items() if value is not None]
-    return Answer(**cast(dict[str, Any], answer(*words, *(["--set", *changes] if changes else []))))
+    return Answer(**cast(dict[str, Any], run_command(*words, *_set(changes))))
 
 
 def try_versions(
@@ -202,10 +215,10 @@ def try_versions(
     from streamppo.commands.trial import Trial
 
     words = ["try", str(configfile.existing(Path(folder))), "--json", "--version", *map(str, versions)]
-    chosen = {"--prompt": prompt, "--at": at, "-n": n, "--sample": sample}
+    options = {"--prompt": prompt, "--at": at, "-n": n, "--sample": sample}
     # A text may begin as an option does.
-    words += [f"{option}={value}" for option, value in chosen.items() if value is not None]
-    return msgspec.convert(answer(*words), Trial)
+    words += [f"{option}={value}" for option, value in options.items() if value is not None]
+    return msgspec.convert(run_command(*words), Trial)
 
 
 def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "Verification":
@@ -216,14 +229,65 @@ def verify(folder: str | PathLike[str], updates: int = 1, expect: str = "") -> "
     from streamppo.commands.verification import Fault, Verification
 
     words = [str(configfile.existing(Path(folder))), "--updates", str(updates), "--expect", expect, "--json"]
-    told = cast(dict[str, Any], answer("verify", *words))
-    return Verification(**{**told, "faults": [Fault(**one) for one in told["faults"]]})
+    result = cast(dict[str, Any], run_command("verify", *words))
+    return Verification(**{**result, "faults": [Fault(**fault) for fault in result["faults"]]})
 
 
-def open(folder: str | PathLike[str]) -> Run:
-    """Return the run in `folder` without starting a process. Raises `CheckpointError` if there is no run."""
-    return Run(configfile.existing(Path(folder)))
+# --- one update ------------------------------------------------------------------------------------------------
 
 
-def _drive(request: RunRequest) -> Run:
-    return Run(drive(request, notebook.watcher()))
+class BundleReplay(NamedTuple):
+    """A replayed update: the digest of its version, the `recorded` one, and reasons why its bits may differ.
+
+    `tokens` has a column for each number (docs/bundle.md), with an entry for each token of each pass of a row.
+    """
+
+    digest: str
+    recorded: str
+    same: bool
+    differences: list[str]
+    metrics: dict[str, float]
+    tokens: dict[str, NDArray[np.generic]]
+
+
+def bundle(
+    folder: str | PathLike[str],
+    update: int,
+    to: str | PathLike[str] | None = None,
+    *,
+    rows: Sequence[int] = (),
+    adapter: bool = False,
+) -> Path:
+    """Write the update that made version `update` of the run in `folder` to a file; return its path.
+
+    Raises as `fork` does.
+    """
+    words = ["bundle", str(configfile.existing(Path(folder))), "--update", str(update), "--json"]
+    words += ["--to", str(to)] if to is not None else []
+    words += ["--rows", *map(str, rows)] if rows else []
+    return Path(cast(Mapping[str, str], run_command(*words, *["--adapter"] * adapter))["file"])
+
+
+def replay(file: str | PathLike[str], rows: Sequence[int] = (), changes: Sequence[str] = ()) -> BundleReplay:
+    """Replay the update in the bundle `file`, with `changes`; `tokens` are of `rows`, by default of all.
+
+    A number that the update does not compute is NaN. Raises as `fork` does.
+    """
+    words = ["replay", str(Path(file)), "--json"]
+    words += ["--rows", *map(str, rows)] if rows else []
+    result = cast(dict[str, Any], run_command(*words, *_set(changes)))
+    fields = {name: result[name] for name in BundleReplay._fields}
+    return BundleReplay(**{**fields, "tokens": _arrays(result["tokens"])})
+
+
+def _arrays(columns: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.generic]]:
+    """The columns of numbers as float32 or whole numbers; NaN is null in JSON."""
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name, column in columns.items():
+        values = [np.nan if value is None else value for value in column]
+        arrays[name] = np.array(values, np.float32 if any(isinstance(value, float) for value in values) else None)
+    return arrays
+
+
+def _set(changes: Sequence[str]) -> list[str]:
+    return ["--set", *changes] if changes else []

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from streamppo.cli.words import ConfigFile, Count, Override, Positive, app
+from streamppo.cli.words import ConfigFile, Count, Override, Positive, RunsFolder, app
 from streamppo.commands.start import data as data_sets
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
 
 SPLIT_PATHS = 'COMPREPLY=( $(compgen -f -- "${cur}") )'
 WHOLE_PATHS = "IFS=$'\\n' read -r -d '' -a COMPREPLY < <(compgen -f -- \"${cur}\"); compopt -o filenames 2> /dev/null"
-"""What cyclopts writes for bash, which splits paths at spaces, and what takes its place."""
+"""The completion of paths that cyclopts writes for bash, which splits them at spaces, and its replacement."""
 
 
 @app.command
@@ -38,14 +38,14 @@ def init(
     """
     from streamppo.commands.start import init as command
 
-    yours = {"--model": model, "--data": data, "--reward": reward}
-    missing = [option for option, value in yours.items() if not value]
-    if len(missing) == len(yours) and not (gpu or prompt or answer):
+    required = {"--model": model, "--data": data, "--reward": reward}
+    missing = [option for option, value in required.items() if not value]
+    if len(missing) == len(required) and not (gpu or prompt or answer):
         return command.init(name)
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(f"--model, --data and --reward go together: {' and '.join(missing)} {verb} missing")
-    return command.bring(name, command.UserInputs(model, data, reward, prompt, answer, gpu))
+    return command.write_configuration(name, command.UserInputs(model, data, reward, prompt, answer, gpu))
 
 
 @app.command
@@ -88,7 +88,7 @@ def check(
 @app.command
 def doctor(
     *,
-    runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
+    runs: RunsFolder = Path("runs"),
 ) -> int:
     """Report this machine's hardware and packages, what each feature lacks, and the remedy.
 
@@ -155,8 +155,8 @@ def plan(
 ) -> int:
     """Predict a run's updates/s, waits and lag, and propose settings that make it faster. Starts no run."""
     if bool(measured) == bool(gpus):
-        which = "one of --measured and --gpus" if not gpus else "--measured or --gpus, not both"
-        raise ConfigError(f"plan needs {which}: costs are those of runs on this machine, or of a type of GPU")
+        options = "one of --measured and --gpus" if not gpus else "--measured or --gpus, not both"
+        raise ConfigError(f"plan needs {options}: costs are those of runs on this machine, or of a type of GPU")
     run = config if config.is_dir() else None
     loaded = configfile.load(configfile.existing(run) / configfile.CONFIG if run else config, overrides)
     from streamppo.commands.plan import plan as command

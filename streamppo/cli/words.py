@@ -19,6 +19,7 @@ app = App(
 
 ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.toml.")]
 RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
+RunsFolder = Annotated[Path, Parameter(help="Where run folders are made (default: runs).")]
 Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
 Changes = Annotated[
     Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")

@@ -35,7 +35,7 @@ class Question(NamedTuple):
             raise ConfigError("a bound must be a number")
 
     def holds(self, value: float) -> bool:
-        """Tell if a value meets the bound; NaN never does."""
+        """True if `value` meets the bound; NaN never does."""
         return value > self.above if self.above is not None else value < (self.below or 0.0)
 
     def words(self) -> str:
@@ -70,7 +70,7 @@ PARAMETERS = ("version", "metrics", "batch", "model")
 Metrics: TypeAlias = Mapping[str, float]
 
 
-class Looked(NamedTuple):
+class ExaminedVersion(NamedTuple):
     """An examined version, whether the condition holds there, and the metric's value."""
 
     version: int
@@ -83,14 +83,14 @@ class UserTest(NamedTuple):
 
     name: str
     function: Callable[..., object]
-    wants: frozenset[str]
+    parameters: frozenset[str]
 
-    def holds(self, **given: object) -> bool:
-        """Call it. Raises `TaskError` if it fails, and `ConfigError` for an answer other than a bool."""
-        named = {name: value for name, value in given.items() if name in self.wants}
+    def holds(self, **arguments: object) -> bool:
+        """Call the function. Raises `TaskError` if it fails, and `ConfigError` for an answer other than a bool."""
+        named = {name: value for name, value in arguments.items() if name in self.parameters}
         answer = plugins.call(f"--test {self.name}", lambda: self.function(**named))
         if not isinstance(answer, bool | np.bool_):
-            raise ConfigError(f"--test {self.name}: `test` is to return True or False, and returned {answer!r}")
+            raise ConfigError(f"--test {self.name}: `test` must return True or False, and returned {answer!r}")
         return bool(answer)
 
 
@@ -106,41 +106,41 @@ def refuse_metric(metric: str, known: Sequence[str], begin: str) -> NoReturn:
     raise ConfigError(begin + (f"; is {near[0]!r} meant?" if near else f"; it has {', '.join(known) or 'none'}"))
 
 
-# --- how sure it is ------------------------------------------------------------------------------------------
+# --- the answer ----------------------------------------------------------------------------------------------
 
 
 def conclude(
     question: Question,
-    looked: Sequence[Looked],
+    examined: Sequence[ExaminedVersion],
     remade: int,
     *,
     certain: bool,
-    what: str,
+    subjects: str,
     begin: int = 0,
 ) -> Answer:
-    """Make the answer from the examined versions, in order."""
-    first = next((version for version in looked if version.holds), None)
-    later = [version.holds for version in looked if first is not None and version.version > first.version]
-    holding = sum(version.holds for version in looked)
+    """Conclude the answer from the `examined` versions, in order."""
+    first = next((version for version in examined if version.holds), None)
+    later = [version.holds for version in examined if first is not None and version.version > first.version]
+    holding = sum(version.holds for version in examined)
     monotone = all(later) if later else None
-    count = f"{len(looked)} {what} looked at"
+    count = f"{len(examined)} {subjects} examined"
     if first is None:
         sure = f"{count}, and it holds at none of them"
     elif certain:
         sure = f"{count}, all before it among them: it is the first"
     else:
-        sure = f"{count}: it is the first after version {begin}, and between earlier ones it may have held"
+        sure = f"{count}: it is the first after version {begin}; it may hold at earlier, unexamined versions"
     if monotone:
-        sure += f"; it holds at all {len(later)} after it too"
+        sure += f"; it also holds at all {len(later)} after it"
     elif later:
         sure += f"; it does not hold throughout: of the {len(later)} after it, it holds at {sum(later)}"
-    if not looked:
-        sure = "nothing was looked at"
+    if not examined:
+        sure = "nothing was examined"
     return Answer(
         question.words(),
         None if first is None else first.version,
         None if first is None or first.value is None or math.isnan(first.value) else first.value,
-        len(looked),
+        len(examined),
         holding,
         remade,
         certain and first is not None,

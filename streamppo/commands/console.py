@@ -16,7 +16,7 @@ from streamppo import process
 from streamppo.terminal import harmless, lines
 
 PLAIN_WIDTH = 10_000
-"""The width without a terminal: nothing is wrapped, so that every row is one line for grep."""
+"""The width without a terminal, beyond any line: every row stays one line for grep."""
 
 
 class _PlainConsole(logging.Formatter):
@@ -27,34 +27,34 @@ class _PlainConsole(logging.Formatter):
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise, so that `cli.main` ends the command: its reader is gone."""
+        """Raise `BrokenPipeError`, which ends the command: its reader is gone."""
         raise BrokenPipeError
 
 
 def echo(*rows: str, result: Path | None = None) -> None:
-    """Print lines of a command's result; an empty line without any. Each of them stays one line.
+    """Print each row of a command's result as one line; without rows an empty line.
 
-    If a pipe or a device has the `result`, which may be standard output, lines about it go to standard error.
+    If the `result` is written to a pipe or device, perhaps standard output, rows go to standard error.
     """
     is_result = result is None or result.is_file()
     console(sys.stdout if is_result else sys.stderr).print("\n".join(map(harmless, rows)), soft_wrap=True)
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Make a console on the present standard output, or another stream. Text is printed as it is, without markup."""
+    """Make a console on standard output or another stream. It prints text without markup."""
     width = None if (stream or sys.stdout).isatty() else PLAIN_WIDTH
     return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
 class _Rows(Table):
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Add a row; a cell that is a text stays one line."""
+        """Add a row; a text stays one line in its cell."""
         shown = (harmless(cell) if isinstance(cell, str) else cell for cell in cells)
         super().add_row(*shown, style=style, end_section=end_section)
 
 
 def table(*columns: str) -> Table:
-    """Make a table with these columns; it has no line of headings if all are empty."""
+    """Make a table with these columns; without headings if all names are empty."""
     return _Rows(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
 
 
@@ -65,7 +65,7 @@ def complain(text: str) -> None:
 
 
 def flush() -> bool:
-    """Write the rest of standard output; return False if that fails. A closed reader (`| head`) is not a failure."""
+    """Flush standard output; return False if that fails. A closed reader (`| head`) is not a failure."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -77,19 +77,19 @@ def flush() -> bool:
 @contextmanager
 def log_to_stderr() -> Generator[None]:
     """Write log lines and prints of rewards to standard error during the block: standard output has the result."""
-    ours = logging.getLogger("streamppo")
+    logger = logging.getLogger("streamppo")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PlainConsole("%(message)s"))
-    before = ours.level, ours.propagate
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
+    settings = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
     try:
         with _stdout_to_stderr(), process.naming_prints(sys.stderr):
             yield
     finally:
-        ours.removeHandler(handler)
-        ours.level, ours.propagate = before
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = settings
 
 
 @contextmanager

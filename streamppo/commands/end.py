@@ -1,7 +1,7 @@
-"""Ends a process that has called user code, without waiting for the code's threads, processes and exit hooks.
+"""Ends a process that has called user code, whose threads, processes and exit hooks may never end.
 
-threads in the user's code      have `GRACE_S` together, then the process ends without them
-everything else at exit     threads of libraries, executors, processes of multiprocessing, exit hooks: `HOOKS_S`
+`GRACE_S`    for all threads in the user's code
+`HOOKS_S`    for threads of libraries, executors, processes of multiprocessing and exit hooks
 """
 
 import multiprocessing
@@ -17,32 +17,34 @@ GRACE_S, HOOKS_S = 2.0, 5.0
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with the exit code `code`, after everything is written."""
-    theirs = {thread: place for thread in _lasting() if (place := user_traceback.locate_thread(thread.ident or 0))}
-    for thread in theirs:
-        thread.join(GRACE_S / len(theirs))
-    endless = [place for thread, place in theirs.items() if thread.is_alive()]
+    """End this process with the exit code `code`, after all output is written."""
+    user_threads = {
+        thread: place for thread in _lasting() if (place := user_traceback.locate_thread(thread.ident or 0))
+    }
+    for thread in user_threads:
+        thread.join(GRACE_S / len(user_threads))
+    endless = [place for thread, place in user_threads.items() if thread.is_alive()]
     if endless:
         _end(code, f"a thread at {', '.join(endless)} continues and is not waited for: make it a daemon, or end it")
-    last = threading.Timer(HOOKS_S, _end_late, [code])
-    last.daemon = True
-    last.start()
+    timer = threading.Timer(HOOKS_S, _end_late, [code])
+    timer.daemon = True
+    timer.start()
     sys.exit(code)
 
 
 def _lasting() -> list[threading.Thread]:
-    """List the other threads that Python waits for at exit."""
+    """The other threads that Python waits for at exit."""
     return [
         thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.current_thread()
     ]
 
 
 def _end_late(code: int) -> None:
-    # The main thread waits for them, or is in an exit hook.
-    kept = [thread.name for thread in _lasting() if thread is not threading.main_thread()]
-    kept += [child.name for child in multiprocessing.active_children()]
-    what = f"by {', '.join(kept)}" if kept else "by an exit hook (atexit)"
-    _end(code, f"the process is held up {what}, and is not waited for")
+    # The main thread waits for these, or is in an exit hook.
+    names = [thread.name for thread in _lasting() if thread is not threading.main_thread()]
+    names += [child.name for child in multiprocessing.active_children()]
+    cause = f"by {', '.join(names)}" if names else "by an exit hook (atexit)"
+    _end(code, f"the process is held up {cause}, and is not waited for")
 
 
 def _end(code: int, reason: str) -> NoReturn:

@@ -1,6 +1,6 @@
-"""`streamppo replay`: makes the run's updates again from its archive, with the learner's code and without an engine.
+"""`streamppo replay`: repeats the run's updates from its archive, with the learner's code and without an engine.
 
-without changes       every version must have its recorded bytes, if `learner.exact` held for all of them
+without changes       every version must have its recorded bytes, if all versions have learner.exact
 with changes          the same batches under another configuration
 RUN/replays/1.json    the recorded and the new numbers, for each version
 """
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from streamppo.learner.rank import Rank
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
-"""The metrics of the printed tables; the report has all of them."""
-LINES = 20
-"""Versions of the printed tables."""
+"""The metrics of the printed table; the report has all metrics."""
+SHOWN_VERSIONS = 20
+"""Versions of the printed table."""
 HORIZONS = {"entropy": 64, "proximal_kl": 8, "behavior_kl": 4, "ess": 4, "grad_norm": 2}
-"""Updates up to which a metric of a replay with changes moves as a fork's (benchmarks/learning/what_if.py)."""
+"""The last update at which a metric of a replay with changes moves as in a fork (benchmarks/learning/what_if.py)."""
 
 
 class ReplayedUpdate(TypedDict):
@@ -58,9 +58,9 @@ class ReplayedUpdate(TypedDict):
 
 
 def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
-    """Replay versions 1 to `to`, with `changes` to the configuration. The exit code is 0 if all were made.
+    """Replay versions 1 to `to`, with `changes` to the configuration. The exit code is 0.
 
-    If the first batches were not kept, it begins with the oldest checkpoint that the archive still covers.
+    Without the first batches it begins with the oldest checkpoint whose later batches are kept.
 
     Raises `Diverged` if there are no changes, the run was exact, and a version's weights differ from the recorded ones.
     """
@@ -74,17 +74,17 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if not configs:
         raise JournalError(f"{run}: the journal has no configuration of any version: nothing can be replayed")
     present = configfile.load(run / configfile.CONFIG)
-    chosen = {version: with_changes(config, present, changes) for version, config in configs.items()}
+    changed = {version: with_changes(config, present, changes) for version, config in configs.items()}
     if changes:
         # The learning rate's schedule ends with the updates.
-        last = min(last, max(config.updates for config in chosen.values()))
-    past = History(chosen, history.digests(configs, recorded))
+        last = min(last, max(config.updates for config in changed.values()))
+    past = History(changed, history.digests(configs, recorded))
     begin = oldest_start(run, past)
     if begin and last < int(begin.name):
         raise JournalError(f"{run}: versions before {int(begin.name)} cannot be replayed: their batches were not kept")
     digests, reports = remake(run, past, begin, last)
     exact = all(config.learner.exact for config in configs.values())
-    other = [] if changes else _compare(recorded, digests, exact=exact)
+    different = [] if changes else _compare(recorded, digests, exact=exact)
     if changes or not exact:
         _print_curves(_curves(run, reports))
     if changes:
@@ -92,14 +92,14 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     try:
         echo(f"report: {_report(run, changes, recorded, digests, reports)}")
     except RunError as error:
-        # Without changes the result is the comparison, which is already printed.
+        # Without changes the result is the comparison, which is printed above.
         if changes:
             raise
         echo(f"no report: {error}")
-    if other and exact:
+    if different and exact:
         raise Diverged(
-            f"{len(other)} of {len(digests)} versions differ from the recorded weights, the first is {other[0]}: "
-            + DIVERGENCE_CAUSES
+            f"{len(different)} of {len(digests)} versions differ from the recorded weights, first version "
+            f"{different[0]}: " + DIVERGENCE_CAUSES
         )
     return 0
 
@@ -111,7 +111,7 @@ def with_changes(recorded: Config, present: Config, changes: Sequence[str]) -> C
 
 
 Export: TypeAlias = Callable[[Path], None]
-"""Writes the weights of the version that was just made to a new folder, as a Hugging Face model."""
+"""Writes the weights of the newest version to a new folder, as a Hugging Face model."""
 
 
 def remake(
@@ -123,10 +123,11 @@ def remake(
     checkpoints: Path | None = None,
     until: Callable[[UpdateReport, Export], bool] = lambda *_: False,
 ) -> tuple[dict[int, str], list[UpdateReport]]:
-    """Make the versions after the checkpoint `begin` (None: version 0) up to `last`, or up to one that ends `until`.
+    """Make the versions after the checkpoint `begin` (None: version 0) up to `last`, or until `until` returns True.
 
-    Returns the digest of every version, and the report of every update. The last version is saved under `checkpoints`,
-    if given. The learner's ranks run on a separate Ray, which ends with the call. Raises `RunError` if one fails.
+    Returns the digest of every version, and the report of every update. The last version is saved in the folder
+    `checkpoints`, if any. The learner's ranks run on a separate Ray, which ends with the call. Raises `RunError` if one
+    fails.
     """
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
@@ -188,22 +189,22 @@ def oldest_start(run: Path, past: History) -> Path | None:
 
 
 def _compare(recorded: Mapping[int, PublishedVersion], digests: Mapping[int, str], *, exact: bool) -> list[int]:
-    """Print one row for each version, and a sentence about all. Returns the versions whose digest differs."""
+    """Print a row for each version, and a sentence about all. Returns the versions with another digest."""
     rows = table("version", "weights", "")
-    other: list[int] = []
+    different: list[int] = []
     for version, digest in sorted(digests.items()):
         same = digest == recorded[version].digest
         rows.add_row(f"{version}", digest[:16], "as recorded" if same else f"recorded: {recorded[version].digest[:16]}")
-        other += [] if same else [version]
+        different += [] if same else [version]
     console().print(rows)
     if not exact:
-        same = len(digests) - len(other)
+        same = len(digests) - len(different)
         echo(
             f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false the others are only close"
         )
-    elif not other:
+    elif not different:
         echo(f"{len(digests)} versions, all of them bit for bit as recorded")
-    return other
+    return different
 
 
 def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[ReplayedUpdate]:
@@ -219,7 +220,7 @@ def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
     rows = table("version", "", *SHOWN)
     for column in rows.columns[2:]:
         column.justify = "right"
-    for curve in curves[:: max(1, len(curves) // LINES)]:
+    for curve in curves[:: max(1, len(curves) // SHOWN_VERSIONS)]:
         rows.add_row(f"{curve['version']}", "run", *(_number(curve["recorded"] or {}, name) for name in SHOWN))
         rows.add_row("", "replay", *(_number(curve["replayed"], name) for name in SHOWN))
     console().print(rows)
@@ -228,8 +229,8 @@ def _print_curves(curves: Sequence[ReplayedUpdate]) -> None:
 def _print_horizons() -> None:
     reach = ", ".join(f"{updates} ({name})" for name, updates in HORIZONS.items())
     echo(
-        "these batches were sampled without the changes: with 20 changes of configs/math.toml, a fork moved as its "
-        f"replay did up to update {reach}; beyond that, and for reward and accuracy, use `streamppo fork`"
+        "these batches were sampled without the changes: for 20 changes of configs/math.toml, a fork moved as its "
+        f"replay up to update {reach}; for later updates, and for reward and accuracy, use `streamppo fork`"
     )
 
 
@@ -245,7 +246,7 @@ def _report(
     digests: Mapping[int, str],
     reports: Sequence[UpdateReport],
 ) -> Path:
-    """Write the report under a number that no earlier report has. Raises `RunError`."""
+    """Write the report under a new number. Raises `RunError`."""
     content = {
         "set": list(changes),
         "same": [version for version, digest in sorted(digests.items()) if digest == recorded[version].digest],
@@ -261,9 +262,9 @@ def _report(
 
 
 def _claim_name(folder: Path) -> Path:
-    """A new name with the next number; creating the claim file (durable.py) reserves it."""
-    taken = [path.name.partition(".")[0] for path in folder.iterdir()]
-    for number in count(1 + max((int(name) for name in taken if name.isdecimal()), default=0)):
+    """Reserve the next number by its temporary file (durable.py); return the report's path."""
+    numbers = [path.name.partition(".")[0] for path in folder.iterdir()]
+    for number in count(1 + max((int(name) for name in numbers if name.isdecimal()), default=0)):
         path = folder / f"{number}.json"
         with suppress(FileExistsError):
             durable.aside(path).touch(exist_ok=False)

@@ -1,5 +1,6 @@
-"""Reads the arguments of commands: runs and replays, a model, a second configuration."""
+"""Reads the arguments of commands: runs and replays, a model, a second configuration, changes of a run's."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -11,19 +12,21 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import UNREADABLE, ConfigError, JournalError
 
+log = logging.getLogger(__name__)
+
 
 def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
-    """Return the run's own configuration, if `model` is a run, and that of the file among `words`, if there is one.
+    """Return the configuration of `model`, if it is a run, and that of the file among `words`, if there is one.
 
-    Overrides belong to the file, or else to the run. Raises `ConfigError` for a model without a file or with a version.
+    Overrides belong to the file, else to the run. Raises `ConfigError` for a model without a file or with a version.
     """
     files, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if len(files) > 1:
         raise ConfigError(f"`streamppo eval` takes one CONFIG, not {' and '.join(files)}")
     is_run = (model / configfile.CONFIG).is_file()
     if not (is_run or files) or (version is not None and not is_run):
-        why = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
-        raise ConfigError(f"{model}: no run found, and {why}")
+        lack = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
+        raise ConfigError(f"{model}: no run found, and {lack}")
     if is_run:
         configfile.existing(model)
     run_config = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
@@ -31,7 +34,7 @@ def configuration_of(model: Path, words: Sequence[str], version: int | None) -> 
 
 
 def runs_and_replays(command: str, paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs and the files of replays in full. Raises for none, and for a missing one."""
+    """Return the absolute paths of runs and files of replays. Raises `ConfigError` for none and for a missing one."""
     if not paths:
         raise ConfigError(f"`streamppo {command}` needs at least one run folder")
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in paths]
@@ -46,15 +49,25 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
 
     run_config = configfile.load(run / configfile.CONFIG)
     configs = [run_config]
-    # A run that never began has no journal; an unreadable one is reported where it is needed.
+    # A run that never began has no journal; an unreadable journal is reported by its users.
     with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
         recorded = [msgspec.msgpack.decode(content, type=Config) for content in journal.configs().values()]
         configs += [diff.as_present(config, present or run_config) for config in recorded]
     consent.ask(run, configs, trust=trust)
 
 
+def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[str]:
+    """Agree to continue a run with `config`: ask for consent, record it, log and return `changes`. Raises as these."""
+    lines = changes(run, config)
+    ask(run, config, trust=trust)
+    consent.give(run, config)
+    for line in lines:
+        log.info(line)
+    return lines
+
+
 def changes(run: Path, config: Config) -> list[str]:
-    """A line for each value of the run that `config` changes. Raises `ConfigError` for one that a run keeps."""
+    """A line for each value of the run that `config` changes. Raises `ConfigError` for a value that a run keeps."""
     before = configfile.load(run / configfile.CONFIG)
     # The folder of a second run of a name has a number, and `run --resume` takes it as the name.
     if config.name not in (before.name, run.name):
@@ -63,10 +76,3 @@ def changes(run: Path, config: Config) -> list[str]:
     if (run / "journal.sqlite").is_file() and (fault := diff.fixed_fault(before, config)):
         raise ConfigError(fault)
     return diff.describe_changes(before, config)
-
-
-def refuse(config: Config) -> None:
-    """Raise the errors of a run of `config` before it has a folder or a process."""
-    from streamppo.commands.checks import light_checks
-
-    light_checks.refuse(config)

@@ -11,13 +11,13 @@ from streamppo.errors import ConfigError
 from streamppo.terminal import bounded
 
 MOST_TEXT, MOST_BESIDE = 2_000, 200
-"""Maximum characters shown of one text, and of each text in a table."""
+"""The most characters of a single text, and of each text of several versions."""
 
 
 class TrialQuestion(NamedTuple):
     """`n` continuations by each of `versions`, from token `at` of an archived completion, or of the text of a prompt.
 
-    `prompt` is a number, or a text. Without `sample` and `attempt` it is the newest attempt at the first sample.
+    `prompt` is a number, or a text. The defaults of `sample` and `attempt` are the first, and its newest.
     """
 
     versions: tuple[int, ...]
@@ -29,31 +29,31 @@ class TrialQuestion(NamedTuple):
 
     @property
     def number(self) -> int | None:
-        """The number of a prompt of the run; None of a text."""
+        """The number of a prompt of the run; None for a text."""
         return int(self.prompt) if self.prompt.isdecimal() and self.prompt.isascii() else None
 
     def refuse(self) -> None:
         """Raise `ConfigError` for contradictory or missing arguments."""
         if not self.prompt:
-            raise ConfigError("--prompt is the number of a prompt, as `inspect --prompt` takes it, or a text")
+            raise ConfigError("--prompt is the number of a prompt, as for `inspect --prompt`, or a text")
         if not self.versions:
-            raise ConfigError("--version is the version that samples, or several")
+            raise ConfigError("--version is missing: the version that samples, or several")
         if len(set(self.versions)) != len(self.versions):
-            raise ConfigError("--version: each version once")
+            raise ConfigError("--version: a version is named twice")
         if self.number is None and (self.at or self.sample is not None or self.attempt is not None):
-            raise ConfigError("--at, --sample and --attempt are of an archived completion, and --prompt is a text")
+            raise ConfigError("--at, --sample and --attempt belong to an archived completion, and --prompt is a text")
 
     def refuse_agent(self, config: Config) -> None:
         """Raise `ConfigError` for a run of an agent."""
         if isinstance(config.environment, AgentEnvironment):
             raise ConfigError(
-                "this run trains an agent (environment.kind): the state of its program is not recorded, so no "
-                "run of it can be continued from a token"
+                "this run trains an agent (environment.kind): the state of the agent's program is not recorded, so it "
+                "cannot continue from a token"
             )
 
 
 class Continued(msgspec.Struct, frozen=True):
-    """One continuation: `text` and `tokens` after the token; a failed one has no reward, and a `reason`."""
+    """A continuation: its `text`, and its number of `tokens`; after a failure a `reason` and no reward."""
 
     reward: float | None
     tokens: int = 0
@@ -63,11 +63,11 @@ class Continued(msgspec.Struct, frozen=True):
 
 
 class VersionTrial(msgspec.Struct, frozen=True):
-    """The continuations of a version, which was replayed from version `begin`: its own number for a checkpoint.
+    """The continuations of a version, replayed from version `begin`, which is `version` if it has a checkpoint.
 
-    `mean` is that of their rewards, `error` its standard error. `value` is the version's critic at the token.
-    `is_same`: with the run's random numbers it sampled the archived completion again, up to token `differs`; None if
-    other versions sampled a part of that.
+    `mean` is the mean of their rewards, `error` its standard error. `value` is that of the version's critic at the
+    token. `is_same`: with the run's random numbers it sampled the archived completion again, else up to token
+    `differs`; None if other versions sampled a part of that completion.
     """
 
     version: int
@@ -81,10 +81,10 @@ class VersionTrial(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """The answer: the completion up to the token, as the run had it, and each version's continuations.
+    """The answer: the run's completion up to the token, and each version's continuations.
 
-    `recorded_value` is the critic's at the start of the update to version `update`. `difference` is the second
-    version's mean reward less the first's over pairs with the same random numbers.
+    `recorded_value` is the critic's at the start of the update to version `update`. `difference` is the mean reward of
+    the second version minus that of the first, over pairs with the same random numbers.
     """
 
     prompt: str
@@ -112,7 +112,7 @@ def sentences(result: Trial) -> list[str]:
         value = "" if result.recorded_value is None else f", recorded value {result.recorded_value:.3f}"
         archived = f"{before}{bounded(result.archived, MOST_TEXT)!r}, {reward}{value}"
         lines.append(f"sample {result.sample} of update {result.update}, from token {result.at}: {archived}")
-    lines += [line for one in result.versions for line in _of_version(one)]
+    lines += [line for version in result.versions for line in _version_sentences(version)]
     if result.difference is not None:
         pair = f"version {result.versions[-1].version} less {result.versions[0].version}"
         error = _error(result.difference_error)
@@ -120,19 +120,20 @@ def sentences(result: Trial) -> list[str]:
     return lines
 
 
-def _of_version(tried: VersionTrial) -> Iterator[str]:
-    scored = sum(each.reward is not None for each in tried.continuations)
+def _version_sentences(tried: VersionTrial) -> Iterator[str]:
+    scored = sum(continuation.reward is not None for continuation in tried.continuations)
     origin = "" if tried.begin == tried.version else f" (replayed from version {tried.begin})"
     mean = "no reward" if tried.mean is None else f"mean reward {tried.mean:.3f}{_error(tried.error)}"
     value = "" if tried.value is None else f", its critic's value {tried.value:.3f}"
     yield f"version {tried.version}{origin}: {mean} of {scored}{value}"
     if tried.is_same is not None:
-        other = f"another completion from token {tried.differs} on: the machine, the threads or the software differ"
-        failed = "it could not be sampled again, so it is not compared"
-        again = (
-            "the archived completion, token for token" if tried.is_same else failed if tried.differs is None else other
-        )
-        yield f"version {tried.version} with the random numbers of the run: {again}"
+        if tried.is_same:
+            repetition = "the archived completion, token for token"
+        elif tried.differs is None:
+            repetition = "a failure, so it is not compared"
+        else:
+            repetition = f"another completion from token {tried.differs} on: machine, threads or software differ"
+        yield f"version {tried.version} with the random numbers of the run: {repetition}"
 
 
 def _error(error: float | None) -> str:
@@ -140,14 +141,14 @@ def _error(error: float | None) -> str:
 
 
 def cells(result: Trial) -> list[list[str]]:
-    """A row for each number of a continuation, with the reward and the text of each version's."""
+    """A row for each number of a continuation: the reward and the text of each version's continuation."""
     most = MOST_TEXT if len(result.versions) == 1 else MOST_BESIDE
-    pairs = zip(*(one.continuations for one in result.versions), strict=True)
-    return [[_cell(one, most) for one in pair] for pair in pairs]
+    rows = zip(*(version.continuations for version in result.versions), strict=True)
+    return [[_cell(continuation, most) for continuation in row] for row in rows]
 
 
-def _cell(one: Continued, most: int) -> str:
-    if one.reward is None:
-        return f"-  {bounded(one.text, most)!r} ({bounded(one.reason, most)})"
-    cut = " (cut off)" if one.finish == "length" else ""
-    return f"{one.reward:g}  {bounded(one.text, most)!r}{cut}"
+def _cell(continuation: Continued, most: int) -> str:
+    if continuation.reward is None:
+        return f"-  {bounded(continuation.text, most)!r} ({bounded(continuation.reason, most)})"
+    cut = " (cut off)" if continuation.finish == "length" else ""
+    return f"{continuation.reward:g}  {bounded(continuation.text, most)!r}{cut}"

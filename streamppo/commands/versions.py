@@ -1,4 +1,4 @@
-"""A version of a run: its checkpoint, or the updates from an earlier one replayed from the archive."""
+"""A version of a run: its checkpoint, or a replay from an earlier checkpoint."""
 
 import logging
 from contextlib import closing
@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from streamppo import durable
 from streamppo.commands import replay
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.errors import DIVERGENCE_CAUSES, CheckpointError, Diverged, JournalError
+from streamppo.errors import DIVERGENCE_CAUSES, CheckpointError, Diverged, JournalError, RunError
 from streamppo.learner.checkpoint import history as histories
 from streamppo.learner.checkpoint import manifest, remote
+from streamppo.learner.checkpoint.distcp import METADATA
 from streamppo.learner.checkpoint.history import ANY, History
+from streamppo.queue import rewind
 from streamppo.queue.store.archive import checksums
 from streamppo.queue.store.journal import Journal
 
@@ -21,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Past(NamedTuple):
-    """A run up to a version: the digests of its versions, its batches, and its configurations."""
+    """A run up to a version: the digests of its versions, its archived batches, and its configurations."""
 
     run: Path
     version: int
@@ -30,22 +33,22 @@ class Past(NamedTuple):
     history: History
 
 
-def look(run: Path, at: int) -> Past:
-    """Look at a run as of version `at`. Raises `JournalError` for a version that was never made."""
+def read_past(run: Path, at: int) -> Past:
+    """Read a run up to version `at`. Raises `JournalError` for a version that was never made."""
     present = configfile.load(run / configfile.CONFIG)
     with closing(Journal.open_run(run)) as journal:
-        made = journal.versions()
-    if at not in made:
-        raise JournalError(f"{run}: version {at} was never made; the newest is {max(made, default=0)}")
-    archived = set(checksums(made.values()))
-    digests = {version: one.digest for version, one in made.items()}
+        published = journal.versions()
+    if at not in published:
+        raise JournalError(f"{run}: version {at} was never made; the newest is {max(published, default=0)}")
+    archived = set(checksums(published.values()))
+    digests = {version: published[version].digest for version in published}
     return Past(run, at, digests, archived, histories.read_history(run, present))
 
 
 def newest_whole(past: Past) -> Path | None:
-    """The newest checkpoint up to the version whose files all match the manifest; None if there is none.
+    """The newest checkpoint up to the version with all files of its manifest; None if there is none.
 
-    Files that this disk lacks or has damaged are fetched from the run's address, if it has one.
+    Files that are missing or damaged on this disk are fetched from the run's address, if it has one.
     """
     fetch = remote.fetcher(past.run)
     for path in reversed(manifest.complete(past.run / "checkpoints")):
@@ -53,20 +56,20 @@ def newest_whole(past: Past) -> Path | None:
             try:
                 manifest.verify_whole(path, past.history, fetch)
             except CheckpointError as error:
-                log.info("%s: passed over", error)
+                log.info("%s: skipped", error)
             else:
                 return path
     return None
 
 
-def remake(past: Past, begin: Path | None, into: Path) -> None:
-    """Replay the version, after the checkpoint `begin` (None: version 0), and save its checkpoint under `into`.
+def remake(past: Past, begin: Path | None, folder: Path) -> None:
+    """Replay the version from the checkpoint `begin` (None: version 0), and save its checkpoint under `folder`.
 
     Raises `JournalError` for a batch that was not kept, and `Diverged` if the version's weights differ from the
     recorded ones.
     """
     start = int(begin.name) if begin else 0
-    missing = next((one for one in range(start, past.version) if one not in past.archived), None)
+    missing = next((version for version in range(start, past.version) if version not in past.archived), None)
     if missing is not None:
         raise JournalError(
             f"{past.run}: version {past.version} cannot be replayed: the batch of version {missing} was not kept. "
@@ -75,17 +78,43 @@ def remake(past: Past, begin: Path | None, into: Path) -> None:
     log.info("version %d is replayed from version %d: %d updates", past.version, start, past.version - start)
     configs = {version: _without_copies(config) for version, config in past.history.configs.items()}
     history = structs.replace(past.history, configs=configs)
-    digests, _ = replay.remake(past.run, history, begin, past.version, checkpoints=into)
+    digests, _ = replay.remake(past.run, history, begin, past.version, checkpoints=folder)
     if past.history.digests[past.version] not in (ANY, digests[past.version]):
         raise Diverged(
-            f"version {past.version} was replayed and has other weights ({digests[past.version][:12]}, first "
+            f"version {past.version} was replayed with other weights ({digests[past.version][:12]}, first "
             f"{past.digests[past.version][:12]}): {DIVERGENCE_CAUSES}"
         )
     past.digests[past.version] = digests[past.version]
 
 
+def make_checkpoint(past: Past, folder: Path) -> int:
+    """Copy the version's checkpoint to `folder`, or replay it; return the version from which it was replayed.
+
+    Raises `CheckpointError`, and as `remake` does.
+    """
+    begin = newest_whole(past)
+    start = int(begin.name) if begin else 0
+    if begin and start == past.version:
+        _copy_checkpoint(begin, folder / begin.name)
+    else:
+        remake(past, begin, folder)
+    return start
+
+
+def _copy_checkpoint(source: Path, target: Path) -> None:
+    files = manifest.read(source).files
+    hashes = {name: sha256 for part in (files.shared, *files.ranks) for name, sha256 in part.items()}
+    with durable.naming(target, RunError):
+        durable.folder(target)
+        for name, sha256 in hashes.items():
+            rewind.link_or_copy(source / name, target / name, sha256)
+        if METADATA not in hashes:
+            rewind.link_or_copy(source / METADATA, target / METADATA)
+        rewind.link_or_copy(source / manifest.MANIFEST, target / manifest.MANIFEST)
+
+
 def _without_copies(config: Config) -> Config:
-    """A configuration of ranks that copy no checkpoint to the run's address."""
+    """The configuration without copies of checkpoints at the run's address."""
     cluster = structs.replace(config.cluster, own_disks=False)
     return structs.replace(config, cluster=cluster, checkpoint=structs.replace(config.checkpoint, remote=""))
 

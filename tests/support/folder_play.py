@@ -209,7 +209,7 @@ def refusal(path: Path) -> str:
     """The errors of `check`; empty if there are none."""
     try:
         config = configfile.load(path)
-        found = check.look_over(config, None, call=True)
+        found = check.check_all(config, None, call=True)
     except ConfigError as error:
         return str(error)
     return "\n".join(f"{one.subject}: {one.text}" for one in found if one.state == "error")

@@ -8,12 +8,12 @@ import time
 
 import msgspec
 
-from streamppo.api.messages import RunReply, RunRequest, line
+from streamppo.api.messages import RunReply, RunRequest, encode
 
 
 def main(channel: socket.socket) -> int:
     request = msgspec.json.decode(channel.makefile("rb").readline(), type=RunRequest)
-    channel.sendall(line(RunReply(folder="/runs/scripted")))
+    channel.sendall(encode(RunReply(folder="/runs/scripted")))
     match request.config.split():
         case ["prints", text]:
             data = text.encode()
@@ -23,7 +23,7 @@ def main(channel: socket.socket) -> int:
             os.write(2, b"!\n")
             return 0
         case ["raises", kind, code]:
-            channel.sendall(line(RunReply(error=kind, text="its words, in two\nlines")))
+            channel.sendall(encode(RunReply(error=kind, text="its words, in two\nlines")))
             return int(code)
         case ["prints_at_its_end", lines]:
             print("begun", flush=True)

@@ -19,7 +19,7 @@ from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 
 from streamppo import process, terminal
 from streamppo.commands import console
-from streamppo.commands.checks.finding import Finding
+from streamppo.commands.checks.finding import Finding, print_findings
 from streamppo.commands.look import inspect
 from streamppo.commands.start import reward_test
 from streamppo.driver.ray import cluster
@@ -170,13 +170,11 @@ def test_every_line_of_a_reward_says_whose_it_is(pieces: list[bytes], length: in
 
 
 def test_a_table_of_rewards_and_one_of_findings_are_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from streamppo.commands.checks import check
-
     reward = Reward(score=1.0, components={hostile: 1.0}, explanation=hostile)
     reward_test._print_table(
         [reward_test.TriedCompletion(hostile, reward, "", 0.1), reward_test.TriedCompletion("", None, hostile, 0.1)]
     )
-    check.print_table([Finding(hostile, "error", hostile)])
+    print_findings([Finding(hostile, "error", hostile)])
     assert is_shown(capsys.readouterr().out)
 
 

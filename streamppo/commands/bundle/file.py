@@ -6,8 +6,8 @@
     model.*       weights of the run's first model that the update needs: under adapters, or of a reference
     files.*       the bytes of config.json and of the tokenizer's files
 
-`read` accepts untrusted files. The library checks that every shape has its bytes in the file, so that a file takes
-no more memory than it has bytes; sizes derived from its numbers are bounded here.
+`read` accepts untrusted files. The library checks that the file has the bytes of every shape, so that a file takes no
+more memory than its size; sizes derived from its numbers are bounded here.
 """
 
 import re
@@ -41,7 +41,7 @@ FILE = re.compile(r"[A-Za-z0-9_.-]+\.(json|txt|model|tiktoken)")
 NAME = re.compile(rf"(batch|policy|optimizer|reference|model)\.[A-Za-z0-9_.]+|files\.{FILE.pattern}|rng")
 """The names of a bundle's tensors."""
 MOST_ENTRIES = 2**26
-"""The most rows times tokens of the longest row, to which all are padded."""
+"""The most rows times tokens of the longest row: all rows are padded to it."""
 MOST_STEPS = 10_000
 """The most optimizer steps of one update."""
 UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:score")
@@ -51,9 +51,9 @@ UNUSED_REWARD = FunctionScorer(function="streamppo.tasks.library.arithmetic:scor
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The facts of a bundle: `state` of the version before the update, `digest` of the version after it.
 
-    `kept` are the rows of the run's batch in the file, `digest` is then ""; if it is empty the file has all `rows`
-    rows. A replay of an `exact` run has the same bits with the same `software`, and on a GPU if its ranks had one
-    (`gpu`). `model` is the name of the run's first model.
+    The run's batch has `rows` rows, of which the file has `kept`, or all if that is empty; with `kept`, `digest` is "".
+    A replay of an `exact` run has the same bits with the same `software`, and on a GPU if its ranks had one (`gpu`).
+    `model` is the name of the run's first model.
     """
 
     format: Literal[1] = 1
@@ -77,16 +77,17 @@ class Bundle(NamedTuple):
     tensors: Mapping[str, Tensor]
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a part, without its name."""
-        return {key[len(name) + 1 :]: one for key, one in self.tensors.items() if key.startswith(f"{name}.")}
+        """The tensors of the part `name`, without this prefix."""
+        prefix = f"{name}."
+        return {key.removeprefix(prefix): self.tensors[key] for key in self.tensors if key.startswith(prefix)}
 
 
 def write(path: Path, bundle: Bundle) -> dict[str, int]:
     """Write the file durably; return the bytes of each part. Raises `BundleError` if it cannot be written."""
     arrays, attributes = columns.batch_columns(bundle.batch, TokenRecord())
-    tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(one.copy()) for name, one in arrays.items()}}
+    tensors = {**bundle.tensors, **{f"batch.{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}}
     header = {"bundle": bundle.facts, "batch": attributes}
-    metadata = {name: msgspec.json.encode(one).decode() for name, one in header.items()} | {"config": bundle.config}
+    metadata = {name: msgspec.json.encode(part).decode() for name, part in header.items()} | {"config": bundle.config}
     with durable.naming(path, BundleError):
         durable.aside(path).unlink(missing_ok=True)
         save_file(tensors, durable.aside(path), metadata)
@@ -97,14 +98,14 @@ def write(path: Path, bundle: Bundle) -> dict[str, int]:
 def sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The bytes of each part."""
     total: dict[str, int] = {}
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         part = name.partition(".")[0]
-        total[part] = total.get(part, 0) + one.nbytes
+        total[part] = total.get(part, 0) + tensor.nbytes
     return total
 
 
 def read(path: Path) -> Bundle:
-    """Read the file at `path`. Raises `BundleError` for any other file than `write` makes."""
+    """Read the file at `path`. Raises `BundleError` for a file that `write` cannot have written."""
     try:
         # Only a regular file: a pipe would block, and a device never ends.
         with durable.reading(path), safe_open(path, "pt") as opened:
@@ -112,8 +113,8 @@ def read(path: Path) -> Bundle:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         facts = msgspec.json.decode(header["bundle"], type=Facts)
         attributes = msgspec.json.decode(header["batch"], type=columns.Attributes)
-        if strange := [name for name in tensors if not NAME.fullmatch(name)]:
-            raise ValueError(f"a tensor {min(strange)[:100]!r}")
+        if unknown := [name for name in tensors if not NAME.fullmatch(name)]:
+            raise ValueError(f"a tensor {min(unknown)[:100]!r}")
         arrays = {name[6:]: tensors.pop(name).numpy() for name in list(tensors) if name.startswith("batch.")}
         columns.verify(arrays, attributes)
         batch = columns.to_batch(arrays, attributes)
@@ -125,13 +126,13 @@ def read(path: Path) -> Bundle:
 
 def _verify(facts: Facts, batch: Batch) -> None:
     """Raise `ValueError` for numbers that are impossible in a run."""
-    longest = max(len(one.prompt_tokens) + len(one.tokens) for one in batch.trajectories) // 4
+    longest = max(len(row.prompt_tokens) + len(row.tokens) for row in batch.trajectories) // 4
     if len(batch.trajectories) * longest > MOST_ENTRIES:
         raise ValueError(f"{len(batch.trajectories):,} rows of up to {longest:,} tokens: too many to be padded")
     if not 0 <= batch.version == facts.state.version < 2**31 or not -(2**31) <= batch.min_version < 2**31:
         raise ValueError(f"a batch of version {batch.version} with weights of version {facts.state.version}")
     if len(facts.kept or range(facts.rows)) != len(batch.trajectories):
-        raise ValueError(f"{len(batch.trajectories)} rows, which are not those that it names")
+        raise ValueError(f"{len(batch.trajectories)} rows, and it names other ones")
 
 
 # --- the configuration ---------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""`streamppo bundle`: one update of a run in one file, from which it can be replayed alone, on another machine.
+"""`streamppo bundle`: one update of a run in a file, from which another machine can replay it.
 
-the checkpoint before it, or that version replayed      weights, optimizer, critic, reference, RNG
-the archive                                               the batch
-the journal                                               the configuration, the digests before and after
-the run's first model                                     config.json, tokenizer; weights if the update needs them
+the checkpoint before it, or a replay of it     weights, optimizer, critic, reference, RNG
+the archive                                     the batch
+the journal                                     the configuration, the digests before and after
+the run's first model                           config.json, tokenizer; weights if the update needs them
 """
 
 import logging
@@ -28,7 +28,6 @@ from streamppo.commands.bundle import file
 from streamppo.commands.bundle.file import Bundle, Facts
 from streamppo.commands.console import echo, log_to_stderr
 from streamppo.commands.models import weights
-from streamppo.commands.start import fork
 from streamppo.commands.versions import Past
 from streamppo.config import consent
 from streamppo.config import file as configfile
@@ -45,8 +44,8 @@ MIB = 2**20
 log = logging.getLogger(__name__)
 
 
-class BundleMade(NamedTuple):
-    """A bundle: the update, its rows, the bytes of its parts, and how many updates were replayed for it."""
+class WrittenBundle(NamedTuple):
+    """The file of a bundle: its update, its rows, the bytes of its parts, and the number of updates replayed for it."""
 
     file: Path
     update: int
@@ -59,43 +58,44 @@ class BundleMade(NamedTuple):
 def bundle(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool, as_json: bool) -> int:
     """Make the bundle, and print its contents. Raises the errors of `make`."""
     with log_to_stderr():
-        bundled = make(run, update, to, rows, adapter=adapter)
+        written = make(run, update, to, rows, adapter=adapter)
     if as_json:
-        echo(msgspec.json.encode({**bundled._asdict(), "file": str(bundled.file)}).decode())
+        echo(msgspec.json.encode({**written._asdict(), "file": str(written.file)}).decode())
         return 0
-    again = f"{bundled.remade} updates replayed for it, " if bundled.remade else ""
-    parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in bundled.bytes.items())
-    counts = f"{bundled.rows} rows; {again}{bundled.seconds:.1f} s"
-    echo(f"{bundled.file}: update {update - 1} -> {update} of {run.name}, {counts}")
-    echo(f"{sum(bundled.bytes.values()) / MIB:.2f} MiB: {parts}")
-    echo(f"replay it: streamppo replay {shlex.quote(str(bundled.file))}")
+    replayed = f"{written.remade} updates replayed for it, " if written.remade else ""
+    parts = ", ".join(f"{part} {size / MIB:.2f}" for part, size in written.bytes.items())
+    counts = f"{written.rows} rows; {replayed}{written.seconds:.1f} s"
+    echo(f"{written.file}: update {update - 1} -> {update} of {run.name}, {counts}")
+    echo(f"{sum(written.bytes.values()) / MIB:.2f} MiB: {parts}")
+    echo(f"replay it: streamppo replay {shlex.quote(str(written.file))}")
     return 0
 
 
-def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool) -> BundleMade:
+def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapter: bool) -> WrittenBundle:
     """Write the update that made version `update` of `run` to the file `to`, with only these `rows` if any are given.
 
     With `adapter`, frozen weights are left out. Raises `JournalError` for an update that was not made or whose batch
     was not kept, `ConfigError` for one that no bundle can hold, and `BundleError` if it cannot be written.
     """
     began = time.perf_counter()
-    past = versions.look(run, update - 1)
+    past = versions.read_past(run, update - 1)
     to = (to or Path(f"{run.name}-{update}.safetensors")).absolute()
     _refuse(past, update, to, adapter=adapter)
     config, batch = past.history.at(past.version), archive.open(run).batch(past.version)
     if unknown := [row for row in rows if row >= len(batch.trajectories)]:
         raise ConfigError(f"--rows {unknown[0]}: the batch has rows 0 to {len(batch.trajectories) - 1}")
     bare = file.bare(config)
-    count, chosen = len(batch.trajectories), tuple(sorted(set(rows)))
-    if chosen:
-        batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in chosen))
+    count, kept = len(batch.trajectories), tuple(sorted(set(rows)))
+    if kept:
+        batch = structs.replace(batch, trajectories=tuple(batch.trajectories[row] for row in kept))
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as aside:
         begin, checkpoint = _checkpoint(past, Path(aside))
         state, stored = _state(past, checkpoint)
         start = model_path(config, run)
         tensors = {new: stored[old] for old in stored if (new := _name(old))}
-        tensors |= {f"model.{name}": one for name, one in _first_model(config, state, start, adapter=adapter).items()}
-        tensors |= {f"files.{name}": one for name, one in _files(start).items()}
+        first_model = _first_model(config, state, start, adapter=adapter)
+        tensors |= {f"model.{name}": tensor for name, tensor in first_model.items()}
+        tensors |= {f"files.{name}": content for name, content in _files(start).items()}
         part_sizes = ", ".join(f"{part} {size / MIB:.2f}" for part, size in file.sizes(tensors).items())
         log.info("MiB besides the batch: %s", part_sizes)
         if checkpoint:
@@ -103,17 +103,17 @@ def make(run: Path, update: int, to: Path | None, rows: Sequence[int], *, adapte
         facts = Facts(
             run=run.name,
             state=state,
-            digest="" if chosen else past.digests[update],
+            digest="" if kept else past.digests[update],
             exact=config.learner.exact,
             gpu=config.learner.gpus > 0,
             rows=count,
-            kept=chosen,
+            kept=kept,
             software=software(),
             model=bare.model.path,
         )
         sizes = file.write(to, Bundle(facts, configfile.show(bare), batch, tensors))
     consent.give(to, bare)
-    return BundleMade(to, update, len(batch.trajectories), sizes, past.version - begin, time.perf_counter() - began)
+    return WrittenBundle(to, update, len(batch.trajectories), sizes, past.version - begin, time.perf_counter() - began)
 
 
 def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
@@ -142,11 +142,10 @@ def _refuse(past: Past, update: int, to: Path, *, adapter: bool) -> None:
 
 
 def _checkpoint(past: Past, aside: Path) -> tuple[int, Path | None]:
-    """The version and the folder of the checkpoint before the update; None for the first model."""
+    """The version from which the checkpoint before the update was replayed, and its folder, if any."""
     if not past.version:
         return 0, None
-    durable.folder(aside / "checkpoints")
-    return fork.checkpoint_of(past, aside), aside / "checkpoints" / f"{past.version:08d}"
+    return versions.make_checkpoint(past, aside), aside / f"{past.version:08d}"
 
 
 def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[str, Tensor]]:
@@ -158,17 +157,17 @@ def _state(past: Past, checkpoint: Path | None) -> tuple[CheckpointState, dict[s
 
 
 def _name(stored: str) -> str:
-    """The name in a bundle of a checkpoint's tensor; "" for a tensor that belongs to another rank or a GPU."""
-    own = stored.removeprefix("own.rank-0.")
-    if own == "rng.cpu":
+    """The name in a bundle of a checkpoint's tensor; "" for a tensor of another rank or a GPU."""
+    of_rank_0 = stored.removeprefix("own.rank-0.")
+    if of_rank_0 == "rng.cpu":
         return "rng"
-    if own != stored:
-        return own.replace("state.", "optimizer.", 1) if own.startswith("state.") else ""
+    if of_rank_0 != stored:
+        return of_rank_0.replace("state.", "optimizer.", 1) if of_rank_0.startswith("state.") else ""
     return "" if stored.startswith("own.") else stored
 
 
 def _first_model(config: Config, state: CheckpointState, start: str, *, adapter: bool) -> dict[str, Tensor]:
-    """Weights of the run's first model that the update needs in addition to its version's."""
+    """The weights of the run's first model that the update needs besides its version's."""
     lora, kl = config.model.lora, config.algorithm.kl
     if adapter or (state.version and lora is None and (not kl.on or state.reference_moved)):
         return {}
@@ -181,9 +180,9 @@ def _files(start: str) -> dict[str, Tensor]:
     """The bytes of the config and tokenizer files of the model at `start`."""
     folder = loading.fetch(start)
     patterns = ("config.json", "generation_config.json", *tokenizer.FILES)
-    found = {path.name: path for pattern in patterns for path in sorted(folder.glob(pattern))}
-    read = {name: durable.read(path) for name, path in found.items() if file.FILE.fullmatch(name)}
-    return {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in read.items() if content}
+    paths = {path.name: path for pattern in patterns for path in sorted(folder.glob(pattern))}
+    contents = {name: durable.read(path) for name, path in paths.items() if file.FILE.fullmatch(name)}
+    return {name: torch.frombuffer(bytearray(text), dtype=torch.uint8) for name, text in contents.items() if text}
 
 
 def software() -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 
 from streamppo.commands.bundle import file, make, update
 from streamppo.commands.bundle.file import Bundle
-from streamppo.commands.bundle.update import UpdateAgain
+from streamppo.commands.bundle.update import BundleUpdate
 from streamppo.commands.console import PLAIN_WIDTH, console, echo, log_to_stderr, table
 from streamppo.errors import ConfigError, Diverged
 from streamppo.types import ints
@@ -18,14 +18,14 @@ from streamppo.types import ints
 SHOWN = ("policy_loss", "value_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm", "lr")
 """The metrics that are printed; --json has all of them."""
 HIDDEN = ("row", "pass", "token", "version", "clipped", "dropped")
-"""Columns of --json; `pass` is also shown for a row with several passes, the last two if they are not empty."""
+"""Columns of --json only; `pass` is also shown for a row with several passes, the last two if they are not empty."""
 
 
 def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool, as_json: bool) -> int:
     """Replay the update of the bundle at `path`, and show the tokens of `rows`; by default row 0, as JSON all.
 
-    Raises the errors of `file.read` and `update.make`, and, without JSON, `Diverged` if the new version is not the
-    run's and no reason for other bits is known.
+    Raises the errors of `file.read` and `update.make`; without JSON also `Diverged` if the new version differs from
+    the run's for no known reason.
     """
     bundle = file.read(path)
     count = len(bundle.batch.trajectories)
@@ -50,7 +50,7 @@ def replay(path: Path, rows: Sequence[int], changes: Sequence[str], *, trust: bo
 
 def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
     """Reasons why the bits may differ."""
-    facts, here = bundle.facts, make.software()
+    facts, software = bundle.facts, make.software()
     if changes:
         yield f"--set {' '.join(changes)}"
     if facts.kept:
@@ -61,19 +61,21 @@ def _differences(bundle: Bundle, changes: Sequence[str]) -> Iterator[str]:
         yield "its rank had a GPU"
     if not facts.exact:
         yield "learner.exact = false"
-    yield from (f"{name} {was} there, {here[name]} here" for name, was in facts.software.items() if here[name] != was)
+    for name, recorded in facts.software.items():
+        if software[name] != recorded:
+            yield f"{name} {recorded} there, {software[name]} here"
 
 
-def _verdict(bundle: Bundle, replayed: UpdateAgain, reasons: Sequence[str]) -> str:
+def _verdict(bundle: Bundle, replayed: BundleUpdate, reasons: Sequence[str]) -> str:
     version = bundle.facts.state.version + 1
     if replayed.digest == bundle.facts.digest:
         return f"version {version} replayed bit for bit: its digest {replayed.digest[:12]} is that of the journal"
     expected = f", first {bundle.facts.digest[:12]}" if bundle.facts.digest else ""
-    why = "; ".join(reasons) or "no reason known"
-    return f"version {version} replayed with other bits ({replayed.digest[:12]}{expected}): {why}"
+    reason = "; ".join(reasons) or "no reason known"
+    return f"version {version} replayed with other bits ({replayed.digest[:12]}{expected}): {reason}"
 
 
-def _json(path: Path, bundle: Bundle, replayed: UpdateAgain, reasons: Sequence[str]) -> str:
+def _json(path: Path, bundle: Bundle, replayed: BundleUpdate, reasons: Sequence[str]) -> str:
     facts = bundle.facts
     content = {
         "file": str(path),
@@ -93,36 +95,38 @@ def _json(path: Path, bundle: Bundle, replayed: UpdateAgain, reasons: Sequence[s
 # --- the table -----------------------------------------------------------------------------------------------
 
 
-def _show(bundle: Bundle, replayed: UpdateAgain, rows: Sequence[int]) -> None:
+def _show(bundle: Bundle, replayed: BundleUpdate, rows: Sequence[int]) -> None:
     facts, trajectories = bundle.facts, bundle.batch.trajectories
     tokens = sum(trajectory.num_tokens for trajectory in trajectories)
     version = facts.state.version
     echo(f"update {version} -> {version + 1} of {facts.run}: {len(trajectories)} rows, {tokens} tokens")
     for row in rows:
         trajectory = trajectories[row]
-        named = f", row {facts.kept[row]} of the batch" if facts.kept else ""
+        number = f", row {facts.kept[row]} of the batch" if facts.kept else ""
         outcome = f"prompt {trajectory.identity.prompt}, reward {trajectory.reward:g}, {trajectory.finish}"
         sizes = f"{len(ints(trajectory.prompt_tokens))} tokens of prompt and {trajectory.num_tokens} of completion"
-        echo("", f"row {row}{named}: {outcome}, {sizes}")
+        echo("", f"row {row}{number}: {outcome}, {sizes}")
         _show_row(replayed, row)
     numbers = ", ".join(f"{name} {replayed.metrics[name]:.4g}" for name in SHOWN if name in replayed.metrics)
     echo("", numbers)
 
 
-def _show_row(replayed: UpdateAgain, row: int) -> None:
-    at = replayed.tokens["row"] == row
-    several = any(replayed.tokens["pass"][at].tolist())
-    filled = {name for name in ("clipped", "dropped") if any(replayed.tokens[name][at].tolist())}
-    names = [name for name in replayed.tokens if name not in HIDDEN or name in filled or (name == "pass" and several)]
-    shown = table(*names)
-    for column, name in zip(shown.columns, names, strict=True):
+def _show_row(replayed: BundleUpdate, row: int) -> None:
+    in_row = replayed.tokens["row"] == row
+    has_passes = any(replayed.tokens["pass"][in_row].tolist())
+    filled = {name for name in ("clipped", "dropped") if any(replayed.tokens[name][in_row].tolist())}
+    names = [
+        name for name in replayed.tokens if name not in HIDDEN or name in filled or (name == "pass" and has_passes)
+    ]
+    rows = table(*names)
+    for column, name in zip(rows.columns, names, strict=True):
         column.justify = "left" if name in ("text", "dropped") else "right"
-    for entry in zip(*(replayed.tokens[name][at].tolist() for name in names), strict=True):
-        shown.add_row(*map(_cell, entry))
+    for entry in zip(*(replayed.tokens[name][in_row].tolist() for name in names), strict=True):
+        rows.add_row(*map(_cell, entry))
     # A token has one line at any width of the terminal.
     wide = console()
     wide.width = PLAIN_WIDTH
-    wide.print(shown)
+    wide.print(rows)
 
 
 def _cell(value: object) -> str:

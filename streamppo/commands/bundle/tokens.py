@@ -28,7 +28,7 @@ EQUAL = "equal rewards"
 
 
 class RowPass(NamedTuple):
-    """Pass number `number` of the policy's loss over a row; `terms` is None if the pass had no loss."""
+    """Pass `number` of the policy's loss over a row; `terms` is None for a row without a pass."""
 
     row: int
     number: int
@@ -38,21 +38,21 @@ class RowPass(NamedTuple):
 
 def columns_of(config: Config, batch: Batch, updated: UpdateResult, rows: Sequence[int], model: str) -> Columns:
     """The columns of the tokens of `rows`; NaN where a number was not computed. `model` has the tokenizer."""
-    spelled = _texts(batch, rows, model)
+    texts_by_row = _texts(batch, rows, model)
     parts = [
         {
-            "row": np.full(len(texts), one.row),
-            "pass": np.full(len(texts), one.number),
+            "row": np.full(len(texts), row_pass.row),
+            "pass": np.full(len(texts), row_pass.number),
             "position": np.arange(len(texts)),
-            "token": ints(batch.trajectories[one.row].tokens),
+            "token": ints(batch.trajectories[row_pass.row].tokens),
             "text": np.array(texts, dtype=np.str_),
-            "version": ints(batch.trajectories[one.row].versions),
-            "lag": batch.version - ints(batch.trajectories[one.row].versions),
-            **_numbers(config, updated, one, len(texts)),
-            "dropped": np.array(_dropped(updated, one, len(texts)), dtype=np.str_),
+            "version": ints(batch.trajectories[row_pass.row].versions),
+            "lag": batch.version - ints(batch.trajectories[row_pass.row].versions),
+            **_numbers(config, updated, row_pass, len(texts)),
+            "dropped": np.array(_dropped(updated, row_pass, len(texts)), dtype=np.str_),
         }
-        for one in _passes(config, updated, rows)
-        for texts in [spelled[one.row]]
+        for row_pass in _passes(config, updated, rows)
+        for texts in [texts_by_row[row_pass.row]]
     ]
     return {name: np.concatenate([columns[name] for columns in parts]) for name in (parts[0] if parts else ())}
 
@@ -62,8 +62,8 @@ def _texts(batch: Batch, rows: Sequence[int], model: str) -> dict[int, list[str]
     tokens = {row: ints(batch.trajectories[row].tokens).tolist() for row in rows}
     with suppress(TaskError):
         tokenizer = Tokenizer(model)
-        return {row: tokenizer.texts(found) for row, found in tokens.items()}
-    return {row: [""] * len(found) for row, found in tokens.items()}
+        return {row: tokenizer.texts(ids) for row, ids in tokens.items()}
+    return {row: [""] * len(ids) for row, ids in tokens.items()}
 
 
 def _passes(config: Config, updated: UpdateResult, rows: Sequence[int]) -> Iterator[RowPass]:
@@ -90,19 +90,19 @@ def _at(terms: TokenTerms, at: int) -> TokenTerms:
 def _numbers(config: Config, updated: UpdateResult, row_pass: RowPass, count: int) -> Columns:
     """The numbers of a row in a pass; those of the loss are NaN if the pass had no loss."""
     targets, batch, row, terms = updated.targets, updated.batch, row_pass.row, row_pass.terms
-    nothing_T = torch.full((count,), torch.nan)
-    scored_T = nothing_T
+    nan_T = torch.full((count,), torch.nan)
+    scored_T = nan_T
     if updated.objective.scores_policy and updated.chosen.scored_B[row]:
         scored_T = targets.scored.logprobs_BT[row]
     numbers = {
         "reward": batch.rewards_BT[row],
         "behavior": batch.behavior_logprobs_BT[row],
         "proximal": scored_T if terms is None else terms.proximal_bT,
-        "logprob": nothing_T if row_pass.logprobs_T is None else row_pass.logprobs_T,
-        "ratio": nothing_T if terms is None else terms.ratio_bT,
-        "weight": nothing_T if terms is None else terms.weights_bT,
+        "logprob": nan_T if row_pass.logprobs_T is None else row_pass.logprobs_T,
+        "ratio": nan_T if terms is None else terms.ratio_bT,
+        "weight": nan_T if terms is None else terms.weights_bT,
         "advantage": targets.estimate.advantages[row],
-        "loss": nothing_T if terms is None else terms.loss_bT,
+        "loss": nan_T if terms is None else terms.loss_bT,
     }
     if config.algorithm.has_critic:
         numbers |= {"value": targets.scored.values_BT[row], "return": targets.estimate.returns[row]}
@@ -127,8 +127,8 @@ def _dropped(updated: UpdateResult, row_pass: RowPass, count: int) -> list[str]:
             reasons.append("not sampled")
         elif not fresh:
             reasons.append("too old")
-        elif named := [name for name, out in rules.items() if out[at]]:
-            reasons.append(", ".join(named))
+        elif excluding := [name for name, out in rules.items() if out[at]]:
+            reasons.append(", ".join(excluding))
         elif not trained:
             is_filtered = TRUNCATED in updated.objective.rules and batch.truncated_B[row]
             reasons.append(TRUNCATED if is_filtered else EQUAL)

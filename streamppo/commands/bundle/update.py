@@ -39,12 +39,12 @@ from streamppo.weights.models import folder as model_folder
 COUNTS = re.compile(r"layer|expert|block|depth")
 """Finds the fields of config.json that say how many modules a model has."""
 MODULES, MOST_BUFFERS = 1000, 2**30
-"""The most modules of a kind, unless the file has more tensors; and the most bytes of a model's buffers."""
+"""The most modules of a kind, unless the file has more tensors; the most bytes of a model's buffers."""
 MOST_THREADS, MOST_TEXT = 256, 400
 
 
-class UpdateAgain(NamedTuple):
-    """An update that was replayed: the digest of the version that it made, its metrics, and its tokens' numbers."""
+class BundleUpdate(NamedTuple):
+    """The replayed update of a bundle: the digest of its version, its metrics, and its tokens' numbers."""
 
     digest: str
     metrics: dict[str, float]
@@ -53,11 +53,11 @@ class UpdateAgain(NamedTuple):
 
 def make(
     path: Path, bundle: Bundle, rows: Sequence[int], changes: Sequence[str], *, trust: bool, debug: bool
-) -> UpdateAgain:
-    """Make the update of `bundle`, read from `path`, with `changes`; the numbers are those of the tokens of `rows`.
+) -> BundleUpdate:
+    """Make the update of `bundle`, read from `path`, with `changes`; return the numbers of the tokens of `rows`.
 
-    With `debug` it stops in pdb where the update begins. Raises `BundleError` for a file that is not a whole update,
-    and `ConfigError` for changes that an update cannot have, and for code without consent.
+    With `debug` it stops in pdb at the start of the update. Raises `BundleError` for a file without a whole update, and
+    `ConfigError` for changes that an update cannot have, and for code without consent.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -66,7 +66,7 @@ def make(
             if consent.code(config):
                 plugins.export_path()
             model = _model(bundle, recorded, Path(folder) / "model", changes)
-            config = _here(structs.replace(config, model=structs.replace(config.model, path=model)))
+            config = _for_one_rank(structs.replace(config, model=structs.replace(config.model, path=model)))
             place = device.acquire(config.learner.gpus, exact=config.learner.exact)
             with device.alone(place):
                 return _update(bundle, _learner(bundle, config, model, place), rows, model, debug=debug)
@@ -78,7 +78,7 @@ def make(
             raise BundleError(f"{path}: its update cannot be replayed: {kind}{reason}") from error
 
 
-def _here(config: Config) -> Config:
+def _for_one_rank(config: Config) -> Config:
     """The configuration for one rank, on this machine's GPU if it has one and the run's rank did."""
     has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
     learner = structs.replace(
@@ -106,7 +106,7 @@ def _learner(bundle: Bundle, config: Config, model: str, place: torch.device) ->
     return learner
 
 
-def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *, debug: bool) -> UpdateAgain:
+def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *, debug: bool) -> BundleUpdate:
     _verify_tokens(bundle.batch, learner)
     batch = pad(bundle.batch)
     lags = lag_histogram(batch)
@@ -115,11 +115,11 @@ def _update(bundle: Bundle, learner: Learner, rows: Sequence[int], model: str, *
     on_device = batch.to(learner.updater.device)
     updated = pdb.Pdb().runcall(make_update, on_device) if debug else make_update(on_device)
     if updated is None:
-        raise BundleError("its update was left in the debugger")
+        raise BundleError("its update was quit in the debugger")
     tokens = columns_of(learner.config, bundle.batch, updated, rows, model)
     metrics = learner.updater.metrics(updated)
     metrics |= learner.steer(updated, metrics, lags, scheduled)
-    return UpdateAgain(digest_of(learner), metrics, tokens)
+    return BundleUpdate(digest_of(learner), metrics, tokens)
 
 
 def _publish_nothing(*_: object) -> NoReturn:
@@ -130,8 +130,9 @@ def digest_of(learner: Learner) -> str:
     """The hash of the policy's weights, computed as for a push."""
     config, trained = learner.config, learner.policy
     dtype = getattr(torch, config.model.dtype)
-    moving = {name: one.detach().to("cpu", dtype) for name, one in adapters.adapter_parameters(trained.lm).items()}
-    push, _ = buckets.pack_whole(0, moving, config.learner.bucket_bytes)
+    parameters = adapters.adapter_parameters(trained.lm)
+    tensors = {name: parameter.detach().to("cpu", dtype) for name, parameter in parameters.items()}
+    push, _ = buckets.pack_whole(0, tensors, config.learner.bucket_bytes)
     return structs.replace(push, frozen=policy.frozen(trained, config.model.dtype)).digest
 
 
@@ -139,24 +140,23 @@ def digest_of(learner: Learner) -> str:
 
 
 def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str]) -> str:
-    """Write the model's folder in the form that `build` reads; with only adapters, take the folder of --set
-    model.path."""
+    """Write the model's folder for `build`; a bundle with only adapters has that of --set model.path."""
     files, weights = bundle.part("files"), bundle.part("model") or bundle.part("policy.lm")
-    named = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
+    folders = [change.partition("=")[2] for change in changes if change.startswith("model.path=")]
     if config.model.lora is not None and not bundle.part("model"):
-        if not named:
+        if not folders:
             raise ConfigError(
                 f"the file has only adapters: name the folder of their model, which was {bundle.facts.model!r}, with "
                 "--set model.path=FOLDER"
             )
-        return named[-1].strip("\"'")
-    if named:
+        return folders[-1].strip("\"'")
+    if folders:
         raise ConfigError("--set model.path is for a bundle with only adapters: this file has its model")
     folder.mkdir()
     allowed = ("config.json", "generation_config.json", *tokenizer.FILES)
     for name, content in files.items():
         if not any(Path(name).match(pattern) for pattern in allowed):
-            raise BundleError(f"a file {name!r}, which is not of a model or tokenizer")
+            raise BundleError(f"a file {name!r}, which is neither a model's nor a tokenizer's")
         (folder / name).write_bytes(content.numpy().tobytes())
     _write_weights(folder, weights, len(bundle.tensors))
     return str(folder)
@@ -165,8 +165,8 @@ def _model(bundle: Bundle, config: Config, folder: Path, changes: Sequence[str])
 def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) -> None:
     """Write the model's weights, after a check of every size in its config.json against the file."""
     # Before transformers, whose configuration has an entry for each layer.
-    if large := next(_large(model_folder.kind(folder), max(MODULES, tensors)), ""):
-        raise BundleError(f"config.json: {large} in a file of {tensors} tensors")
+    if count := next(_large_counts(model_folder.kind(folder), max(MODULES, tensors)), ""):
+        raise BundleError(f"config.json: {count} in a file of {tensors} tensors")
     described = settings.read_settings(folder)
     pairs = [pair for pair in settings.pairs(described) if weights.keys() >= set(pair)]
     untied = any(not torch.equal(weights[head], weights[embedding]) for head, embedding in pairs)
@@ -175,29 +175,29 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], tensors: int) ->
     for name, parameter in lm.named_parameters():
         if name not in weights or weights[name].shape != parameter.shape:
             shape = list(weights[name].shape) if name in weights else "missing"
-            raise BundleError(f"{name!r} is {shape}, and in the model of its config.json {list(parameter.shape)}")
+            raise BundleError(f"{name!r} is {shape}, and {list(parameter.shape)} by config.json")
     if sum(buffer.nbytes for buffer in lm.buffers()) > MOST_BUFFERS:
-        raise BundleError("config.json: a model with too large buffers")
+        raise BundleError("config.json: the model's buffers are too large")
     lm.load_state_dict(weights, assign=True, strict=False)
     lm.tie_weights()
     with fit.quiet():
         lm.save_pretrained(folder, max_shard_size=hf_files.PART)
 
 
-def _large(table: Mapping[str, object], most: int) -> Iterator[str]:
+def _large_counts(table: Mapping[str, object], most: int) -> Iterator[str]:
     """The fields of a config.json that give a model more than `most` modules of a kind."""
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _large(value, most)
+            yield from _large_counts(value, most)
         elif isinstance(value, int | float) and COUNTS.search(name) and value > most:
             yield f"{name} = {value}"
 
 
 def _verify_tokens(batch: Batch, learner: Learner) -> None:
-    """Raise `BundleError` for tokens that the model does not have."""
+    """Raise `BundleError` for a token outside the model's vocabulary."""
     lm = learner.policy.lm
-    known = min(len(lm.get_input_embeddings().weight), len(lm.get_output_embeddings().weight))
-    columns = (column for one in batch.trajectories for column in (one.prompt_tokens, one.tokens, one.candidates))
+    vocabulary = min(len(lm.get_input_embeddings().weight), len(lm.get_output_embeddings().weight))
+    columns = (column for row in batch.trajectories for column in (row.prompt_tokens, row.tokens, row.candidates))
     largest = max(int(ints(column).max(initial=0)) for column in columns)
-    if largest >= known:
-        raise BundleError(f"a token {largest}, and the model has {known}")
+    if largest >= vocabulary:
+        raise BundleError(f"token {largest}, and the model has {vocabulary}")

@@ -1,9 +1,21 @@
-"""A finding: one line of the table that `check` prints."""
+"""A finding: one line of the table that `check`, `doctor` and `init` print."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from rich.text import Text
+
+from streamppo.commands.console import console, table
+
 State = Literal["ok", "note", "later", "not here", "error"]
+STYLES: dict[State, str] = {
+    "ok": "green",
+    "note": "yellow",
+    "later": "cyan",
+    "not here": "cyan",
+    "error": "bold red",
+}
 
 
 class Finding(NamedTuple):
@@ -17,11 +29,27 @@ class Finding(NamedTuple):
 Findings = Iterator[Finding]
 
 
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print a table with a line for each finding."""
+    rows = table("", "", "")
+    for column in rows.columns[:2]:
+        column.no_wrap = True
+    for finding in findings:
+        rows.add_row(finding.subject, Text(finding.state, STYLES[finding.state]), finding.text)
+    console().print(rows)
+
+
 def first_line(error: BaseException) -> str:
-    """Shorten the message of a library to its first line, or to the name of the exception if it has none."""
+    """Return the first line of a library's message; the exception's name if there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def contacted_later(subject: str, url: str, key_env: str) -> Finding:
+    """Find that a service is contacted when the run starts, and whether the environment has its key."""
+    key = f"; the environment has no {key_env} here" if key_env and not os.environ.get(key_env) else ""
+    return Finding(subject, "later", f"{url} is contacted when the run starts{key}")
+
+
 def reward_subject(name: str) -> str:
-    """Name the subject of a finding about a scorer; the scorer of [reward] itself is called "reward"."""
+    """Return the subject of a finding about a scorer; "reward" for the scorer of [reward] itself."""
     return "reward" if name == "reward" else f"reward {name}"

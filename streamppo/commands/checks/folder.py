@@ -1,15 +1,17 @@
-"""Checks of model folders by the names and first bytes of their files and by config.json: no torch, no transformers."""
+"""Checks of model folders by file names, first bytes and JSON settings: no torch, no transformers."""
 
-import os
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from streamppo.commands.checks.finding import Finding, Findings
+from streamppo import durable
+from streamppo.commands.checks.finding import Finding, Findings, contacted_later, first_line
 from streamppo.config.algorithm import Critic
 from streamppo.config.model import BUILTIN
 from streamppo.config.rollout import FAMILIES, EmbeddedEngine
 from streamppo.config.sections import Config
 from streamppo.config.teacher import Teacher
-from streamppo.errors import CheckpointError, JournalError, ModelError
+from streamppo.errors import JournalError, ModelError
 from streamppo.weights.models import folder as folders
 from streamppo.weights.models import headers
 
@@ -19,6 +21,36 @@ EAGER = ("bloom", "gpt_neo", "mpt", "openai-gpt")
 """Values of model_type for which transformers has only eager attention."""
 CAP = "attn_logit_softcapping"
 """The entry of config.json that bounds scores of attention."""
+NEUTRAL: Mapping[str, object] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "stop_strings": [],
+}
+"""Settings of transformers that change the sampled token or the end of a completion, and their neutral values."""
+NO_VALUES: tuple[object, ...] = (None, [], {}, "")
 
 
 def model(config: Config) -> Findings:
@@ -51,21 +83,6 @@ def find(path: str, subject: str) -> tuple[str | None, Finding]:
     return cached, Finding(subject, "ok", f"{path}, in the hub's cache")
 
 
-def copies(config: Config) -> Findings:
-    """Check that checkpoint.remote takes a file, gives it back and deletes it."""
-    if not (address := config.checkpoint.remote):
-        return
-    # Slow to import, and most runs have none.
-    from streamppo.weights.store import Store
-
-    try:
-        Store(address).prove()
-    except CheckpointError as error:
-        yield Finding("copies", "error", f"checkpoint.remote: {error}")
-    else:
-        yield Finding("copies", "ok", f"checkpoints are copied to {address}")
-
-
 def looks_like_path(name: str) -> bool:
     """True for a name that the hub cannot have: its names have at most one slash, and begin with a letter or digit."""
     return name.count("/") > 1 or not name[:1].isalnum() or name.endswith("/")
@@ -85,18 +102,18 @@ def _content(folder: Path, config: Config) -> Findings:
         text = f"{folder} is a {kind}, which transformers computes only with eager attention: "
         yield Finding("model", "error", f'{text}model.attention = "auto" or "eager"')
     elif content.get(CAP) and config.model.attention == "sdpa":
-        text = f"{folder} caps the scores of its attention ({CAP}), which SDPA leaves out: "
+        text = f"{folder} caps its attention scores ({CAP}), and SDPA does not: "
         yield Finding("model", "error", f'{text}model.attention = "auto" or "eager"')
 
 
 def weights(path: str, subject: str) -> Findings:
-    """Check the first bytes of a model's files. Files of a hub name may be loaded when the run starts."""
+    """Check the first bytes of a model's files; the start of a run may download those of a hub name."""
     folder, _ = find(path, subject)
     if folder is None:
         return
     if not Path(path).is_dir() and not headers.has_weights(Path(folder)):
         yield Finding(
-            subject, "later", f"{path}: its weights are not in the hub's cache; they come when the run starts"
+            subject, "later", f"{path}: its weights are not in the hub's cache: the start of a run downloads them"
         )
         return
     try:
@@ -120,14 +137,12 @@ def teacher(teacher: Teacher) -> Findings:
         yield find(teacher.model, "teacher")[1]
         yield from weights(teacher.model, "teacher")
     if teacher.url:
-        missing = teacher.key_env and not os.environ.get(teacher.key_env)
-        key = f"; the environment has no {teacher.key_env} here" if missing else ""
-        yield Finding("teacher", "later", f"{teacher.url} is contacted when the run starts{key}")
+        yield contacted_later("teacher", teacher.url, teacher.key_env)
 
 
 def _pretraining(run: str) -> Finding:
     if not Path(run).is_dir():
-        text = f"{run!r}, whose batches are to train it, is not a folder here (looked at {Path(run).absolute()})"
+        text = f"pretrain: {run!r} is not a folder here (looked at {Path(run).absolute()})"
         return Finding("critic", "not here", text)
     # zarr is slow to import, and few runs pretrain their critic on another run.
     from streamppo.queue.store import archive
@@ -137,5 +152,54 @@ def _pretraining(run: str) -> Finding:
     except JournalError as error:
         return Finding("critic", "error", str(error))
     if not batches:
-        return Finding("critic", "error", f"{run} has no archived batch to train it on")
+        return Finding("critic", "error", f"pretrain: {run} has no archived batch")
     return Finding("critic", "ok", f"learns from the {batches} batches of {run}")
+
+
+# --- sampling -------------------------------------------------------------------------------------------------
+
+
+def ignored_sampling(config: Config) -> Findings:
+    """Note the settings of generation_config.json that sampling ignores."""
+    if config.model.path == BUILTIN:
+        return
+    folder, _ = find(config.model.path, "model")
+    try:
+        settings = {} if folder is None else _generation_config(Path(folder) / "generation_config.json")
+    except (OSError, ValueError, RecursionError) as error:
+        text = f"generation_config.json is ignored, and its ends of completions with it: {first_line(error)}"
+        yield Finding("sampling", "note", text)
+        return
+    rollout = config.rollout
+    sampled: dict[str, object] = {
+        **NEUTRAL,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+    }
+    ignored = {name: value for name, value in settings.items() if name in sampled and not _equal(value, sampled[name])}
+    if ignored:
+        values = ", ".join(f"{name} {json.dumps(value)}"[:60] for name, value in ignored.items())
+        yield Finding(
+            "sampling",
+            "note",
+            f"the model's generation_config.json has {values}, which sampling ignores: tokens are sampled with "
+            f"[rollout] temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k} only, "
+            "as the learner's log-probs are of that distribution",
+        )
+
+
+def _equal(value: object, wanted: object) -> bool:
+    is_neutral = value in NO_VALUES and wanted in (*NO_VALUES, 0, 1)
+    return value == wanted or is_neutral or (value is False and wanted is None)
+
+
+def _generation_config(path: Path) -> Mapping[str, object]:
+    """Read the settings; no file has none. Raises OSError, ValueError or RecursionError for a damaged file."""
+    try:
+        settings: object = json.loads(durable.read(path))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(settings, Mapping):
+        raise ValueError("it is not a table of names")
+    return settings

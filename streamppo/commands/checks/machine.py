@@ -1,4 +1,4 @@
-"""Checks of the engine's software, and of the CPUs and GPUs of a run."""
+"""Checks of what a run needs here: engine, CPUs, GPUs, libraries, and the store of checkpoint copies."""
 
 import os
 import re
@@ -6,25 +6,32 @@ import resource
 import shutil
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.config.learner import Nixl
 from streamppo.config.rollout import EmbeddedEngine, SGLangEngine
-from streamppo.config.sections import LOCAL, Config, shares_gpus
+from streamppo.config.sections import LOCAL, Config, Endpoint, shares_gpus
 from streamppo.driver import threads
 from streamppo.driver.ray import placement
-from streamppo.driver.watch import memory
-from streamppo.errors import ModelError
+from streamppo.driver.watch import memory as watched_memory
+from streamppo.errors import CheckpointError, ModelError
 
 DEVICES = Path("/dev")
 SHARED = Path("/dev/shm")
 SOCKET = f"ray/session_2026-01-31_12-00-00_000000_{os.getpid()}/sockets/plasma_store"
 """A path of Ray's sockets in its temporary folder."""
-MOST_SOCKET = 107 if sys.platform == "linux" else 103
-"""Most bytes of a socket's path (sockaddr_un)."""
+MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
+"""The most bytes of a socket's path (sockaddr_un)."""
 PROCESS_MIB = 300
 """Memory of a process that has imported torch, before there is a model."""
+
+TRACKER_EXTRAS = {"trackio": "trackio"}
+"""Trackers whose library is in an extra other than `tracking`."""
+TRACKER_MODULES = {"prometheus": "prometheus_client"}
+"""Trackers whose module has another name."""
 
 
 def engine(config: Config) -> Finding:
@@ -50,8 +57,8 @@ def _sglang(config: Config) -> Finding:
 
     try:
         version = wire.installed_version()
-        if what := wire.streaming(config):
-            checks.check_streams(version, what)
+        if setting := wire.streaming(config):
+            checks.check_streams(version, setting)
         if config.rollout.top_p < 1 or config.rollout.top_k:
             checks.check_candidates(version)
         if config.rollout.engine.routes:
@@ -67,19 +74,17 @@ def gpus_here() -> int:
         import torch
 
         return torch.cuda.device_count()
-    here = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.glob("nvidia*"))
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        here
-        if shown is None
-        else min(here, len([device for device in shown.split(",") if device.strip() not in ("", "-1")]))
-    )
+    count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.glob("nvidia*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    return min(count, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
 
 
 def memory_mib() -> int:
     """The memory of this machine, or of its container."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(physical, memory.limit() or physical) // 2**20
+    return min(physical, watched_memory.limit() or physical) // 2**20
 
 
 def shared_mib() -> int | None:
@@ -93,20 +98,20 @@ def places(config: Config) -> Findings:
         number, reason = threads.choose(config)
         yield Finding("threads", "ok", f"learner.threads = {number}: {reason}")
         config = threads.with_number(config, number)
-    plan, here = placement.plan(config), gpus_here()
+    plan, gpu_count = placement.plan(config), gpus_here()
     gpus, cpus = plan.total("GPU"), plan.total("CPU")
-    together = ", which share GPUs" if shares_gpus(config) else ""
     ranks, rollouts = f"learner ranks ({config.learner.ranks})", f"rollout actors ({config.rollout.actors})"
-    beside = f" and actors that only evaluate ({config.evaluation.actors})" if config.evaluation.actors else ""
-    actors = f"{ranks} and {rollouts}{beside}{together}"
-    yield Finding("Ray is asked", "ok", f"GPU {gpus:g}, CPU {cpus:g}: for {actors}")
+    evaluators = f" and actors that only evaluate ({config.evaluation.actors})" if config.evaluation.actors else ""
+    sharing = ", which share GPUs" if shares_gpus(config) else ""
+    yield Finding("Ray is asked", "ok", f"GPU {gpus:g}, CPU {cpus:g}: for {ranks} and {rollouts}{evaluators}{sharing}")
     if config.cluster.address != LOCAL:
         return
-    if gpus > here:
-        yield Finding("GPUs", "error" if here else "not here", f"{gpus:g} are asked for; this machine has {here}")
-    given = config.cluster.cpus
-    if given is not None and given < cpus:
-        yield Finding("CPUs", "error", f"cluster.cpus ({given}) is less than the {cpus:g} that are asked for")
+    if gpus > gpu_count:
+        state = "error" if gpu_count else "not here"
+        yield Finding("GPUs", state, f"{gpus:g} are asked for; this machine has {gpu_count}")
+    limit = config.cluster.cpus
+    if limit is not None and limit < cpus:
+        yield Finding("CPUs", "error", f"cluster.cpus ({limit}) is less than the {cpus:g} that are asked for")
     yield from _processes(config)
     yield from _object_store(config.cluster.object_store_mib)
     yield from _file_size(config.cluster.object_store_mib)
@@ -114,21 +119,21 @@ def places(config: Config) -> Findings:
 
 
 def _processes(config: Config) -> Findings:
-    processes, has = config.learner.ranks + config.engines, memory_mib()
-    if PROCESS_MIB * processes > has:
-        beside = f", evaluation.actors ({config.evaluation.actors})" if config.evaluation.actors else ""
+    processes, mib = config.learner.ranks + config.engines, memory_mib()
+    if PROCESS_MIB * processes > mib:
+        evaluators = f", evaluation.actors ({config.evaluation.actors})" if config.evaluation.actors else ""
         yield Finding(
             "processes",
             "error",
-            f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){beside} are "
-            f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {has} MiB "
+            f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}){evaluators} are "
+            f"{processes} processes of at least {PROCESS_MIB} MiB each, and this machine has {mib} MiB "
             f"and {process.cores()} cores",
         )
 
 
 def _object_store(mib: int) -> Findings:
-    if mib > (has := memory_mib()):
-        text = f"cluster.object_store_mib ({mib}) is more than the memory of this machine, {has} MiB"
+    if mib > (memory := memory_mib()):
+        text = f"cluster.object_store_mib ({mib}) is more than the memory of this machine, {memory} MiB"
         yield Finding("object store", "not here", text)
 
 
@@ -141,6 +146,45 @@ def _file_size(mib: int) -> Findings:
 
 def _sockets() -> Findings:
     folder = os.environ.get("RAY_TMPDIR") or (sys.platform == "linux" and os.environ.get("TMPDIR")) or "/tmp"
-    if (size := len(os.fsencode(os.path.join(folder, SOCKET)))) > MOST_SOCKET:
-        text = f"the paths of Ray's sockets in {folder} would have {size} bytes, and may have {MOST_SOCKET}"
+    if (size := len(os.fsencode(os.path.join(folder, SOCKET)))) > MOST_SOCKET_BYTES:
+        text = f"the paths of Ray's sockets in {folder} would have {size} bytes, and may have {MOST_SOCKET_BYTES}"
         yield Finding("sockets", "not here", f"{text}: set RAY_TMPDIR to a folder with a shorter path, such as /tmp")
+
+
+# --- libraries and the store of copies -----------------------------------------------------------------------
+
+
+def libraries(config: Config) -> Findings:
+    """Find the library of each tracker, of the endpoint of Prometheus, of model.lora and of learner.transport."""
+    kinds: list[str] = [*config.telemetry.trackers]
+    kinds += ["prometheus"] if isinstance(config.telemetry.prometheus, Endpoint) else []
+    for kind in kinds:
+        extra = TRACKER_EXTRAS.get(kind, "tracking")
+        yield _library(kind, "", f"pip install 'streamppo[{extra}]', or another [telemetry]")
+    if config.model.lora is not None:
+        yield _library("peft", ", for model.lora", "pip install 'streamppo[lora]', or leave out model.lora")
+    if isinstance(config.learner.transport, Nixl):
+        yield _library("nixl", ", for learner.transport", "pip install 'streamppo[nixl]', or another transport")
+
+
+def _library(name: str, purpose: str, remedy: str) -> Finding:
+    """Find a library's module with code; a folder such as the wandb/ of offline runs is not one."""
+    spec = find_spec(TRACKER_MODULES.get(name, name))
+    if spec is not None and spec.origin is not None:
+        return Finding(name, "ok", f"is installed{purpose}")
+    return Finding(name, "error", f"is not installed: {remedy}")
+
+
+def copies(config: Config) -> Findings:
+    """Check that checkpoint.remote takes a file, gives it back and deletes it."""
+    if not (address := config.checkpoint.remote):
+        return
+    # Slow to import, and most runs have none.
+    from streamppo.weights.store import Store
+
+    try:
+        Store(address).prove()
+    except CheckpointError as error:
+        yield Finding("copies", "error", f"checkpoint.remote: {error}")
+    else:
+        yield Finding("copies", "ok", f"checkpoints are copied to {address}")

@@ -18,18 +18,18 @@ from streamppo.rollout import positions
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
-"""Memory of a GPU if none is here and none is given."""
+"""Memory of a GPU without --gpu-gib and without a GPU here."""
 
 
 class Gpu(NamedTuple):
-    """How much memory a GPU has, and whether that is known or assumed."""
+    """The memory of a GPU, known or assumed."""
 
     gib: float
-    known: bool
+    is_known: bool
 
 
 def gpu(gib: float | None) -> Gpu:
-    """Take the given memory, else that of this machine's GPU, else `ASSUMED_GIB`."""
+    """Return a GPU of `gib`; by default this machine's, else one of `ASSUMED_GIB`."""
     if gib is not None:
         return Gpu(gib, True)
     if torch.cuda.is_available():
@@ -38,27 +38,27 @@ def gpu(gib: float | None) -> Gpu:
 
 
 def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
-    """Estimate the memory of rank, engine and object store, and compare it with the available memory."""
+    """Compare estimates of the memory of rank, engine and object store with the available memory."""
     try:
         model = ranks.sizes(hf_config, config.model)
     except ModelError as error:
         yield Finding("memory", "not here", first_line(error))
         return
     yield Finding("parameters", "ok", f"{model.parameters:,} in {model.layers} layers, {config.model.dtype}")
-    allowed = longest_row(config)
-    context = positions.longest(hf_config, allowed)
-    # Prompts of other tasks have no bound of the configuration to compare.
-    if allowed > context and isinstance(config.task, DataTask):
-        text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
+    configured = longest_row(config)
+    context = positions.longest(hf_config, configured)
+    # Prompts of other tasks have no configured bound.
+    if configured > context and isinstance(config.task, DataTask):
+        text = f"prompt and completion may have {configured} tokens; the model takes {context}: completions end there"
         yield Finding("context", "note", text)
-    longest = min(allowed, context)
+    longest = min(configured, context)
     if config.model.gradient_checkpointing == "auto":
-        # As a rank chooses before it loads, on an empty GPU.
-        needed = _gib(ranks.rank(config, model, longest).total)
+        # As a rank does before it loads, on an empty GPU.
+        without = _gib(ranks.rank(config, model, longest).total)
         config = checkpointing.resolved(config, model, longest, int(gpu.gib * GIB))
         if config.learner.gpus:
             kind = config.model.gradient_checkpointing
-            text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {needed}'
+            text = f'"{kind}" on a GPU of {gpu.gib:.0f} GiB: a rank that keeps all activations has about {without}'
             yield Finding("checkpointing", "ok", f"model.gradient_checkpointing = {text}")
     yield from _rank_and_engine(config, model, longest, gpu)
     yield from _host(config, model, longest)
@@ -71,14 +71,14 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
 
 def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Report the host memory of actors and ranks on GPUs."""
-    held, actors = estimate.actor(config, model), config.engines
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in held._asdict().items() if size)
+    actor, actors = estimate.actor(config, model), config.engines
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in actor._asdict().items() if size)
     if common := estimate.in_common(config, model):
         text = f"the rollout actors of a node hold {_gib(common)} of weights in common, besides their engines'"
     else:
-        text = f"a rollout actor holds {_gib(held.total)} of weights besides its engine's"
+        text = f"a rollout actor holds {_gib(actor.total)} of weights besides its engine's"
         text += f" ({parts})" if parts else ""
-        text += f", all {actors} {_gib(actors * held.total)}" if parts and actors > 1 else ""
+        text += f", all {actors} {_gib(actors * actor.total)}" if parts and actors > 1 else ""
     if config.learner.offload:
         text += f"; every rank {_gib(ranks.state(config, model))} of weights, gradients and moments"
     if config.learner.gpus and (routed := ranks.routes(config, model, longest)):
@@ -89,8 +89,8 @@ def _host(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
 def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
     """Compare what engines and Ray take of /dev/shm with its size here."""
     shared, common = estimate.actor(config, model).shared, estimate.in_common(config, model)
-    here = machine.shared_mib()
-    if not shared + common or here is None:
+    size_mib = machine.shared_mib()
+    if not shared + common or size_mib is None:
         return
     text = f"an engine's actor takes {_gib(shared)}: the served version and the next"
     if common:
@@ -99,16 +99,17 @@ def _shared(config: Config, model: ranks.ModelSizes) -> Findings:
         yield Finding("/dev/shm", "ok", text)
         return
     needed = estimate.shared(config, model)
-    text += f"; engines and Ray's object store {_gib(needed)} of {_gib(here * 2**20)} here"
-    if needed <= here * 2**20:
+    text += f"; engines and Ray's object store {_gib(needed)} of {_gib(size_mib * 2**20)} here"
+    if needed <= size_mib * 2**20:
         yield Finding("/dev/shm", "ok", text)
     else:
         advice = "make it larger (mount -o remount,size=, docker run --shm-size)"
-        yield Finding("/dev/shm", _here(config), f"{text}: {advice}, or choose rollout.engine.transport = 'disk'")
+        state = _lack_state(config)
+        yield Finding("/dev/shm", state, f"{text}: {advice}, or choose rollout.engine.transport = 'disk'")
 
 
-def _here(config: Config) -> State:
-    """The state of what this machine lacks: an error if it has the GPUs of the run."""
+def _lack_state(config: Config) -> State:
+    """The state of a lack of memory: an error if this machine has the GPUs of the run."""
     return "error" if placement.plan(config).total("GPU") <= machine.gpus_here() else "not here"
 
 
@@ -118,20 +119,20 @@ def _candidates(config: Config, model: ranks.ModelSizes) -> Findings:
     most = estimate.candidate_bytes(config, model)
     batch = most * config.queue.batch_size * longest_completion(config)
     bound = "" if config.rollout.top_k else "; top_k would bound it"
-    text = f"at most {most:,} bytes a token in addition to 13 others, {_gib(batch)} a batch{bound}"
+    text = f"at most {most:,} bytes a token besides 13 others, {_gib(batch)} a batch{bound}"
     yield Finding("candidates", "ok", text)
 
 
 def _queue(config: Config, model: ranks.ModelSizes) -> Findings:
-    """Compare the tokens that a learner on GPUs takes with the queue's capacity."""
+    """Compare the capacity of the queue with the rate of a learner on GPUs."""
     if not config.learner.gpus:
         return
     load, shards = estimate.queue(config, model), config.queue.shards
-    rates = [f"{load.token_bytes * tokens / 1e6:,.0f} MB/s" for tokens in (load.borne, load.taken)]
-    of = "one queue bears" if shards == 1 else f"{shards} shards bear"
-    text = f"{load.token_bytes:,} bytes a token of a completion; {of} {rates[0]}, {load.borne:,.0f} tokens a second; "
-    text += f"ranks take {rates[1]} at most, {load.taken:,.0f} tokens (half of an H100's peak)"
-    if load.taken <= load.borne:
+    rates = [f"{load.token_bytes * tokens / 1e6:,.0f} MB/s" for tokens in (load.capacity, load.demand)]
+    queues = "one queue bears" if shards == 1 else f"{shards} shards bear"
+    text = f"{load.token_bytes:,} bytes a token of a completion; {queues} {rates[0]}, {load.capacity:,.0f} tokens a "
+    text += f"second; ranks take {rates[1]} at most, {load.demand:,.0f} tokens (half of an H100's peak)"
+    if load.demand <= load.capacity:
         yield Finding("queue", "ok", text)
     else:
         yield Finding("queue", "note", f"{text}: queue.shards = {load.shards} would suffice")
@@ -141,14 +142,14 @@ def _machine(config: Config, model: ranks.ModelSizes, longest: int) -> Findings:
     """Compare the memory of a local run with this machine's."""
     engine = estimate.engine(config, model, longest, 0.0)
     rank = ranks.rank(config, model, longest)
-    needed, has = estimate.machine(config, model, rank, engine, longest), machine.memory_mib()
-    if config.cluster.address != LOCAL or needed.total <= has * 2**20:
+    needed, size_mib = estimate.machine(config, model, rank, engine, longest), machine.memory_mib()
+    if config.cluster.address != LOCAL or needed.total <= size_mib * 2**20:
         return
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
-    text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(has * 2**20)}: {parts}"
-    advice = "; a smaller cache needs less of rollout.slots, rollout.max_tokens or max_prompt_tokens"
-    is_cache = engine is not None and 4 * config.engines * engine.cache > needed.total
-    yield Finding("host memory", _here(config), text + advice * is_cache)
+    text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(size_mib * 2**20)}: {parts}"
+    advice = "; lower rollout.slots, rollout.max_tokens or max_prompt_tokens for a smaller cache"
+    has_large_cache = engine is not None and 4 * config.engines * engine.cache > needed.total
+    yield Finding("host memory", _lack_state(config), text + advice * has_large_cache)
 
 
 def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu: Gpu) -> Findings:
@@ -157,12 +158,12 @@ def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu:
     yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")
     if config.learner.gpus and not shared:
         yield from _fits("rank", rank.total, gpu)
-    # An engine starts on the first version, when the learner holds everything that it keeps.
+    # An engine starts on the first version, when the learner has all of its state.
     free = gpu.gib * GIB - (rank.state + rank.reference if shared else 0)
     engine = estimate.engine(config, model, longest, free)
     if engine is None:
         return
-    yield from _cache(engine, longest, gpu, waits=config.environment is not None)
+    yield from _cache(engine, longest, gpu, has_turns=config.environment is not None)
     if config.rollout.gpus and shared:
         engines_per_rank = -(-config.engines // config.learner.ranks)
         yield from _fits("rank and engine", rank.total + engines_per_rank * engine.total, gpu)
@@ -170,29 +171,29 @@ def _rank_and_engine(config: Config, model: ranks.ModelSizes, longest: int, gpu:
         yield from _fits("engine", engine.total, gpu)
 
 
-def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu, *, waits: bool) -> Findings:
-    inside = ", between turns too" if waits else ""
-    parts = f"weights {_gib(engine.weights)}, cache {_gib(engine.cache)} ({engine.tokens:,} tokens{inside})"
+def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu, *, has_turns: bool) -> Findings:
+    between = ", between turns too" if has_turns else ""
+    parts = f"weights {_gib(engine.weights)}, cache {_gib(engine.cache)} ({engine.tokens:,} tokens{between})"
     parts += f", rows on their way {_gib(engine.copied)}" if engine.copied else ""
     yield Finding("engine memory", "ok", f"about {_gib(engine.total)}: {parts}")
     if engine.tokens < longest:
         text = f"the cache does not hold one completion of {longest} tokens"
         advice = "raise mem_fraction_static or max_total_tokens"
-        yield Finding("engine memory", "error" if gpu.known else "not here", f"{text}: {advice}")
+        yield Finding("engine memory", "error" if gpu.is_known else "not here", f"{text}: {advice}")
 
 
 def _fits(subject: str, size: int, gpu: Gpu) -> Findings:
     if size <= gpu.gib * GIB:
         return
-    has = "the GPU has" if gpu.known else "taken for granted (see --gpu-gib) are"
-    text = f"about {_gib(size)} are too much for one GPU: {has} {gpu.gib:.0f} GiB"
-    yield Finding(subject, "error" if gpu.known else "not here", text)
+    verb = "the GPU has" if gpu.is_known else "assumed (see --gpu-gib) are"
+    text = f"about {_gib(size)} are too much for one GPU: {verb} {gpu.gib:.0f} GiB"
+    yield Finding(subject, "error" if gpu.is_known else "not here", text)
 
 
 def _object_store(config: Config, model: ranks.ModelSizes) -> Findings:
-    wanted, has = estimate.object_store(model), config.cluster.object_store_mib * 2**20
-    if config.cluster.address == LOCAL and wanted > has:
-        mib = -(-wanted // 2**20)
+    needed, size = estimate.object_store(model), config.cluster.object_store_mib * 2**20
+    if config.cluster.address == LOCAL and needed > size:
+        mib = -(-needed // 2**20)
         text = f"weights spill to disk: cluster.object_store_mib = {mib} would hold them"
         yield Finding("object store", "note", text)
 

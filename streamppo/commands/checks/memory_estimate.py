@@ -16,23 +16,21 @@ VERSIONS = 3
 COPIES = 2
 """Versions of the weights that an actor with SGLang holds in addition to the pulled one: the served and the next."""
 IN_COMMON = 3
-"""Versions that the actors of a machine have in common: the served one, the next, and the one that is being pulled."""
-
-
-TOKEN = 13
+"""Versions that the actors of a machine have in common: the served one, the next, and the pulled one."""
+TOKEN_BYTES = 13
 """Bytes of a token of a completion in journal and archive: its id, log-prob, version and mask."""
 QUEUE_BYTES_PER_S = 60e6
 """The most bytes of tokens per second of one process (docs/results.md, the queue under thousands of engines)."""
-SHARD = 0.7
+SHARD_SHARE = 0.7
 """The share of that rate for each of several shards."""
 OPERATIONS_PER_S = 989e12 / 2
-"""Half of an H100's peak in bfloat16, which a learner on GPUs hardly exceeds."""
+"""Half of an H100's peak in bfloat16: a learner on GPUs hardly exceeds it."""
 
 
 class EngineMemory(NamedTuple):
     """Bytes of one engine on one GPU (or in the actor, on a CPU), and the capacity of its cache in tokens.
 
-    Rows that wait between two turns are in the cache; `copied` are rows of one layer that are being moved.
+    Rows that wait between two turns are in the cache; `copied` are rows of one layer in transit.
     """
 
     weights: int
@@ -47,10 +45,10 @@ class EngineMemory(NamedTuple):
 
 
 def engine(config: Config, model: ModelSizes, longest: int, free: float) -> EngineMemory | None:
-    """One engine on one of its GPUs, of which `free` bytes are free when it starts. None for a server that is not ours.
+    """Estimate one engine on one of its GPUs, with `free` bytes when it starts. None for a running server.
 
     On a GPU SGLang keeps `mem_fraction_static` of the free memory for weights and cache. Everywhere else the cache
-    holds the `longest` row for every slot from the start.
+    has room for the `longest` row in every slot.
     """
     gpus = max(1, int(config.rollout.gpus))
     spare = config.rollout.engine.spare_weights if config.rollout.gpus else 0
@@ -59,13 +57,13 @@ def engine(config: Config, model: ModelSizes, longest: int, free: float) -> Engi
     def fit(share: float) -> int:
         return int(max(0.0, share * free - weights) * gpus / model.cache_per_token)
 
-    asked = config.rollout.slots * longest
-    tokens = config.rollout.engine.cache_tokens(asked, fit if config.rollout.gpus else None)
+    demand = config.rollout.slots * longest
+    tokens = config.rollout.engine.cache_tokens(demand, fit if config.rollout.gpus else None)
     if tokens is None:
         return None
     cache = tokens * model.cache_per_token // gpus
-    copies = isinstance(config.rollout.engine, EmbeddedEngine) and config.environment is not None
-    return EngineMemory(weights, cache, tokens, cache // model.layers if copies else 0)
+    moves_rows = isinstance(config.rollout.engine, EmbeddedEngine) and config.environment is not None
+    return EngineMemory(weights, cache, tokens, cache // model.layers if moves_rows else 0)
 
 
 def _engine_weights(config: Config, model: ModelSizes) -> int:
@@ -84,12 +82,12 @@ def object_store(model: ModelSizes) -> int:
 class ActorWeights(NamedTuple):
     """Bytes of weights in the memory of one rollout actor, outside its engine; `shared` ones are in /dev/shm.
 
-    pulled    the version that came last: views of Ray's object store where a rank alone pushes all of it
-    merged    with adapters the frozen model, and the next version
-    private   copies for SGLang that are sent to it
-    shared    copies for SGLang that it reads where they are
+    pulled    the newest version; 0 if it is a view of Ray's object store, as from a single rank
+    merged    with adapters: the frozen model, and the next version
+    private   copies that are sent to SGLang
+    shared    copies that SGLang reads in place
 
-    Where the actors of a machine have their versions in common (`in_common`), an actor has none of its own.
+    If the actors of a machine have their versions in common (`in_common`), an actor has none.
     """
 
     pulled: int
@@ -104,14 +102,14 @@ class ActorWeights(NamedTuple):
 
 
 def actor(config: Config, model: ModelSizes) -> ActorWeights:
-    """The weights in one actor's memory."""
+    """Estimate the weights in one actor's memory."""
     if in_common(config, model):
         return ActorWeights(pulled=0)
     learner, whole = config.learner, model.parameters * model.element
     deltas = learner.deltas == "on" or (learner.deltas == "auto" and config.cluster.address != LOCAL)
-    is_seen = learner.ranks == 1 and not deltas and isinstance(learner.transport, ObjectStore)
+    is_view = learner.ranks == 1 and not deltas and isinstance(learner.transport, ObjectStore)
     memory = ActorWeights(
-        pulled=0 if is_seen else model.trained * model.element,
+        pulled=0 if is_view else model.trained * model.element,
         merged=0 if config.model.lora is None else 2 * whole,
     )
     match config.rollout.engine:
@@ -124,20 +122,20 @@ def actor(config: Config, model: ModelSizes) -> ActorWeights:
 
 
 def in_common(config: Config, model: ModelSizes) -> int:
-    """Bytes of the versions that the actors of each machine have in common in /dev/shm; 0 if they have none."""
+    """Bytes of the versions that the actors of a machine have in common in /dev/shm; 0 for other engines."""
     if not config.rollout.engine.shares_weights(adapted=config.model.lora is not None):
         return 0
     return IN_COMMON * model.parameters * model.element
 
 
 def shared(config: Config, model: ModelSizes) -> int:
-    """Bytes of the /dev/shm of a machine that has the whole run: versions of engines, and Ray's object store."""
+    """Bytes of /dev/shm for a whole run on one machine: versions of engines, and Ray's object store."""
     store = min(object_store(model), config.cluster.object_store_mib * 2**20)
     return config.engines * actor(config, model).shared + in_common(config, model) + store
 
 
 class MachineMemory(NamedTuple):
-    """Bytes that the stages of a run have in the memory of one machine, if they are all on it."""
+    """Bytes of the stages of a whole run in the memory of one machine."""
 
     ranks: int
     pushes: int
@@ -155,10 +153,10 @@ class MachineMemory(NamedTuple):
 def machine(
     config: Config, model: ModelSizes, rank: RankMemory, engine: EngineMemory | None, longest: int
 ) -> MachineMemory:
-    """A run on one machine. On GPUs are ranks that are not offloaded, and engines.
+    """Estimate a run on one machine; ranks that are not offloaded, and engines, may be on GPUs.
 
-    Ranks keep two sets of buckets for pushes, and a copy of what is trained while a checkpoint is written. An embedded
-    engine has memory for the weights twice: the next version is written while the current one serves.
+    Ranks keep two sets of buckets for pushes, and a copy of the trained state while a checkpoint is written. An
+    embedded engine has memory for the weights twice: the next version is written while the current one serves.
     """
     on_cpu = routes(config, model, longest) if config.learner.gpus else rank.total
     offloaded = state(config, model) if config.learner.offload else 0
@@ -176,29 +174,29 @@ def machine(
 
 
 class QueueLoad(NamedTuple):
-    """Bytes of a token in the queue, and tokens per second: the most of its shards, and the most that ranks take."""
+    """Bytes of a token in the queue; tokens per second: `capacity` of its shards, and `demand` of the ranks at most."""
 
     token_bytes: int
-    borne: float
-    taken: float
+    capacity: float
+    demand: float
 
     @property
     def shards(self) -> int:
         """The number of shards that suffice for the ranks."""
-        queues = self.taken * self.token_bytes / QUEUE_BYTES_PER_S
-        return 1 if queues <= 1 else math.ceil(queues / SHARD)
+        queues = self.demand * self.token_bytes / QUEUE_BYTES_PER_S
+        return 1 if queues <= 1 else math.ceil(queues / SHARD_SHARE)
 
 
 def queue(config: Config, model: ModelSizes) -> QueueLoad:
-    """The load of the queue with a learner on H100s that never waits: six operations per parameter and token."""
-    size = TOKEN + (model.routes if config.rollout.engine.routes else 0)
+    """Estimate the queue's load by a learner on H100s that never waits: six operations per parameter and token."""
+    size = TOKEN_BYTES + (model.routes if config.rollout.engine.routes else 0)
     size += candidate_bytes(config, model) if config.rollout.cuts else 0
     shards = config.queue.shards
-    borne = QUEUE_BYTES_PER_S * (1 if shards == 1 else SHARD * shards) / size
+    capacity = QUEUE_BYTES_PER_S * (1 if shards == 1 else SHARD_SHARE * shards) / size
     gpus = config.learner.ranks * min(1.0, config.learner.gpus)
-    return QueueLoad(size, borne, gpus * OPERATIONS_PER_S / (6 * model.active))
+    return QueueLoad(size, capacity, gpus * OPERATIONS_PER_S / (6 * model.active))
 
 
 def candidate_bytes(config: Config, model: ModelSizes) -> int:
-    """Bytes that a token's candidates take at most, in trajectory and journal: four for each, and for their count."""
+    """The most bytes of a token's candidates, in trajectory and journal: four for each, and four for their count."""
     return 4 + 4 * min(config.rollout.top_k or model.vocabulary, model.vocabulary)

@@ -1,31 +1,50 @@
-"""Checks of the model's configuration and tokenizer, as transformers reads them."""
+"""Checks of models as transformers reads them: settings, tokenizer, ends of completions, files, an export. No weights
+are loaded.
+"""
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
-from streamppo.commands.checks.finding import Finding, first_line
-from streamppo.commands.checks.folder import find
-from streamppo.config.sections import Config
+from streamppo.commands.checks.finding import Finding, Findings, first_line
+from streamppo.commands.checks.folder import OWN_CRITICS, find
+from streamppo.config.model import BUILTIN
+from streamppo.config.rollout import FAMILIES, EmbeddedEngine, SGLangEngine
+from streamppo.config.sections import Config, longest_row
 from streamppo.errors import ModelError, TaskError
-from streamppo.learner.model import tiny
+from streamppo.learner.model import hf_files, tiny
+from streamppo.rollout import positions
+from streamppo.rollout.embedded import decoder
+from streamppo.rollout.weight_checks import Architecture
+from streamppo.tasks import stop
 from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
 from streamppo.tasks.warmup_data import Lesson
+from streamppo.types import Message
+from streamppo.weights.models import fit, headers
+from streamppo.weights.models.fit import Kind
 from streamppo.weights.models.settings import settings
 
-NAMED = 3
-"""Tokens that a note names."""
+SHOWN = 3
+"""The most tokens, or strings of rollout.stop, that notes name."""
+NO_TOKEN = -1
+"""A token that ends no turn."""
+READ_MIB = 2048
+"""Files up to this size are checked for numbers that are not finite; larger ones are checked when they are loaded."""
+REMEDY = "load it with transformers' AutoModelForCausalLM, and save that with save_pretrained beside its tokenizer"
+"""For files whose names are not those of transformers' model."""
 
 
 class ModelFiles(NamedTuple):
-    """Configuration and tokenizer of the model, as far as they are on this machine."""
+    """Settings and tokenizer of the model, as far as they are on this machine."""
 
     hf_config: PretrainedConfig | None = None
     tokenizer: Tokenizer | None = None
 
 
 def load(config: Config, lesson: Lesson | None) -> tuple[ModelFiles, list[Finding]]:
-    """Read the model's configuration and its tokenizer, without weights; for builtin:tiny from its warm-up data."""
+    """Read the model's settings and tokenizer, without weights; those of builtin:tiny follow from its `lesson`."""
     if lesson is not None:
         return ModelFiles(tiny.settings(config.model, SPECIALS + len(lesson.alphabet))), []
     folder, _ = find(config.model.path, "model")
@@ -43,12 +62,153 @@ def load(config: Config, lesson: Lesson | None) -> tuple[ModelFiles, list[Findin
 
 
 def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
-    written, known = tokenizer.vocabulary, hf_config.get_text_config().vocab_size
-    beyond = tokenizer.beyond(known)
+    count, model_count = tokenizer.vocabulary, hf_config.get_text_config().vocab_size
+    beyond = tokenizer.beyond(model_count)
     if beyond and all(map(tokenizer.is_spare, beyond)):
-        names = ", ".join(beyond[:NAMED])
-        text = f"{written:,} tokens; the model knows {known:,}, without {names}: a prompt that spells one of them fails"
+        names = ", ".join(beyond[:SHOWN])
+        text = f"{count:,} tokens; the model has {model_count:,}, without {names}: a prompt with one of these fails"
         return Finding("tokenizer", "note", text)
     if beyond:
-        return Finding("tokenizer", "error", f"it writes {written:,} tokens, and the model knows {known:,}")
-    return Finding("tokenizer", "ok", f"{written:,} tokens")
+        return Finding("tokenizer", "error", f"it has {count:,} tokens, and the model {model_count:,}")
+    return Finding("tokenizer", "ok", f"{count:,} tokens")
+
+
+# --- the ends of completions, and the rows that the engine computes --------------------------------------------
+
+
+def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Findings:
+    """Name the ends of a completion, and the rows of the vocabulary that are never sampled."""
+    folder, _ = find(config.model.path, "model")
+    try:
+        ending = stop.read(folder or config.model.path, hf_config, tokenizer.hf, config.rollout.stop)
+    except ModelError as error:
+        yield Finding("stop", "error", str(error))
+        return
+    if ending.ids or ending.strings:
+        yield Finding("stop", "ok", f"completions end at {ending.describe(tokenizer.name)}")
+    else:
+        text = "only its length ends a completion: name tokens or strings in rollout.stop"
+        yield Finding("stop", "note", text)
+    yield from _open_turn(ending, tokenizer)
+    yield from _unknown_tokens(ending.strings)
+    if unknown := tokenizer.unknown(hf_config.get_text_config().vocab_size):
+        text = f"{len(unknown):,} rows of the model's vocabulary are not tokens of the tokenizer: never sampled"
+        yield Finding("vocabulary", "ok", text)
+
+
+def _open_turn(ending: stop.Stop, tokenizer: Tokenizer) -> Findings:
+    """Note a chat template that ends no turn, as GLM's, if the first token of the next turn is not a stop."""
+    if not tokenizer.hf.chat_template or tokenizer.turn_end() is not None:
+        return
+    try:
+        first = int(tokenizer.observation((Message(role="user", content="?"),), last=NO_TOKEN)[0])
+        name = tokenizer.name(first)
+    except TaskError:
+        return
+    if first not in ending.ids and name not in ending.strings:
+        yield Finding(
+            "stop",
+            "note",
+            f"the chat template writes no token after an assistant's turn, and {name!r}, the first token of the next "
+            f"turn, is not a stop: the policy writes the next message too; rollout.stop = [{name!r}] prevents that",
+        )
+
+
+def _unknown_tokens(strings: Sequence[str]) -> Findings:
+    """Note strings that look like a token's name, and are not tokens of this tokenizer."""
+    for string in [string for string in strings if string.startswith("<|") and string.endswith("|>")][:SHOWN]:
+        text = f"rollout.stop has {string!r}, which is no token of the tokenizer: a completion ends with this text"
+        yield Finding("stop", "note", text)
+
+
+def rows(config: Config, hf_config: PretrainedConfig) -> Findings:
+    """Check that the engine computes the longest rows as transformers does."""
+    longest = longest_row(config)
+    if isinstance(config.rollout.engine, EmbeddedEngine):
+        try:
+            positions.embedded_limit(hf_config, longest)
+        except ModelError as error:
+            yield Finding("model", "error", str(error))
+        return
+    if refusal := positions.refusal(hf_config, min(longest, positions.longest(hf_config, longest))):
+        yield Finding("model", "error", refusal)
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+class NamedModel(NamedTuple):
+    """A model of a configuration: the subject of its findings, its path, its class; `body`: its head is not loaded."""
+
+    subject: str
+    path: str
+    kind: Kind = "AutoModelForCausalLM"
+    body: bool = False
+
+
+def files(config: Config) -> Findings:
+    """Compare every model on this machine with its files, and rehearse an export without the policy's weights."""
+    is_readable = True
+    for model in _models(config):
+        folder, _ = find(model.path, model.subject)
+        if folder is not None and headers.has_weights(Path(folder)):
+            finding = _weights(model, Path(folder))
+            is_readable &= finding.state != "error"
+            yield finding
+    if config.model.path != BUILTIN and (folder := find(config.model.path, "model")[0]) is not None:
+        yield from _export(folder)
+        if is_readable and isinstance(config.rollout.engine, SGLangEngine):
+            yield from _names(folder)
+        if is_readable and isinstance(config.rollout.engine, EmbeddedEngine):
+            yield from _embedded(folder)
+
+
+def _embedded(folder: str) -> Findings:
+    hf_config = settings(folder)
+    if hf_config.model_type in FAMILIES and (reason := decoder.refusal(hf_config)):
+        yield Finding("engine", "error", f"{folder}: {reason}")
+
+
+def _models(config: Config) -> Iterator[NamedModel]:
+    if config.model.path != BUILTIN:
+        yield NamedModel("model", config.model.path)
+    if (critic := config.algorithm.critic.model) not in OWN_CRITICS:
+        yield NamedModel("critic", critic, body=True)
+    if teacher := config.algorithm.teacher.model:
+        yield NamedModel("teacher", teacher)
+    for name, scorer in config.reward.models().items():
+        yield NamedModel(f"reward {name}", scorer.path, "AutoModelForSequenceClassification")
+
+
+def _weights(model: NamedModel, folder: Path) -> Finding:
+    try:
+        count = fit.check(
+            folder, settings(folder), hf_files.critic_kind(folder) if model.body else model.kind, body=model.body
+        )
+        mib = sum(file.stat().st_size for file in headers.weight_files(folder)) / 2**20
+        name = fit.not_finite(folder) if mib <= READ_MIB else ""
+    except ModelError as error:
+        return Finding(model.subject, "error", str(error))
+    if name:
+        return Finding(model.subject, "error", f"{folder}: {name!r} has NaN or infinity, as after a run that diverged")
+    values = "all numbers finite" if mib <= READ_MIB else "values are checked when they are loaded"
+    return Finding(model.subject, "ok", f"{count} tensors with the names and shapes of config.json; {values}")
+
+
+def _export(folder: str) -> Findings:
+    try:
+        notes = hf_files.rehearse(folder)
+    except ModelError as error:
+        yield Finding("export", "error", f"the model's settings cannot be saved: {error}")
+        return
+    yield from (Finding("export", "note", note) for note in notes)
+    if not notes:
+        yield Finding("export", "ok", "settings, tokenizer and chat template are the same after an export")
+
+
+def _names(folder: str) -> Findings:
+    """Check that a push uses the tensor names of the files, which SGLang expects."""
+    try:
+        Architecture(settings(folder)).check_names(folder)
+    except ModelError as error:
+        yield Finding("model", "error", f"{folder}: {error}: {REMEDY}")

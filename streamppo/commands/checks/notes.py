@@ -1,10 +1,14 @@
-"""Notes about settings that work and are probably not intended."""
+"""Notes about settings that work and are probably not intended: conflicts, and numbers far outside the usual range.
 
-from collections.abc import Iterator
+No torch, no transformers. The usual ranges are those of the shipped configurations, of the docs and of published runs.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from streamppo import process
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.algorithm import Algorithm, DrGrpo, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from streamppo.config.algorithm import Algorithm, DrGrpo, Gae, ReinforcePlusPlus, ReinforcePlusPlusBaseline, VTrace
 from streamppo.config.correction import NoCorrection, Reject, Topr, Truncate
 from streamppo.config.policy_loss import (
     Cispo,
@@ -20,14 +24,14 @@ from streamppo.config.sections import LOCAL, Config, longest_completion
 from streamppo.tasks.task import Task
 
 
-def notes(config: Config, task: Task | None) -> Findings:
+def settings(config: Config, task: Task | None) -> Findings:
     """Note conflicting settings. `task` is None if it cannot be built."""
     learner, rollout = config.learner, config.rollout
-    yield from _age(config)
-    yield from _bound(config)
-    yield from _cuts(config)
+    yield from _correction(config)
+    yield from _admission(config)
+    yield from _segments(config)
     yield from _loss(config)
-    yield from _out_of_the_loss(config)
+    yield from _excluded_groups(config)
     yield from _without_effect(config)
     for name, updates in (("learner", learner), ("algorithm.critic", config.algorithm.critic)):
         if updates.warmup_updates >= config.updates:
@@ -35,19 +39,19 @@ def notes(config: Config, task: Task | None) -> Findings:
     if rollout.in_flight < rollout.slots:
         yield _note(
             f"rollout.in_flight ({rollout.in_flight}) is below rollout.slots ({rollout.slots}): the other slots of "
-            "an engine are never used"
+            "an engine stay empty"
         )
     if not learner.exact:
-        yield _note("learner.exact is false: updates that are replayed have weights near the recorded ones, not equal")
+        yield _note("learner.exact is false: replayed updates have weights near the recorded ones, not the same")
     yield from _cores(config)
     yield from _note_repeats(config, task)
     held_out = None if task is None else len(task.held_out(None))
     if held_out is not None and held_out < config.evaluation.prompts:
-        yield _note(f"evaluation.prompts ({config.evaluation.prompts}) are more than the {held_out} that are held out")
+        yield _note(f"evaluation.prompts ({config.evaluation.prompts}) is more than the {held_out} held-out prompts")
 
 
-def _age(config: Config) -> Findings:
-    """Note old data whose correction gives no weights."""
+def _correction(config: Config) -> Findings:
+    """Note corrections that give old data no weights, or fresh data less."""
     algorithm, max_lag = config.algorithm, config.queue.bound
     steps = config.learner.epochs * config.learner.minibatches
     correction, kind = algorithm.correction, algorithm.correction.__struct_config__.tag
@@ -70,23 +74,23 @@ def _age(config: Config) -> Findings:
         )
 
 
-def _bound(config: Config) -> Findings:
-    """Note a bound on lag that single tokens may exceed."""
+def _admission(config: Config) -> Findings:
+    """Note a bound on the mean lag, which tokens may exceed."""
     if config.queue.admission == "mean":
         yield _note(
-            f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean age of completions, "
-            "and no token's: a slow completion is trained on at any age"
+            f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean lag of completions, "
+            "not that of a token: a slow completion is trained on at any lag"
         )
 
 
-def _cuts(config: Config) -> Findings:
-    """Note cuts by number of tokens."""
+def _segments(config: Config) -> Findings:
+    """Note cuts of completions by their number of tokens."""
     segments, longest = config.queue.segments, longest_completion(config)
     if segments is not None and 0 < segments.max_tokens < longest:
         yield _note(
-            f"queue.segments.max_tokens ({segments.max_tokens}) cuts every longer completion, also those that end in "
-            "time: their tokens learn from the critic instead of the reward, and the policy waits until that explains "
-            "outcomes; segments = {} cuts only what would grow too old"
+            f"queue.segments.max_tokens ({segments.max_tokens}) cuts every longer completion, even one that ends in "
+            "time: its tokens learn from the critic instead of the reward, and the policy waits until the critic "
+            "explains outcomes; segments = {} cuts only completions that would grow too old"
         )
 
 
@@ -97,23 +101,23 @@ def _loss(config: Config) -> Findings:
     plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
     if steps == 1 and algorithm.proximal == "recompute" and not plain:
         yield _note(
-            f"algorithm.policy_loss {kind!r} is about current / proximal, which is 1 where an update is one step: "
+            f"algorithm.policy_loss {kind!r} depends on current / proximal, which is 1 if an update is one step: "
             "raise learner.epochs or learner.minibatches, or take current / behavior by proximal = 'behavior'"
         )
     if steps > 1 and isinstance(loss, Reinforce):
         yield _note(
-            f"algorithm.policy_loss 'reinforce' has no ratio, and {steps} steps on each batch: after the first, "
-            "samples count as the updated policy's own ('importance_weighted' corrects for that)"
+            f"algorithm.policy_loss 'reinforce' has no ratio, and {steps} steps on each batch: after the first step "
+            "samples count as if the updated policy had drawn them ('importance_weighted' corrects for that)"
         )
     if isinstance(loss, Gspo | Gmpo | SequenceClip) and algorithm.aggregation != "sequence-mean-token-mean":
         yield _note(
-            f"algorithm.policy_loss {kind!r} is one loss for a response, and aggregation {algorithm.aggregation!r} "
-            "counts it once for each token: 'sequence-mean-token-mean' counts it once"
+            f"algorithm.policy_loss {kind!r} is one loss for a response; aggregation {algorithm.aggregation!r} counts "
+            "it once for each token, 'sequence-mean-token-mean' only once"
         )
 
 
-def _out_of_the_loss(config: Config) -> Findings:
-    """Note groups that are excluded although they have a gradient."""
+def _excluded_groups(config: Config) -> Findings:
+    """Note excluded groups with a gradient."""
     algorithm = config.algorithm
     for signal in _signals_of_equal_scores(algorithm):
         if algorithm.zero_variance != "keep":
@@ -142,10 +146,10 @@ def _without_effect(config: Config) -> Findings:
     one_step = config.learner.epochs * config.learner.minibatches == 1 and algorithm.proximal == "recompute"
     whitens = isinstance(algorithm.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline)
     is_off = whiten.over == "off" or (whiten.over == "auto" and not algorithm.has_critic)
-    has_none, whitens_itself = f"advantage {kind!r} has no critic", f"advantage {kind!r} whitens over the batch itself"
+    no_critic, whitens_itself = f"advantage {kind!r} has no critic", f"advantage {kind!r} whitens over the batch itself"
     steered, of_loss = ("step", "range"), ("loss_estimator", "straight_through")
-    for name, section, fields, idle, why in (
-        ("critic.", algorithm.critic, ("lr", "coefficient", "clip", "huber"), not algorithm.has_critic, has_none),
+    for name, section, fields, is_idle, reason in (
+        ("critic.", algorithm.critic, ("lr", "coefficient", "clip", "huber"), not algorithm.has_critic, no_critic),
         ("", algorithm, ("target_kl",), one_step, "an update is one step from the proximal policy"),
         ("whiten.", whiten, ("shift_mean", "unbiased"), is_off and not whitens, "advantages are not whitened"),
         ("whiten.", whiten, ("over", "shift_mean", "unbiased"), is_off and whitens, whitens_itself),
@@ -157,8 +161,8 @@ def _without_effect(config: Config) -> Findings:
     ):
         default = type(section)()
         for field in fields:
-            if idle and (value := getattr(section, field)) != getattr(default, field):
-                yield _note(f"algorithm.{name}{field} ({value}) has no effect: {why}")
+            if is_idle and (value := getattr(section, field)) != getattr(default, field):
+                yield _note(f"algorithm.{name}{field} ({value}) has no effect: {reason}")
 
 
 def _note_repeats(config: Config, task: Task | None) -> Findings:
@@ -173,15 +177,85 @@ def _note_repeats(config: Config, task: Task | None) -> Findings:
 
 def _cores(config: Config) -> Findings:
     """Note more threads than cores. Engines wait half of the time for a learner of several threads."""
-    learners, engines = (
-        config.learner.ranks * config.learner.thread_count,
-        config.rollout.actors * config.rollout.threads,
-    )
-    cores, wanted = process.cores(), learners + engines
+    learners = config.learner.ranks * config.learner.thread_count
+    engines = config.rollout.actors * config.rollout.threads
+    cores, threads = process.cores(), learners + engines
     busy = learners + (engines if config.learner.thread_count == 1 else engines // 2)
     if config.cluster.address == LOCAL and busy > cores:
-        yield _note(f"learner ranks and rollout actors have {wanted} threads, and this machine {cores} cores")
+        yield _note(f"learner ranks and rollout actors have {threads} threads, and this machine {cores} cores")
 
 
 def _note(text: str) -> Finding:
     return Finding("settings", "note", text)
+
+
+# --- usual ranges ----------------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """A setting, the bounds beyond which it is noted, and the usual range in words. `value` is None if it is unused."""
+
+    name: str
+    low: float
+    high: float
+    usual: str
+    value: Callable[[Config], float | None]
+
+
+def _critic_lr(config: Config) -> float | None:
+    return config.algorithm.critic.lr or None
+
+
+def _lam(config: Config) -> float | None:
+    advantage = config.algorithm.advantage
+    return advantage.lam if isinstance(advantage, Gae | VTrace) else None
+
+
+def _gamma(config: Config) -> float | None:
+    return getattr(config.algorithm.advantage, "gamma", None)
+
+
+def _upper_clip(config: Config) -> float | None:
+    loss = config.algorithm.policy_loss
+    return loss.range[1] if isinstance(loss, Clip) else None
+
+
+def _cap(config: Config) -> float | None:
+    correction = config.algorithm.correction
+    return correction.cap if isinstance(correction, Truncate) else None
+
+
+ANY = float("inf")
+RATES = "from 1e-6 for weights of a billion to 1e-3 for those of 0.1 million"
+RANGES = (
+    Range("learner.lr", 1e-9, 1e-2, RATES, lambda config: config.learner.lr),
+    Range("algorithm.critic.lr", 1e-9, 3e-2, "from 1e-6 to 3e-3", _critic_lr),
+    Range("learner.max_grad_norm", 1e-3, ANY, "from 0.1 to 1", lambda config: config.learner.max_grad_norm),
+    Range("learner.weight_decay", 0.0, 1.0, "from 0 to 0.1", lambda config: config.learner.weight_decay),
+    Range("learner.epochs", 1, 20, "from 1 to 4", lambda config: config.learner.epochs),
+    Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2", lambda config: config.rollout.temperature),
+    Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1", lambda config: config.rollout.top_p),
+    Range("queue.max_lag", 0, 64, "from 0 to 16", lambda config: config.queue.bound),
+    Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01", lambda config: config.algorithm.entropy),
+    Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda config: config.algorithm.kl.loss_beta),
+    Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda config: config.algorithm.kl.reward_beta),
+    Range(
+        "algorithm.critic.coefficient", 0.0, 10.0, "from 0.1 to 1", lambda config: config.algorithm.critic.coefficient
+    ),
+    Range("algorithm.positive_nll", 0.0, 2.0, "about 0.1", lambda config: config.algorithm.positive_nll),
+    Range("algorithm.target_kl", 0.0, 1.0, "from 0.01 to 0.1", lambda config: config.algorithm.target_kl),
+    Range("algorithm.advantage.lam", 0.5, 1.0, "from 0.9 to 1", _lam),
+    Range("algorithm.advantage.gamma", 0.9, 1.0, "from 0.99 to 1", _gamma),
+    Range("algorithm.policy_loss.range", 0.001, 2.0, "from 0.1 to 0.4", _upper_clip),
+    Range("algorithm.correction.cap", 0.0, 50.0, "from 1 to 10", _cap),
+)
+"""The usual ranges, by section."""
+
+
+def ranges(config: Config) -> Findings:
+    """Note each setting outside its range."""
+    for setting in RANGES:
+        value = setting.value(config)
+        if value is not None and not setting.low <= value <= setting.high:
+            side = "above" if value > setting.high else "below"
+            yield _note(f"{setting.name} ({value:g}) is far {side} the usual range: {setting.usual}")

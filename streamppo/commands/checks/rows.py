@@ -1,7 +1,7 @@
-"""Checks of real rows: the gold answers that our scorers cannot read, and scores of the rows' own answers.
+"""Checks of rows: answers that our scorers cannot read, and scores of the rows' answers.
 
-Each source gives a few rows to template, tokenizer and reward. The completion is the row's own answer. Rewards that are
-models, judges or services are not called.
+A few rows of each source go through template, tokenizer and reward, with the row's answer as the completion. Rewards
+that are models, judges or services are not called.
 """
 
 import asyncio
@@ -25,28 +25,28 @@ from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.tasks.warmup_data import Lesson
 from streamppo.types import Prompt, ScoredText
 
-COUNT = 8
+SCORED = 8
 """Rows of each source that are scored."""
 SOURCES = 8
 """Sources whose rows are scored."""
 PLACES = 3
-"""Maximum unreadable rows that are named."""
+"""The most unreadable rows that are named."""
 READING_S = 5.0
-"""Time to read the answers of a scorer's rows; formulas take longest."""
+"""Seconds in which the answers of a scorer's rows are read; formulas take longest."""
 QUOTED = 60
 """Characters of an answer in a note."""
 SHOWN = 1000
-"""Characters of the example."""
+"""Characters of the example prompt."""
 MATH = "streamppo.tasks.scorers.maths:Math"
 
 
-class Faults:
-    """Counts the rows that our scorers cannot read. It is called with every row (`tasks.data.Look`)."""
+class UnreadableAnswers:
+    """Counts the answers that our scorers cannot read. It is called with every row (`tasks.data.Look`)."""
 
     def __init__(self, config: Config) -> None:
         self._limit = config.queue.max_failure_rate
         self._scorers = [
-            _Read(name, scorer, reader)
+            _ScorerRows(name, scorer, reader)
             for name, scorer in config.reward.scorers.items()
             if isinstance(scorer, FunctionScorer) and (reader := readers.reader_of(scorer.function)) is not None
         ]
@@ -57,49 +57,49 @@ class Faults:
             scorer.read(where, prompt)
 
     def findings(self) -> Findings:
-        """Report the number of failing rows and the first places. More than queue.max_failure_rate is an error."""
+        """Report the number of unreadable rows and the first of them. More than queue.max_failure_rate is an error."""
         for scorer in self._scorers:
-            if scorer.bad:
-                rows = "row fails" if scorer.bad == 1 else "rows fail"
+            if scorer.unreadable:
+                rows = "row fails" if scorer.unreadable == 1 else "rows fail"
                 yield Finding(
                     reward_subject(scorer.name),
-                    "error" if scorer.bad > self._limit * scorer.seen else "note",
-                    f"{scorer.bad} of {scorer.seen} {rows} for every completion: the scorer cannot read the answer: "
-                    f"{'; '.join(scorer.places)}",
+                    "error" if scorer.unreadable > self._limit * scorer.count else "note",
+                    f"{scorer.unreadable} of {scorer.count} {rows} for every completion: the scorer cannot read the "
+                    f"answer: {'; '.join(scorer.places)}",
                 )
 
 
-class _Read:
-    """One scorer and the rows that it has read."""
+class _ScorerRows:
+    """A scorer, and its rows so far."""
 
     def __init__(self, name: str, scorer: FunctionScorer, reader: Reader) -> None:
         self.name = name
-        self.seen = self.bad = 0
+        self.count = self.unreadable = 0
         self.places: list[str] = []
         self._scorer, self._reader = scorer, reader
-        self._spent_s = 0.0
+        self._reading_s = 0.0
 
     def read(self, where: str, prompt: Prompt) -> None:
-        if not is_for(self._scorer, prompt) or self._spent_s > READING_S:
+        if not scores_source(self._scorer, prompt) or self._reading_s > READING_S:
             return
         begin = time.perf_counter()
-        self.seen += 1
+        self.count += 1
         try:
             self._reader(prompt.columns)
         except TaskError as error:
-            self.bad += 1
+            self.unreadable += 1
             if len(self.places) < PLACES:
                 self.places.append(f"{where}: {error}")
-        self._spent_s += time.perf_counter() - begin
+        self._reading_s += time.perf_counter() - begin
 
 
-def is_for(scorer: Scorer, prompt: Prompt) -> bool:
+def scores_source(scorer: Scorer, prompt: Prompt) -> bool:
     """True if the scorer scores prompts of this source."""
     return not scorer.sources or prompt.source in scorer.sources
 
 
-class _OwnAnswerScore(NamedTuple):
-    """The total of a row's own answer, or the reason why it has none."""
+class _GoldScore(NamedTuple):
+    """The total of a row's answer, or the reason of its failure."""
 
     total: float | None
     reason: str = ""
@@ -110,35 +110,36 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
     if tokenizer is None:
         yield Finding("rows", "later", "rows are scored where the model's tokenizer is")
         return
-    prompts = _first(task)
-    if config.environment is None:
-        try:
-            yield _example(prompts[0], tokenizer)
-            rows = [(prompt, _own_completion(prompt, tokenizer)) for prompt in prompts]
-        except TaskError as error:
-            yield Finding("rows", "error", str(error))
-            return
-        yield from _respelled(rows)
-        for name, scorer in config.reward.scorers.items():
-            of_scorer = [(prompt, text) for prompt, text in rows if is_for(scorer, prompt)]
-            if isinstance(scorer, FunctionScorer) and of_scorer and call:
-                yield _verdict(name, asyncio.run(_scores(name, scorer, of_scorer)), [text for _, text in of_scorer])
+    if config.environment is not None:
+        return
+    prompts = _first_of_sources(task)
+    try:
+        yield _example(prompts[0], tokenizer)
+        rows = [(prompt, _gold_completion(prompt, tokenizer)) for prompt in prompts]
+    except TaskError as error:
+        yield Finding("rows", "error", str(error))
+        return
+    yield from _altered_answers(rows)
+    for name, scorer in config.reward.scorers.items():
+        scored = [(prompt, text) for prompt, text in rows if scores_source(scorer, prompt)]
+        if isinstance(scorer, FunctionScorer) and scored and call:
+            yield _verdict(name, asyncio.run(_scores(name, scorer, scored)), [text for _, text in scored])
 
 
 def characters(lesson: Lesson) -> Tokenizer:
-    """Make the tokenizer that builtin:tiny will have."""
+    """Make the tokenizer of builtin:tiny."""
     with tempfile.TemporaryDirectory() as folder:
         character_tokenizer(lesson.alphabet).save_pretrained(folder)
         return Tokenizer(Path(folder))
 
 
-def _first(task: Task) -> list[Prompt]:
+def _first_of_sources(task: Task) -> list[Prompt]:
     """Pick the first training prompts of each source."""
     sources: dict[str, list[Prompt]] = {}
     for prompt in task.training:
         if prompt.source in sources or len(sources) < SOURCES:
             rows = sources.setdefault(prompt.source, [])
-            if len(rows) < COUNT:
+            if len(rows) < SCORED:
                 rows.append(prompt)
     return [prompt for rows in sources.values() for prompt in rows]
 
@@ -149,8 +150,8 @@ def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
     return Finding("example", "ok", f"a prompt as the model sees it, {count} tokens: {json.dumps(shown)}")
 
 
-def _own_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-    """Make the row's own answer a completion, as its tokens are written; an empty one for no text or number."""
+def _gold_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
+    """Make the row's answer a completion, spelled by its tokens; it is empty if the answer is no text or number."""
     completion, has_end = gold.completion(prompt.columns.get("answer")), tokenizer.eos_id is not None
     tokens = tokenizer.encode_turn(completion, "stop") if completion or has_end else None
     if tokens is not None:
@@ -166,27 +167,24 @@ def _own_completion(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
     )
 
 
-def _respelled(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
-    """Note the first answer that no completion equals, because its tokens are another text."""
+def _altered_answers(rows: Sequence[tuple[Prompt, ScoredText]]) -> Findings:
+    """Note the first answer whose tokens spell another text: no completion equals it."""
     for prompt, text in rows:
         answer = gold.completion(prompt.columns.get("answer"))
         if answer != text.completion:
-            shown = ascii(answer)[:QUOTED], ascii(text.completion)[:QUOTED]
-            why = (
-                f"the tokenizer writes the answer {shown[0]} as {shown[1]}: a reward that compares texts never sees it"
-            )
-            yield Finding("rows", "note", why)
+            spellings = f"the answer {ascii(answer)[:QUOTED]} as {ascii(text.completion)[:QUOTED]}"
+            yield Finding("rows", "note", f"the tokenizer writes {spellings}: a reward that compares texts fails")
             return
 
 
 async def _scores(
     name: str, scorer: FunctionScorer, rows: Sequence[tuple[Prompt, ScoredText]]
-) -> Sequence[_OwnAnswerScore] | TaskError:
-    """Score the rows as a run would; an error if the reward cannot be loaded."""
+) -> Sequence[_GoldScore] | TaskError:
+    """Score the rows as a run does; an error if the reward cannot be loaded."""
     rewards = Rewards(Reward(scorers={name: scorer}))
     try:
         await rewards.start(set())
-        return await asyncio.gather(*(_score(rewards, prompt, _written_for(scorer, text)) for prompt, text in rows))
+        return await asyncio.gather(*(_score(rewards, prompt, _in_box(scorer, text)) for prompt, text in rows))
     except RewardFailed:
         raise
     except TaskError as error:
@@ -195,22 +193,22 @@ async def _scores(
         await rewards.close()
 
 
-def _written_for(scorer: FunctionScorer, text: ScoredText) -> ScoredText:
-    """Put the answer into the box in which `Math` looks for it."""
+def _in_box(scorer: FunctionScorer, text: ScoredText) -> ScoredText:
+    """Put the answer into the box that `Math` reads."""
     if scorer.function != MATH or extract_boxed(text.completion) is not None:
         return text
     fields = {name: getattr(text, name) for name in text.__struct_fields__}
     return ScoredText(**{**fields, "completion": rf"\boxed{{{text.completion}}}"})
 
 
-async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _OwnAnswerScore:
+async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _GoldScore:
     try:
-        return _OwnAnswerScore((await rewards.score(prompt, text)).total)
+        return _GoldScore((await rewards.score(prompt, text)).total)
     except RewardFailed as error:
-        return _OwnAnswerScore(None, str(error))
+        return _GoldScore(None, str(error))
 
 
-def _verdict(name: str, scored: Sequence[_OwnAnswerScore] | TaskError, texts: Sequence[ScoredText]) -> Finding:
+def _verdict(name: str, scored: Sequence[_GoldScore] | TaskError, texts: Sequence[ScoredText]) -> Finding:
     subject = reward_subject(name)
     if isinstance(scored, TaskError):
         return Finding(subject, "error", str(scored))
@@ -226,16 +224,16 @@ def _verdict(name: str, scored: Sequence[_OwnAnswerScore] | TaskError, texts: Se
     if failures:
         return Finding(subject, "note", f"{text}, and {len(failures)} failed: {failures[0]}")
     if max(totals) <= 0 and is_answered:
-        return Finding(subject, "note", f"{text}: no more than for a wrong one, unless it asks for a form of its own")
+        return Finding(subject, "note", f"{text}: no more than wrong answers, unless the reward asks for another form")
     return Finding(subject, "ok", text)
 
 
 def _chat_advice(failure: str, texts: Sequence[ScoredText]) -> str:
-    """Return TRL's form of a chat where a reward takes a list of messages for a text; "" elsewhere."""
+    """Explain TRL's form of a chat if a reward treats a list of messages as a text; "" otherwise."""
     if "'list'" not in failure or not any(text.messages for text in texts):
         return ""
-    return ": of a chat, prompts and completions are lists of messages, so a text is completions[0][0]['content']"
+    return ": in a chat, prompts and completions are lists of messages, and a text is completions[0][0]['content']"
 
 
-def _failures(scored: Sequence[_OwnAnswerScore]) -> Iterator[str]:
+def _failures(scored: Sequence[_GoldScore]) -> Iterator[str]:
     return (score.reason for score in scored if score.total is None)

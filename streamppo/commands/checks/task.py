@@ -1,6 +1,5 @@
 """Checks of the task's data, the rewards and the environment."""
 
-import os
 import shlex
 import shutil
 import sys
@@ -9,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from streamppo.commands.checks.finding import Finding, Findings, reward_subject
+from streamppo.commands.checks.finding import Finding, Findings, contacted_later, reward_subject
 from streamppo.commands.checks.folder import find, looks_like_path, weights
-from streamppo.commands.checks.rows import Faults, is_for
+from streamppo.commands.checks.rows import UnreadableAnswers, scores_source
 from streamppo.config.model import BUILTIN
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config.sections import Config
@@ -28,11 +27,11 @@ from streamppo.types import Prompt
 
 CODE = "streamppo.tasks.scorers.code:CodeTests"
 ROWS = 64
-"""Number of examined prompts, and of rows that are read of data too large to be read whole."""
+"""Prompts that are examined, and rows that are read of large data."""
 
 
 class LoadedTask(NamedTuple):
-    """The task, None for absent or wrong data, and what was found about it; for builtin:tiny its warm-up data."""
+    """The task, None for absent or wrong data, and its findings; for builtin:tiny its warm-up data."""
 
     task: Task | None
     findings: list[Finding]
@@ -42,26 +41,26 @@ class LoadedTask(NamedTuple):
 def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> LoadedTask:
     """Build the task, on the first `limit` rows of its data.
 
-    Without a `tokenizer`, rows whose answer no scorer reads are found, too.
+    Without a `tokenizer`, rows with an unreadable answer are found, too.
     """
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return LoadedTask(None, [_absent(place) for place in absent])
     builtin = config.model.path == BUILTIN
     measure = warmup_data.Characters() if builtin else tokenizer
-    faults = Faults(config) if tokenizer is None else None
+    unreadable = UnreadableAnswers(config) if tokenizer is None else None
     try:
-        task = tasks.build(config.task, config.seed, measure, limit=limit, look=faults)
+        task = tasks.build(config.task, config.seed, measure, limit=limit, look=unreadable)
         lesson = warmup_data.warmup_of_task(task) if builtin else None
     except StreamppoError as error:
         return LoadedTask(None, [Finding("task", "error", str(error))])
-    about = [Finding("task", "ok", _prompts(task, measure))]
-    # The first rows of a large data set are not evidence about the rest.
-    about += [Finding("task", "note", note) for note in task.notes() if limit is None]
-    if faults is None:
-        return LoadedTask(task, about, lesson)
+    findings = [Finding("task", "ok", _prompts(task, measure))]
+    # Notes about the first rows of a large data set may be wrong for the others.
+    findings += [Finding("task", "note", note) for note in task.notes() if limit is None]
+    if unreadable is None:
+        return LoadedTask(task, findings, lesson)
     for number, prompt in enumerate(() if isinstance(config.task, DataTask) else task.training):
-        faults(f"problem {number}", prompt)
-    return LoadedTask(task, [*about, *faults.findings()], lesson)
+        unreadable(f"problem {number}", prompt)
+    return LoadedTask(task, [*findings, *unreadable.findings()], lesson)
 
 
 def _absent(place: str) -> Finding:
@@ -75,7 +74,7 @@ def _absent(place: str) -> Finding:
 
 
 def mib(config: Config) -> float:
-    """Add up the sizes of the task's files on this machine, in MiB."""
+    """Return the size of the task's files on this machine, in MiB."""
     paths = [Path(place) for place in _places(config)]
     files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
     return sum(file.stat().st_size for file in files) / 2**20
@@ -104,7 +103,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
     for name, scorer in config.reward.scorers.items():
         subject = reward_subject(name)
         try:
-            yield _scorer(subject, scorer, [prompt for prompt in prompts if is_for(scorer, prompt)])
+            yield _scorer(subject, scorer, [prompt for prompt in prompts if scores_source(scorer, prompt)])
             if isinstance(scorer, ModelScorer):
                 yield from weights(scorer.path, subject)
         except TaskError as error:
@@ -119,11 +118,11 @@ def rewards(config: Config, task: Task | None) -> Findings:
 def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
     match scorer:
         case FunctionScorer():
-            how, in_actor = detect(scorer)
+            signature, in_actor = detect(scorer)
             for prompt in prompts:
-                how.columns(prompt.columns)
-            text = describe(scorer, how, in_actor=in_actor)
-            if hidden := sorted(how.own & {name for prompt in prompts for name in prompt.columns} - VERL):
+                signature.columns(prompt.columns)
+            text = describe(scorer, signature, in_actor=in_actor)
+            if hidden := sorted(signature.own & {name for prompt in prompts for name in prompt.columns} - VERL):
                 text = f"{text}; it does not get the columns {', '.join(hidden)}, whose names are its parameters"
             if scorer.function == CODE:
                 text = f"{text}; {CodeTests.place(scorer.arguments)}"
@@ -131,9 +130,7 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
         case ModelScorer():
             return find(scorer.path, subject)[1]
         case ServiceScorer() | JudgeScorer():
-            missing = scorer.key_env and not os.environ.get(scorer.key_env)
-            key = f"; the environment has no {scorer.key_env} here" if missing else ""
-            return Finding(subject, "later", f"{scorer.url} is contacted when the run starts{key}")
+            return contacted_later(subject, scorer.url, scorer.key_env)
 
 
 def environment(config: Config) -> Findings:
@@ -141,24 +138,25 @@ def environment(config: Config) -> Findings:
     if config.environment is None:
         return
     match config.environment:
-        case Environment(name=name) as chosen:
-            load, bound = partial(environments.load, chosen), "turns"
-        case AgentEnvironment(agent=name, command=command) as chosen:
-            load, bound = partial(_agent, chosen), "requests"
+        case Environment(name=name) as environment:
+            load, bound = partial(environments.load, environment), "turns"
+        case AgentEnvironment(agent=name, command=command) as environment:
+            load, bound = partial(_check_agent, environment), "requests"
             name = name or shlex.join(command)
     try:
         load()
     except TaskError as error:
         yield Finding("environment", "error", str(error))
         return
-    yield Finding("environment", "ok", f"{name}, up to {chosen.max_turns} {bound}")
+    yield Finding("environment", "ok", f"{name}, up to {environment.max_turns} {bound}")
 
 
-def _agent(chosen: AgentEnvironment) -> None:
+def _check_agent(environment: AgentEnvironment) -> None:
     """Raise `TaskError` if an agent cannot be run."""
-    agent.check(chosen)
-    if chosen.command and chosen.sandbox is None and shutil.which(chosen.command[0]) is None:
-        raise TaskError(f"environment.command begins with {chosen.command[0]!r}, which is not a program here")
+    agent.check(environment)
+    command = environment.command
+    if command and environment.sandbox is None and shutil.which(command[0]) is None:
+        raise TaskError(f"environment.command begins with {command[0]!r}, which is not a program here")
 
 
 def limit(config: Config) -> Findings:

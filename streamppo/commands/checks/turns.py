@@ -1,5 +1,7 @@
-"""Checks of conversations: control tokens in rows, one turn of the environment, or one run of an agent. The row's own
-answer is every turn of the policy."""
+"""Checks of conversations: control tokens in rows, a turn of the environment or a run of an agent.
+
+Every turn of the policy is the row's answer.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,11 +22,11 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Message, Prompt, branches
 
 PROMPTS = 64
-"""Number of examined prompts."""
+"""Prompts that are examined."""
 TURNS = 2
-"""Turns of the policy that are played: one before and one after the environment's answer."""
+"""Turns of the policy: one before and one after the environment's answer."""
 AGENT_S = 20.0
-"""Seconds that an agent has for its run."""
+"""The most seconds of an agent's run."""
 
 
 class Answers:
@@ -44,16 +46,13 @@ class Answers:
 
 
 def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = True) -> Findings:
-    """Check the first prompts, and play a turn of the environment with the first one of each source.
-
-    An agent is played if `call` is true.
-    """
+    """Check the first prompts, and play a turn of the environment, or an agent if `call` is true, for each source."""
     first = task.training[:PROMPTS]
     notes = (
         _note_control_tokens(first, tokenizer),
         _note_opening(first, tokenizer),
         _note_tools(first, tokenizer),
-        _note_begun(first),
+        _note_assistant_prompts(first),
     )
     yield from (Finding("task", "note", note) for note in notes if note)
     by_source = {prompt.source: prompt for prompt in reversed(first)}
@@ -67,23 +66,23 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer, *, call: bool = T
 
 
 def _note_control_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Name the control tokens in prompts that keep them as text, or have them inside of a message."""
-    doubtful = [prompt for prompt in prompts if prompt.template.control_tokens == "text" or prompt.messages]
-    spelled = [(prompt, name) for prompt in doubtful if (name := tokenizer.find_control_token(prompt))]
+    """Name the control tokens in prompts that keep them as text, or have them in a message."""
+    examined = [prompt for prompt in prompts if prompt.template.control_tokens == "text" or prompt.messages]
+    spelled = [(prompt, name) for prompt in examined if (name := tokenizer.find_control_token(prompt))]
     if not spelled:
         return ""
     names = ", ".join(sorted({name for _, name in spelled})[:3])
-    kept = any(prompt.template.control_tokens == "text" for prompt, _ in spelled)
-    once = ", and neither chat nor system" if any(prompt.messages for prompt, _ in spelled) else ""
+    is_text = any(prompt.template.control_tokens == "text" for prompt, _ in spelled)
+    no_chat = ", and neither chat nor system" if any(prompt.messages for prompt, _ in spelled) else ""
     return (
-        f"{len(spelled)} of the first {len(doubtful)} prompts spell control tokens ({names}), "
-        f"{'which stay text' if kept else 'to which the chat template adds its own'}; where rows are written in a chat "
-        f'template already, choose control_tokens = "parse"{once}'
+        f"{len(spelled)} of the first {len(examined)} prompts spell control tokens ({names}), "
+        f"{'which stay text' if is_text else 'to which the chat template adds its own'}; if rows are written in a chat "
+        f'template already, choose control_tokens = "parse"{no_chat}'
     )
 
 
 def _note_opening(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
-    """Name what the chat template leaves to the policy of the opening of its turn."""
+    """Name the opening of the policy's turn that the chat template does not write."""
     opening = tokenizer.missing_opening() if any(prompt.messages for prompt in prompts) else ""
     if not opening:
         return ""
@@ -104,14 +103,14 @@ def _note_tools(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
     )
 
 
-def _note_begun(prompts: Sequence[Prompt]) -> str:
+def _note_assistant_prompts(prompts: Sequence[Prompt]) -> str:
     """Count the prompts that end with an assistant's message."""
     count = sum(prompt.messages[-1].role == "assistant" for prompt in prompts if prompt.messages)
     if not count:
         return ""
     return (
-        f"{count} of the first {len(prompts)} prompts end with an assistant's message, with which every completion "
-        "begins: where it is the answer, move it from the prompt to a column of its own"
+        f"{count} of the first {len(prompts)} prompts end with an assistant's message, which every completion "
+        "continues: if it is the answer, move it from the prompt to another column"
     )
 
 
@@ -130,7 +129,7 @@ def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Toke
         return Finding(subject, "error", f"{source}: no turn can be played: {error}")
     observation = episode.observations[0] if episode.observations else ()
     answer = f"answered {_shorten(observation)}" if observation else "ended the conversation"
-    return Finding(subject, "ok", f"{source}: to the row's answer as a turn it {answer}")
+    return Finding(subject, "ok", f"{source}: with the row's answer as a turn it {answer}")
 
 
 # --- agents --------------------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def _play(source: str, prompt: Prompt, environment: Environment, tokenizer: Toke
 def _play_agents(
     prompts: Mapping[str, Prompt], config: Config, environment: AgentEnvironment, tokenizer: Tokenizer
 ) -> Findings:
-    """Play a run with a prompt of each source, up to the first failure: each may use its whole time limit."""
+    """Play a run for each source, up to the first failure: a failing run may use its whole time limit."""
     limited = structs.replace(environment, timeout_s=min(AGENT_S, environment.timeout_s))
     for source, prompt in prompts.items():
         try:
@@ -149,22 +148,20 @@ def _play_agents(
             episode = asyncio.run(_run_agent(player, prompt, Sampling(most)))
         except EnvironmentFailed as error:
             reason = f"{source}: with the row's answer to each request it fails: {error}"
-            is_short = limited.timeout_s < environment.timeout_s and str(error).startswith(
-                agent.late(limited.timeout_s)
-            )
-            if is_short:
+            is_late = limited.timeout_s < environment.timeout_s and str(error).startswith(agent.late(limited.timeout_s))
+            if is_late:
                 reason = (
                     f"{source}: it has not ended after {limited.timeout_s:g} s, and was stopped; in a run it has "
                     f"{environment.timeout_s:g} s (environment.timeout_s)"
                 )
-            # After an answer a failure may be right: the row's answer need not be what the environment expects.
-            is_fault = not error.tokens and not is_short
+            # After an answer a failure may be right: the environment may expect another answer than the row's.
+            is_fault = not error.tokens and not is_late
             yield Finding("environment", "error" if is_fault else "note", reason)
             return
         except TaskError as error:
             yield Finding("environment", "error", f"{source}: no run can be played: {error}")
             return
-        yield Finding("environment", "ok", f"{source}: {_ran(episode)}")
+        yield Finding("environment", "ok", f"{source}: {_outcome(episode)}")
 
 
 async def _run_agent(player: Player, prompt: Prompt, sampling: Sampling) -> Episode:
@@ -175,8 +172,7 @@ async def _run_agent(player: Player, prompt: Prompt, sampling: Sampling) -> Epis
         await player.agents.close()
 
 
-def _ran(episode: Episode) -> str:
-    """Describe the result of a run."""
+def _outcome(episode: Episode) -> str:
     count, forks = len(episode.turns), len(branches.pairs(episode.branches))
     text = f"with the row's answer to each request it got {count} answer{'s' * (count > 1)}"
     text += f" in {forks + 1} branches" if forks else ""

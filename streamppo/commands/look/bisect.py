@@ -1,7 +1,6 @@
-"""`streamppo bisect`: the first version at which a condition holds. Questions about recorded data need neither Ray nor
-torch.
+"""`streamppo bisect`: the first version at which a condition holds.
 
-bisect_replay.py replays versions for other questions.
+Questions about recorded data need neither Ray nor torch; bisect_replay.py replays versions for other questions.
 """
 
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 from streamppo.commands.bisection import (
     PARAMETERS,
     Answer,
-    Looked,
+    ExaminedVersion,
     Metrics,
     Question,
     UserTest,
@@ -51,9 +50,9 @@ def find(run: Path, question: Question) -> Answer:
     """
     question.refuse()
     test = _load(question.test) if question.test is not None else None
-    if not question.changes and (test is None or "model" not in test.wants):
-        return _of_data(run, question, test)
-    # It needs torch and Ray.
+    if not question.changes and (test is None or "model" not in test.parameters):
+        return _examine_records(run, question, test)
+    # Imports torch and Ray.
     from streamppo.commands.look import bisect_replay
 
     return bisect_replay.find(run, question, test)
@@ -62,31 +61,33 @@ def find(run: Path, question: Question) -> Answer:
 def _load(path: Path) -> UserTest:
     plugins.export_path()
     function = plugins.function(f"{path}:test", "--test")
-    wants = frozenset(plugins.parameters_of(function, f"--test {path.name}: `test`"))
-    if unknown := sorted(wants - set(PARAMETERS)):
-        raise ConfigError(f"--test {path.name}: `test` asks for {unknown[0]!r}, and there are {', '.join(PARAMETERS)}")
-    return UserTest(path.name, function, wants)
+    parameters = frozenset(plugins.parameters_of(function, f"--test {path.name}: `test`"))
+    if unknown := sorted(parameters - set(PARAMETERS)):
+        raise ConfigError(
+            f"--test {path.name}: `test` asks for {unknown[0]!r}; its parameters may be {', '.join(PARAMETERS)}"
+        )
+    return UserTest(path.name, function, parameters)
 
 
-# --- what is recorded ----------------------------------------------------------------------------------------
+# --- recorded data -------------------------------------------------------------------------------------------
 
 
-def _of_data(run: Path, question: Question, test: UserTest | None) -> Answer:
+def _examine_records(run: Path, question: Question, test: UserTest | None) -> Answer:
     """Examine all recorded lines or batches."""
     lines = lines_of(run)
     if test is None:
         values = _values(run, lines, question.metric)
-        looked = [Looked(version, question.holds(value), value) for version, value in sorted(values.items())]
+        examined = [ExaminedVersion(version, question.holds(value), value) for version, value in sorted(values.items())]
     else:
         batches = archive.open(run)
-        looked = [
-            Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch))
-            for version, batch in _batches(batches, sorted(lines), wanted="batch" in test.wants)
+        examined = [
+            ExaminedVersion(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch))
+            for version, batch in _batches(batches, sorted(lines), wanted="batch" in test.parameters)
         ]
-    versions = {version.version for version in looked if version.version > 0}
-    all_looked = len(versions) == max(versions, default=0)
-    what = "evaluations" if question.metric == "accuracy" else "versions"
-    return conclude(question, looked, 0, certain=all_looked or question.metric == "accuracy", what=what)
+    versions = {version.version for version in examined if version.version > 0}
+    is_complete = len(versions) == max(versions, default=0)
+    subjects = "evaluations" if question.metric == "accuracy" else "versions"
+    return conclude(question, examined, 0, certain=is_complete or question.metric == "accuracy", subjects=subjects)
 
 
 def _values(run: Path, lines: Mapping[int, Metrics], metric: str) -> dict[int, float]:

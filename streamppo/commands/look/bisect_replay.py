@@ -1,12 +1,12 @@
 """`streamppo bisect` with versions that are replayed, in as few updates as possible.
 
-    asked of                   looked at                                                  updates replayed
-    a metric, a test of data   every line, or every batch, that there is                  none
+    question                   examined versions                                          replayed updates
+    a metric, a test of data   every line, or every batch                                 none
     a test of the weights      every checkpoint; then each version after the last one     from that checkpoint to the
                                before the first that holds, up to one that holds          answer
     the same with --set        each version from the first, under the changes             from the first to the answer
 
-The weights of a version take a replay of all updates before it. One pass from a checkpoint, version by version, makes
+The weights of a version need a replay of all updates before it. One pass from a checkpoint, version by version, makes
 fewer updates than a binary search.
 """
 
@@ -20,7 +20,7 @@ from msgspec import structs
 from streamppo.commands import replay
 from streamppo.commands.bisection import (
     Answer,
-    Looked,
+    ExaminedVersion,
     Metrics,
     Question,
     UserTest,
@@ -46,31 +46,32 @@ def find(run: Path, question: Question, test: UserTest | None) -> Answer:
     return _by_weights(run, question, test)
 
 
-# --- what is replayed --------------------------------------------------------------------------------------
+# --- replayed versions ------------------------------------------------------------------------------------
 
 
 def _by_weights(run: Path, question: Question, test: UserTest) -> Answer:
     """Examine every checkpoint, then the versions before the first that holds."""
     lines, past = lines_of(run), _past(run)
-    looked: list[Looked] = []
-    whole = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
-    for path in whole:
+    examined: list[ExaminedVersion] = []
+    checkpoints = [path for path in manifest.complete(run / "checkpoints") if manifest.is_of(path, past)]
+    for path in checkpoints:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "model"
             _export_checkpoint(run, int(path.name), model)
-            looked.append(_ask(test, run, int(path.name), lines, model))
-    holding = next((number for number, version in enumerate(looked) if version.holds), None)
-    last = looked[holding].version if holding is not None else max(past.digests)
-    before = whole[: holding if holding is not None else len(whole)]
+            examined.append(_examine(test, run, int(path.name), lines, model))
+    holding = next((number for number, version in enumerate(examined) if version.holds), None)
+    last = examined[holding].version if holding is not None else max(past.digests)
+    before = checkpoints[: holding if holding is not None else len(checkpoints)]
     begin = before[-1] if before else None
     end = last if holding is None else last - 1
-    remade = _way(run, past, begin, end, lambda version, _, model: _ask(test, run, version, lines, model))
+    remade = _replay(run, past, begin, end, lambda version, _, model: _examine(test, run, version, lines, model))
     start = int(begin.name) if begin else 0
-    between = [later - earlier for earlier, later in zip([0, *_numbers(before)], _numbers(before), strict=False)]
+    between = [later - earlier for earlier, later in zip([0, *_versions(before)], _versions(before), strict=False)]
     # An earlier version between two checkpoints may be the first.
     certain = all(step == 1 for step in between)
-    every = sorted([*looked, *remade])
-    return conclude(question, every, len(remade), certain=certain, what="versions", begin=start)
+    return conclude(
+        question, sorted([*examined, *remade]), len(remade), certain=certain, subjects="versions", begin=start
+    )
 
 
 def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
@@ -82,46 +83,51 @@ def _changed(run: Path, question: Question, test: UserTest | None) -> Answer:
     }
     last = min(max(past.digests), max(config.updates for config in configs.values()))
 
-    def look(version: int, metrics: Metrics, model: Path | None) -> Looked:
+    def examine(version: int, metrics: Metrics, model: Path | None) -> ExaminedVersion:
         if test is None:
             if question.metric not in metrics:
                 refuse_metric(question.metric, sorted(metrics), f"a replay has no metric {question.metric!r}")
-            return Looked(version, question.holds(metrics[question.metric]), metrics[question.metric])
-        return _ask(test, run, version, {version: metrics}, model)
+            return ExaminedVersion(version, question.holds(metrics[question.metric]), metrics[question.metric])
+        return _examine(test, run, version, {version: metrics}, model)
 
     begin = replay.oldest_start(run, past)
-    remade = _way(
-        run, structs.replace(past, configs=configs), begin, last, look, model=test is not None and "model" in test.wants
+    remade = _replay(
+        run,
+        structs.replace(past, configs=configs),
+        begin,
+        last,
+        examine,
+        model=test is not None and "model" in test.parameters,
     )
     start = int(begin.name) if begin else 0
-    return conclude(question, remade, len(remade), certain=start == 0, what="versions", begin=start)
+    return conclude(question, remade, len(remade), certain=start == 0, subjects="versions", begin=start)
 
 
-def _way(
+def _replay(
     run: Path,
     past: History,
     begin: Path | None,
     last: int,
-    look: Callable[[int, Metrics, Path | None], Looked],
+    examine: Callable[[int, Metrics, Path | None], ExaminedVersion],
     *,
     model: bool = True,
-) -> list[Looked]:
+) -> list[ExaminedVersion]:
     """Replay the versions after `begin` up to `last`, and examine each, up to the first that holds."""
-    looked: list[Looked] = []
+    examined: list[ExaminedVersion] = []
     if last <= (int(begin.name) if begin else 0):
-        return looked
+        return examined
     _refuse_lost(run, begin, last)
 
     def until(report: replay.UpdateReport, export: replay.Export) -> bool:
         with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) / "model"
-            if model:
-                export(place)
-            looked.append(look(report.version, report.metrics, place if model else None))
-        return looked[-1].holds
+            exported = Path(folder) / "model" if model else None
+            if exported is not None:
+                export(exported)
+            examined.append(examine(report.version, report.metrics, exported))
+        return examined[-1].holds
 
     replay.remake(run, past, begin, last, until=until)
-    return looked
+    return examined
 
 
 def _refuse_lost(run: Path, begin: Path | None, last: int) -> None:
@@ -138,9 +144,13 @@ def _past(run: Path) -> History:
     return history.read_history(run, configfile.load(run / configfile.CONFIG))
 
 
-def _ask(test: UserTest, run: Path, version: int, lines: Mapping[int, Metrics], model: Path | None) -> Looked:
-    batch = archive.open(run).batch(version - 1) if "batch" in test.wants else None
-    return Looked(version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch, model=model))
+def _examine(
+    test: UserTest, run: Path, version: int, lines: Mapping[int, Metrics], model: Path | None
+) -> ExaminedVersion:
+    batch = archive.open(run).batch(version - 1) if "batch" in test.parameters else None
+    return ExaminedVersion(
+        version, test.holds(version=version, metrics=lines.get(version, {}), batch=batch, model=model)
+    )
 
 
 def _export_checkpoint(run: Path, version: int, to: Path) -> None:
@@ -149,5 +159,5 @@ def _export_checkpoint(run: Path, version: int, to: Path) -> None:
     hf_files.export(policy.tensors, model_path(config, run), to, config.model.dtype)
 
 
-def _numbers(checkpoints: Sequence[Path]) -> list[int]:
+def _versions(checkpoints: Sequence[Path]) -> list[int]:
     return [int(path.name) for path in checkpoints]

@@ -1,5 +1,4 @@
-"""Prints the batch of an update, the trajectories that could not be trained on, and the end of each attempt at a
-prompt."""
+"""`streamppo inspect`: the batch of an update, the dead letters, and the end of each attempt at a prompt."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
@@ -19,10 +18,10 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints, turns
 
-MOST_TEXT, MOST_SAID, MOST_NAME = 20_000, 2_000, 100
-"""Maximum characters of a prompt or a completion, of an explanation or a reason, and of a name."""
+MOST_TEXT, MOST_REASON, MOST_NAME = 20_000, 2_000, 100
+"""The most characters of a prompt or completion, of an explanation or reason, and of a name."""
 LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
-"""The learner's numbers of each token, and their names here; its log-probs are printed below those of sampling."""
+"""The learner's numbers of each token, and their printed names."""
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
@@ -50,18 +49,18 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
 
 
 def inspect_dead_letters(run: Path, count: int) -> int:
-    """Print the newest `count` trajectories that arrived and could not be trained on."""
+    """Print the newest `count` trajectories that arrived but cannot be trained on."""
     journal = Journal.open_run(run)
     letters = journal.dead_letters()
     journal.close()
     echo(f"{len(letters)} dead letters")
     for letter in reversed(letters[-count:]):
         trajectory = letter.trajectory
-        # Their columns may end within an entry.
+        # A column may end within an entry.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
         echo(
             "",
-            f"{_title(trajectory)}: {bounded(letter.reason, MOST_SAID)}",
+            f"{_title(trajectory)}: {bounded(letter.reason, MOST_REASON)}",
             f"  tokens      {' '.join(map(str, tokens))}",
         )
     return 0
@@ -99,16 +98,16 @@ def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
         return {}
     numbers = counters.shape.slots_of(prompt)
     attempts = {
-        attempt.identity: f"{attempt.state.replace('_', ' ')}: {bounded(attempt.reason, MOST_SAID)}"
+        attempt.identity: f"{attempt.state.replace('_', ' ')}: {bounded(attempt.reason, MOST_REASON)}"
         for attempt in journal.ended_attempts(numbers)
     }
     leases = {place: lease.version for lease in journal.leases() for place in lease.slots}
-    held = journal.slots(numbers)
-    return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
+    slots = journal.slots(numbers)
+    return attempts | {slot.identity: _slot_state(slot, leases.get((slot.number, slot.part))) for slot in slots}
 
 
 def _skipped(journal: Journal, counters: Counters | None, prompt: int) -> str:
-    """A sentence that says why the curriculum skipped the prompt; empty if it did not."""
+    """The reason why the curriculum skipped the prompt; empty if it did not."""
     skipped = () if counters is None else journal.skipped(counters.shape.slots_of(prompt))
     if not skipped:
         return ""
@@ -130,9 +129,9 @@ def _attempts_in_archive(batches: Archive, versions: Iterable[PublishedVersion],
     }
 
 
-def _waits(slot: SavedSlot, leased: int | None) -> str:
-    if leased is not None:
-        return f"leased to update {leased + 1}"
+def _slot_state(slot: SavedSlot, leased_version: int | None) -> str:
+    if leased_version is not None:
+        return f"leased to update {leased_version + 1}"
     match slot.state:
         case SlotState.OPEN:
             return "to be sampled"
@@ -145,8 +144,8 @@ def _waits(slot: SavedSlot, leased: int | None) -> str:
 def _title(trajectory: Trajectory) -> str:
     identity = trajectory.identity
     name = f"{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}"
-    goes_on = identity.segment or trajectory.finish == "cut"
-    return f"{name}{_segment(identity) if goes_on else ''}, by {bounded(trajectory.actor, MOST_NAME)}"
+    has_segments = identity.segment or trajectory.finish == "cut"
+    return f"{name}{_segment(identity) if has_segments else ''}, by {bounded(trajectory.actor, MOST_NAME)}"
 
 
 def _segment(identity: Identity) -> str:
@@ -160,7 +159,7 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
     yield ""
     yield f"{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
     if trajectory.explanation:
-        yield f"  explained   {bounded(trajectory.explanation, MOST_SAID)!r}"
+        yield f"  explained   {bounded(trajectory.explanation, MOST_REASON)!r}"
     yield from _texts(batch, trajectory, tokenizer)
     yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
     yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
@@ -191,8 +190,8 @@ def _texts(batch: Batch, trajectory: Trajectory, tokenizer: Tokenizer) -> Iterat
 def _row(row: DataRow) -> Iterator[str]:
     """The columns of the row, the answer under its own name."""
     for name, value in row.columns:
-        shown = bounded(name, MOST_NAME)
-        yield f"  {shown:<12}{value}" if name == "answer" else f"  row         {shown} = {value}"
+        label = bounded(name, MOST_NAME)
+        yield f"  {label:<12}{value}" if name == "answer" else f"  row         {label} = {value}"
     if row.missing:
         yield f"  row         {row.missing}"
 
@@ -203,4 +202,4 @@ def _numbers(column: Floats) -> str:
 
 def _runs(versions: Ints) -> str:
     """[3, 3, 4] -> "2 x 3, 1 x 4"."""
-    return ", ".join(f"{len(list(same))} x {version}" for version, same in groupby(versions.tolist()))
+    return ", ".join(f"{len(list(run))} x {version}" for version, run in groupby(versions.tolist()))

@@ -24,7 +24,7 @@ SHOWN = 400
 
 
 class DataRow(NamedTuple):
-    """(name, repr of the value) of every column; or `missing`, the reason for their absence."""
+    """(name, repr of the value) of every column; or the reason why they are `missing`."""
 
     columns: list[tuple[str, str]]
     missing: str = ""
@@ -45,10 +45,10 @@ class RunRows:
         # With an environment the trajectory does not begin with the row's prompt.
         if self._config.environment is None:
             try:
-                same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))
+                is_same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))
             except StreamppoError as error:
                 return DataRow([], f"its row cannot be read: {error}")
-            if not same:
+            if not is_same:
                 return DataRow([], "its row is unknown: the task's data differ from the run's")
         names = sorted(prompt.columns, key=lambda name: name != "answer")
         return DataRow([(name, _short(prompt.columns[name])) for name in names])

@@ -18,13 +18,13 @@ from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
 STATE, GAP, LEAST_STATE = 1, 2, 10
-"""The place of the state among them, cells between two columns, and least cells of a state."""
+"""The column of the state, the cells between two columns, and the least cells of a state."""
 
 
 def summary(run: Path, *, as_json: bool) -> int:
-    """Print the verdict, the main numbers and the findings, or all numbers as JSON.
+    """Print the outcome, the main numbers and the findings, or all numbers as JSON.
 
-    For a run that ended worse than it began, findings that are over are printed, too.
+    If the run ended worse than it began, past findings are printed too.
     """
     shown = _view(run)
     if as_json:
@@ -49,14 +49,14 @@ def summary(run: Path, *, as_json: bool) -> int:
 def current_summary(run: Path) -> dict[str, object]:
     """The content of summary.json; without it, the numbers of metrics.jsonl and the run's state."""
     shown = _view(run)
-    known = {**(shown.summary or {"outcome": condition(run, shown), **summaries.line_totals(shown.lines)})}
-    if "attempts" not in known and (found := report.count_attempts(run, configfile.load(run / configfile.CONFIG))):
-        known["attempts"] = found
-    return known
+    numbers = {**(shown.summary or {"outcome": condition(run, shown), **summaries.line_totals(shown.lines)})}
+    if "attempts" not in numbers and (attempts := report.count_attempts(run, configfile.load(run / configfile.CONFIG))):
+        numbers["attempts"] = attempts
+    return numbers
 
 
 def list_runs(runs: Path) -> int:
-    """Print a row for each run, the latest one last; a narrow terminal has fewer columns, and whole names.
+    """Print a row for each run, the latest last; a narrow terminal has fewer columns, but complete names.
 
     Raises `RunError` without a run.
     """
@@ -66,8 +66,8 @@ def list_runs(runs: Path) -> int:
     cells = [_row(folder) for folder in sorted(folders, key=_last_change_s)]
     widths = [max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS))]
     shown, places = console(), [*range(len(HEADINGS))]
-    # An error may be long: it gets the rest of the line.
-    while (rest := shown.width - sum(widths[place] for place in places if place != STATE)) < LEAST_STATE + GAP:
+    # An error as the state may be long: it has the other cells of the line.
+    while (state_width := shown.width - sum(widths[place] for place in places if place != STATE)) < LEAST_STATE + GAP:
         if len(places) == STATE + 1:
             break
         places.pop()
@@ -76,20 +76,20 @@ def list_runs(runs: Path) -> int:
     for column in rows.columns[STATE:]:
         column.no_wrap = True
     for row in cells:
-        row[STATE] = truncate(harmless(row[STATE]), max(LEAST_STATE, rest - GAP))
+        row[STATE] = truncate(harmless(row[STATE]), max(LEAST_STATE, state_width - GAP))
         rows.add_row(*(row[place] for place in places))
     shown.print(rows)
     return 0
 
 
 def _row(folder: Path) -> list[str]:
-    """The name of a run, its state, its numbers; the state of an unreadable run is the reason."""
-    shown, why = make_part(lambda: _view(folder))
+    """The name, the state and the numbers of a run; the state of an unreadable run is the error."""
+    shown, error = make_part(lambda: _view(folder))
     shown = shown or View(folder.name, [])
     totals = summaries.line_totals(shown.lines)
     numbers = [_short(totals[name]["final"]) for name in ("reward", "eval_accuracy")]
     when = datetime.fromtimestamp(_last_change_s(folder)).strftime("%Y-%m-%d %H:%M")
-    return [folder.name, why or condition_word(condition(folder, shown)), f"{totals['updates']}", *numbers, when]
+    return [folder.name, error or condition_word(condition(folder, shown)), f"{totals['updates']}", *numbers, when]
 
 
 def _view(run: Path) -> View:

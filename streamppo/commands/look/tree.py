@@ -1,4 +1,4 @@
-"""The tree of a run of several turns: its prompt, turns and messages, in the order of time, as nodes.
+"""The tree of a trajectory of several turns: prompt, turns and messages as nodes, in the order of time.
 
     row      prompt 0-8   turn 1 9-10   message 11-13   turn 2 14-15   message 16-20 after 8   turn 3 21-22
 
@@ -62,7 +62,7 @@ class TreeNode(NamedTuple):
 
     @property
     def behind(self) -> str:
-        """The token that a branch follows, in words; "" for another node."""
+        """The token that a branch follows, in words; "" for other nodes."""
         if not self.is_branch:
             return ""
         return "after nothing" if self.parent < 0 else f"after token {self.parent}"
@@ -75,7 +75,7 @@ class TreeNode(NamedTuple):
         return "branch" if self.is_branch and self.kind == "message" else self.kind
 
     def notes(self) -> Iterator[str]:
-        """Remarks after its text: reward, versions, reused and undelivered tokens."""
+        """Remarks about its tokens: calls, reward, versions, age, reuse."""
         if self.calls:
             yield f"calls {', '.join(self.calls)}"
         if self.kind != "turn":
@@ -92,20 +92,20 @@ class TreeNode(NamedTuple):
 
 
 class TreeTotals(NamedTuple):
-    """A tree in numbers: turns, branches, and sampled tokens that no client received."""
+    """The numbers of turns, branches, and sampled tokens that no client received."""
 
     turns: int
     branches: int
     undelivered: int
 
     def words(self) -> str:
-        """Write them down."""
+        """The numbers in words."""
         lost = f", {self.undelivered} tokens not received" if self.undelivered else ""
         return f"{_count(self.turns, 'turn')}, {_count(self.branches, 'branch')}{lost}"
 
 
 def has_tree(trajectory: Trajectory) -> bool:
-    """Tell if a trajectory is more than a prompt and one turn."""
+    """True if a trajectory is more than a prompt and one turn."""
     return bool(trajectory.branches or trajectory.turns or not flags(trajectory.mask).all())
 
 
@@ -152,7 +152,7 @@ def totals(tree_nodes: list[TreeNode]) -> TreeTotals:
 
 
 def outline(tree_nodes: list[TreeNode], quote: Callable[[str], str]) -> Iterator[str]:
-    """Write a tree for a terminal, a line for each node; `quote` escapes and shortens its text."""
+    """The lines of a tree for a terminal, one for each node; `quote` escapes and shortens a text."""
     places = [f"{'  ' * node.level}tokens {node.start} to {node.end - 1}" for node in tree_nodes]
     width = max(map(len, places), default=0)
     for node, place in zip(tree_nodes, places, strict=True):
@@ -168,8 +168,8 @@ def _turns(trajectory: Trajectory, prompt: int) -> list[TurnPlace]:
     places, mask = list[TurnPlace](), flags(trajectory.mask)
     begins = {int(start) for start, _ in branches.pairs(trajectory.branches)}
     at = 0
-    for is_sampled, same in groupby(mask.tolist()):
-        end = at + len(list(same))
+    for is_sampled, run in groupby(mask.tolist()):
+        end = at + len(list(run))
         inside = sorted(start - prompt for start in begins if at < start - prompt < end)
         if is_sampled:
             ends = [*inside, end]
@@ -196,7 +196,7 @@ def _rewards(trajectory: Trajectory) -> Floats:
 
 
 def _runs(versions: Ints) -> tuple[tuple[int, int], ...]:
-    return tuple((len(list(same)), version) for version, same in groupby(versions.tolist()))
+    return tuple((len(list(run)), version) for version, run in groupby(versions.tolist()))
 
 
 def _calls(text: str) -> tuple[str, ...]:
@@ -204,6 +204,6 @@ def _calls(text: str) -> tuple[str, ...]:
     return tuple(f"{call.name}({call.arguments})" for call in reply.read(text).calls)
 
 
-def _count(count: int, what: str) -> str:
-    plural = {"branch": "branches"}.get(what, f"{what}s")
-    return f"{count} {what if count == 1 else plural}"
+def _count(count: int, noun: str) -> str:
+    plural = {"branch": "branches"}.get(noun, f"{noun}s")
+    return f"{count} {noun if count == 1 else plural}"

@@ -3,13 +3,13 @@
 record                  differs from
 ----------------------  --------------------------------------------------------------------------------------
 journal.sqlite          the checksums of its rows, and the chain of its versions (queue/rules/records.py)
-archive/                the journal's SHA-256; the versions of its tokens; a trajectory that is in another batch
-checkpoints/, final/    the manifest's SHA-256; the journal's digest, computed of the weights again
+archive/                the journal's SHA-256; the versions of its tokens; the trajectories of other batches
+checkpoints/, final/    the manifest's SHA-256; the journal's digest, computed again from the weights
 metrics.jsonl           the rewards, lengths and lags of the batches; one line an update, in the order of time
 summary.json            the lines, and the journal
 config.toml             the journal's configuration of the newest version
 inputs.json             the files that it names
-K updates, at random    the recorded digests of all versions that they make, and their lines
+K updates, at random    the recorded digests of their versions, and their lines
 
 The digest of a run is the SHA-256 of its last link and of the files outside the chain. Nothing of the run is changed.
 """
@@ -48,11 +48,10 @@ from streamppo.telemetry.metrics_file import FINISHED, METRICS
 from streamppo.types import Batch, Identity, UpdateReport, ints
 
 PENDING = 3
-"""Newest updates whose lines a running or killed driver may not have written."""
+"""The newest updates, whose lines a running or killed driver may not have written."""
 NEAR = 1e-5
-"""Relative difference of a metric: sums over several ranks are rounded in another order than those over a whole
-batch."""
-OF_MACHINE = ("learner_tokens_per_s", "learner_tflops", "mfu", "peak_memory_mib")
+"""Relative difference of equal metrics: sums over several ranks are rounded in another order."""
+MACHINE_METRICS = ("learner_tokens_per_s", "learner_tflops", "mfu", "peak_memory_mib")
 """Metrics, besides those in seconds and MiB, that a replay does not reproduce."""
 FILES = (configfile.CONFIG, inputs.INPUTS, METRICS, record.SUMMARY)
 """Files covered by the digest of a run, in addition to the chain."""
@@ -65,16 +64,16 @@ def verify(run: Path, updates: int, expect: str, *, as_json: bool) -> int:
     with log_to_stderr():
         result = check(run, updates, expect)
     if as_json:
-        echo(json.dumps({**result._asdict(), "faults": [one._asdict() for one in result.faults]}))
+        echo(json.dumps({**result._asdict(), "faults": [fault._asdict() for fault in result.faults]}))
         return bool(result.faults)
     for row in (
         *(f"note: {note}" for note in result.notes),
-        *(f"fault: {one.place}: {one.what}" for one in result.faults),
+        *(f"fault: {fault.place}: {fault.what}" for fault in result.faults),
     ):
         echo(row)
     counts = f"{result.versions} versions, {result.batches} batches, {result.checkpoints} checkpoints"
-    again = f", replayed {', '.join(map(str, result.remade))}" if result.remade else ""
-    echo(f"{run.name}: {counts}{again}: {f'{len(result.faults)} faults' if result.faults else 'as recorded'}")
+    replayed = f", replayed {', '.join(map(str, result.remade))}" if result.remade else ""
+    echo(f"{run.name}: {counts}{replayed}: {f'{len(result.faults)} faults' if result.faults else 'as recorded'}")
     echo(f"digest: {result.digest or 'none'}")
     return bool(result.faults)
 
@@ -87,19 +86,18 @@ def check(run: Path, updates: int, expect: str = "", chance: random.Random | Non
     try:
         records = Records(run)
     except StreamppoError as error:
-        place, what = _split(run, error)
-        return Verification("", "", 0, 0, 0, (), [Fault(place, what)], ())
+        return Verification("", "", 0, 0, 0, (), [_fault(run, error)], ())
     records.check_batches()
     records.check_lines()
     records.check_summary()
     records.check_settings()
     whole = records.check_checkpoints()
     remade = records.check_updates(whole, updates, chance or random.SystemRandom())
-    link = records.made[records.newest].link
+    link = records.published[records.newest].link
     digest = records.digest(link)
-    if expect and expect not in (digest, *(one.link for one in records.made.values())):
+    if expect and expect not in (digest, *(version.link for version in records.published.values())):
         records.faults.append(Fault(".", f"its digest is {digest}, not {expect}"))
-    counts = len(records.made), len(records.archive.versions()), len(whole)
+    counts = len(records.published), len(records.archive.versions()), len(whole)
     return Verification(digest, link, *counts, remade, records.faults, records.notes)
 
 
@@ -109,39 +107,39 @@ class Records:
     def __init__(self, run: Path) -> None:
         self.run, self.faults, self.notes = run, list[Fault](), list[str]()
         self.config = configfile.load(run / configfile.CONFIG)
-        # Before the journal, which a running run writes first.
+        # A running run writes to the journal first: it is read last.
         self.content = metrics_file.content(run)
         with closing(Journal.open_run(run)) as journal:
-            self.made, encoded, configs = journal.versions(), journal.configs(), resume_checks.configs(journal)
+            self.published, encoded, configs = journal.versions(), journal.configs(), resume_checks.configs(journal)
             saved, self._ended = journal.read(), msgspec.msgpack.encode(journal.ended_attempts())
             # Reading a row compares it with its checksum.
             journal.skipped()
-        if saved is None or not configs or not self.made:
+        if saved is None or not configs or not self.published:
             raise JournalError(f"{run / 'journal.sqlite'}: no version was made yet")
-        self.consumed, self.newest = saved.counters.counts.get("consumed", 0), max(self.made)
-        self.archive = Archive(run / "archive", checksums(self.made.values()))
-        present = {version: replay.with_changes(one, self.config, ()) for version, one in configs.items()}
-        self.past = History(present, history.digests(configs, self.made))
+        self.consumed, self.newest = saved.counters.counts.get("consumed", 0), max(self.published)
+        self.archive = Archive(run / "archive", checksums(self.published.values()))
+        present = {version: replay.with_changes(config, self.config, ()) for version, config in configs.items()}
+        self.past = History(present, history.digests(configs, self.published))
         self._newest_config, self._numbers = configs[max(configs)], dict[int, tuple[dict[str, float], dict[int, int]]]()
-        for version in chain_breaks(self.made, encoded):
+        for version in chain_breaks(self.published, encoded):
             self._add("journal.sqlite", f"the chain does not hold at version {version}")
         if saved.counters.version != self.newest:
             self._add("journal.sqlite", f"the queue is at version {saved.counters.version}, of {self.newest}")
 
-    def _add(self, place: str, what: str) -> None:
-        self.faults.append(Fault(place, what))
+    def _add(self, place: str, text: str) -> None:
+        self.faults.append(Fault(place, text))
 
-    def _name(self, error: Exception) -> None:
-        self._add(*_split(self.run, error))
+    def _add_error(self, error: Exception) -> None:
+        self.faults.append(_fault(self.run, error))
 
     def digest(self, link: str) -> str:
-        """The digest of the run: of its last link, the endings of attempts, and the files outside the chain."""
-        there = [name for name in FILES if (self.run / name).is_file()]
+        """The digest of the run: its last link, the ends of attempts, and the files outside the chain."""
+        present = [name for name in FILES if (self.run / name).is_file()]
         content = [f"link {link}", f"ended {hashlib.sha256(self._ended).hexdigest()}"]
-        content += [f"{name} {durable.sha256(self.run / name)}" for name in there]
+        content += [f"{name} {durable.sha256(self.run / name)}" for name in present]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
-    # --- the archive, and the numbers made of it -------------------------------------------------------------
+    # --- the archive, and its numbers -------------------------------------------------------------------------
 
     def check_batches(self) -> None:
         """Compare each batch with the journal and with the other batches."""
@@ -152,27 +150,27 @@ class Records:
             try:
                 batch = self.archive.batch(version)
             except JournalError as error:
-                self._name(error)
+                self._add_error(error)
                 continue
             if flaw := self._flaw(batch, version, places):
                 self._add(f"archive/{paths[0].name}", flaw)
                 continue
-            places |= {one.identity: version for one in batch.trajectories}
+            places |= {trajectory.identity: version for trajectory in batch.trajectories}
             self._numbers[version + 1] = rebuild_metrics.batch_numbers(self.past.at(version), batch)
         for path in sorted(self.archive.folder.glob("*.zarr.zip")):
             # A batch's file exists shortly before its version is in the journal.
             if path.name not in names and path.name < f"{self.newest:08d}":
-                self._add(f"archive/{path.name}", "no batch of the journal")
+                self._add(f"archive/{path.name}", "a batch that the journal does not have")
         if len(self._numbers) == self.newest and len(places) != self.consumed:
             self._add("journal.sqlite", f"counts {self.consumed} trajectories, and the archive has {len(places)}")
 
     def _flaw(self, batch: Batch, version: int, places: Mapping[Identity, int]) -> str:
         size, rows = self.past.at(version).queue.batch_size, len(batch.trajectories)
-        youngest = max(int(ints(one.versions).max()) for one in batch.trajectories)
-        if batch.version != version or youngest > version:
-            return f"the batch of version {batch.version}, with tokens of version {youngest}"
-        if twice := [places[one.identity] for one in batch.trajectories if one.identity in places]:
-            return f"{len(twice)} of its trajectories are in the batch of version {twice[0]} too"
+        newest = max(int(ints(trajectory.versions).max()) for trajectory in batch.trajectories)
+        if batch.version != version or newest > version:
+            return f"the batch of version {batch.version}, with tokens of version {newest}"
+        if others := [places[row.identity] for row in batch.trajectories if row.identity in places]:
+            return f"{len(others)} of its trajectories are also in the batch of version {others[0]}"
         return f"{rows} trajectories, and queue.batch_size is {size}" if rows != size else ""
 
     def check_lines(self) -> None:
@@ -181,21 +179,21 @@ class Records:
         for sentence in self.content.damage:
             self._add(METRICS, sentence.partition(": ")[2])
         if any(later["wall_s"] < line["wall_s"] for line, later in pairwise(lines)):
-            self._add(METRICS, "a line of an earlier second after a later one")
-        known = Counter[int]()
+            self._add(METRICS, "the lines are not in the order of time")
+        counts = Counter[int]()
         for line in lines:
             if "update" not in line and "remade" not in line:
                 continue
             version = line["remade"] if "remade" in line else line["update"]
-            known[version] += 1
-            if version in self._numbers and (name := _other(line, *self._numbers[version])):
+            counts[version] += 1
+            if version in self._numbers and (name := _different(line, *self._numbers[version])):
                 self._add(METRICS, f"update {version} and its batch differ in {name}")
-        for version in (version for version, count in known.items() if count > 1 or version not in self.made):
-            self._add(METRICS, f"{known[version]} lines of update {version}, which was made once or not at all")
-        missing = [version for version in self.made if version and version not in known]
+        for version in (version for version, count in counts.items() if count > 1 or version not in self.published):
+            self._add(METRICS, f"{counts[version]} lines of update {version}, which was made once or not at all")
+        missing = [version for version in self.published if version and version not in counts]
         is_open = run_folder.is_running(self.run) or not lines or "end" not in lines[-1]
         if missing and is_open and missing[0] > self.newest - PENDING:
-            self.notes.append(f"updates {missing} have no line yet, or lost it in a kill")
+            self.notes.append(f"updates {missing} have no line: it is not written yet, or was lost in a kill")
             return
         for version in missing:
             self._add(METRICS, f"no line of update {version}")
@@ -205,30 +203,30 @@ class Records:
         try:
             saved = record.read_summary(self.run)
         except RunError as error:
-            self._name(error)
+            self._add_error(error)
             return
         if saved is None:
             return
-        # Through JSON, as the file: keys are texts there.
-        counted = json.loads(json.dumps(summary.line_totals(self.content.lines)))
+        # In JSON, as in the file, keys are texts.
+        expected = json.loads(json.dumps(summary.line_totals(self.content.lines)))
         present = json.loads(json.dumps(saved))
         if (last := (self.content.lines or [None])[-1]) is not None and "end" in last:
-            counted |= {"outcome": last["end"]}
+            expected |= {"outcome": last["end"]}
         if saved["outcome"] == FINISHED:
-            counted |= {"checksum": self.made[self.newest].digest}
-            counted |= {} if saved["trajectories"] is None else {"trajectories": self.consumed}
-        for name in (name for name in counted if present.get(name) != counted[name]):
-            self._add(record.SUMMARY, f"{name} differs from lines and journal")
+            expected |= {"checksum": self.published[self.newest].digest}
+            expected |= {} if saved["trajectories"] is None else {"trajectories": self.consumed}
+        for name in (name for name in expected if present.get(name) != expected[name]):
+            self._add(record.SUMMARY, f"{name} differs from the lines and the journal")
 
     def check_settings(self) -> None:
         """Compare the configuration with the journal, and inputs.json with the files that it names."""
-        was, becomes = diff.learning(self._newest_config), diff.learning(self.config)
-        for name in (name for name in {**was, **becomes} if was.get(name) != becomes.get(name)):
-            self._add(configfile.CONFIG, f"{name} = {becomes.get(name)!r}, and {was.get(name)!r} in the journal")
+        recorded, present = diff.learning(self._newest_config), diff.learning(self.config)
+        for name in (name for name in {**recorded, **present} if recorded.get(name) != present.get(name)):
+            self._add(configfile.CONFIG, f"{name} = {present.get(name)!r}, and {recorded.get(name)!r} in the journal")
         try:
             changed = inputs.changes(self.config, self.run)
         except RunError as error:
-            self._name(error)
+            self._add_error(error)
             return
         for field, change in changed.items():
             if change:
@@ -247,22 +245,23 @@ class Records:
                 if version == self.newest and (self.run / "final").is_dir():
                     self._check_final(policy.tensors)
             except StreamppoError as error:
-                # A running run may have dropped them meanwhile.
+                # A running run may have deleted it meanwhile.
                 if path.is_dir():
-                    self._name(error)
+                    self._add_error(error)
         return whole
 
     def _check_final(self, expected: Mapping[str, torch.Tensor]) -> None:
-        found = weights.model_weights(str(self.run / "final"), self.past.at(self.newest).model.dtype)
-        names = [name for name in expected if name not in found or not torch.equal(found[name], expected[name])]
-        if names or len(found) != len(expected):
-            self._add("final", f"{len(names)} tensors are not those of version {self.newest}")
+        final = weights.model_weights(str(self.run / "final"), self.past.at(self.newest).model.dtype)
+        names = [name for name in expected if name not in final or not torch.equal(final[name], expected[name])]
+        if names or len(final) != len(expected):
+            self._add("final", f"{len(names)} tensors differ from those of version {self.newest}")
 
     def check_updates(self, whole: Sequence[Path], updates: int, chance: random.Random) -> list[int]:
         """Replay updates, each from the checkpoint before it; compare and return all replayed versions."""
         archived = set(self.archive.versions())
         starts = {
-            version: max((path for path in whole if int(path.name) < version), default=None) for version in self.made
+            version: max((path for path in whole if int(path.name) < version), default=None)
+            for version in self.published
         }
         possible = [
             version
@@ -288,36 +287,38 @@ class Records:
     def _compare(self, digests: Mapping[int, str], reports: Sequence[UpdateReport]) -> None:
         lines = {line["update"]: line for line in self.content.lines if "update" in line}
         for version, digest in sorted(digests.items()):
-            known = self.past.digests[version]
-            if known == ANY:
+            recorded = self.past.digests[version]
+            if recorded == ANY:
                 self.notes.append(f"version {version} is replayed only approximately: learner.exact = false")
-            elif known != digest:
-                self._add("journal.sqlite", f"version {version} is {known[:12]}, and {digest[:12]} replayed")
-        for report in (one for one in reports if one.version in lines and self.past.digests[one.version] != ANY):
+            elif recorded != digest:
+                self._add("journal.sqlite", f"version {version} is {recorded[:12]}, and {digest[:12]} replayed")
+        for report in reports:
+            if report.version not in lines or self.past.digests[report.version] == ANY:
+                continue
             metrics = {name: value for name, value in report.metrics.items() if not _is_measured(name)}
-            if name := _other(lines[report.version], metrics):
+            if name := _different(lines[report.version], metrics):
                 self._add(METRICS, f"update {report.version} and its replay differ in {name}")
 
 
-def _split(run: Path, error: Exception) -> tuple[str, str]:
-    """The place in the run, and the rest, of an error that begins with a path; else the run as a whole."""
-    place, _, what = str(error).partition(": ")
-    return (str(Path(place).relative_to(run)), what) if Path(place).is_relative_to(run) else (".", str(error))
+def _fault(run: Path, error: Exception) -> Fault:
+    """The fault of an error: at the path with which it begins, else of the run as a whole."""
+    place, _, text = str(error).partition(": ")
+    return Fault(str(Path(place).relative_to(run)), text) if Path(place).is_relative_to(run) else Fault(".", str(error))
 
 
-def _other(line: Mapping[str, object], metrics: Mapping[str, float], lags: Mapping[int, int] | None = None) -> str:
+def _different(line: Mapping[str, object], metrics: Mapping[str, float], lags: Mapping[int, int] | None = None) -> str:
     """The first metric of an update's line that differs from `metrics` or `lags`; empty if none does."""
     if lags is not None and line.get("lag_histogram") != {str(lag): count for lag, count in lags.items()}:
         return "lag_histogram"
     return next((name for name, value in metrics.items() if not _is_near(line.get(name), value)), "")
 
 
-def _is_near(told: object, value: float) -> bool:
-    if not isinstance(told, int | float):
+def _is_near(recorded: object, value: float) -> bool:
+    if not isinstance(recorded, int | float):
         return False
-    return math.isclose(told, value, rel_tol=NEAR, abs_tol=1e-8) or (math.isnan(told) and math.isnan(value))
+    return math.isclose(recorded, value, rel_tol=NEAR, abs_tol=1e-8) or (math.isnan(recorded) and math.isnan(value))
 
 
 def _is_measured(name: str) -> bool:
     unit = catalogue.ENTRIES.get(name, "").partition(",")[0]
-    return name in OF_MACHINE or unit in ("seconds", "milliseconds", "MiB")
+    return name in MACHINE_METRICS or unit in ("seconds", "milliseconds", "MiB")

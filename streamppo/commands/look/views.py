@@ -20,8 +20,8 @@ from streamppo.telemetry.report.view import RunsTable, make_part
 def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = (), *, as_json: bool = False) -> int:
     """Write the report of runs and replays to `to`: by default into the folder of a single run, else here.
 
-    With `measured` runs it has for each run what their costs predict, beside what it did. Print the differences of runs
-    with a common past; with `as_json` print only these, without a page.
+    The costs of `measured` runs predict each run; the page compares. Print the differences of runs with a common past;
+    with `as_json` print only these, without a page.
     """
     if as_json and measured:
         raise ConfigError("--measured adds to the HTML page, and --json writes none: use one of them")
@@ -38,32 +38,32 @@ def report(paths: Sequence[Path], to: Path | None, measured: Sequence[Path] = ()
     if to is not None:
         durable.refuse_output(to, RunError)
     single = len(paths) == 1 and paths[0].is_dir()
-    differences, why = make_part(lambda: reports.differences(paths))
+    differences, error = make_part(lambda: reports.differences(paths))
     file = to or (paths[0] / reports.REPORT if single else Path(reports.REPORT))
     written = reports.write(paths, file, differences or (), _predicted(paths, measured))
     echo(f"report: {written}", *(difference.sentence() for difference in differences or ()), result=file)
-    if why:
-        echo(f"no difference: {why}", result=file)
+    if error:
+        echo(f"no difference: {error}", result=file)
     return 0
 
 
 def _predicted(paths: Sequence[Path], measured: Sequence[Path]) -> list[tuple[str, RunsTable]]:
-    """For each run what `streamppo plan` predicts of it from the costs of `measured` runs; nothing without any."""
+    """Compare each run with its prediction from the costs of `measured` runs."""
     if not measured:
         return []
     from streamppo.commands.plan import plan
 
-    costs = f"costs of {', '.join(one.name for one in measured)}"
+    costs = f"costs of {', '.join(path.name for path in measured)}"
     runs = [path for path in paths if path.is_dir()]
     compared = zip(runs, plan.compare(runs, measured), strict=True)
-    return [(f"{run.name}, by the {costs}", RunsTable(plan.COLUMNS, found.rows())) for run, found in compared]
+    return [(f"{run.name}, by the {costs}", RunsTable(plan.COLUMNS, comparison.rows())) for run, comparison in compared]
 
 
 def trace(run: Path, to: Path) -> int:
     """Write the events of `run` to the file `to`. Raises `RunError` without lines, or if the file cannot be written."""
     durable.refuse_output(to, RunError)
     if not (lines := metrics_file.read(run)):
-        raise RunError(f"{run}: nothing has happened yet: {metrics_file.METRICS} has no line")
+        raise RunError(f"{run}: {metrics_file.METRICS} has no line yet")
     timeline = {"traceEvents": traces.events(lines, run.name), "displayTimeUnit": "ms"}
     durable.write_output(to, json.dumps(timeline).encode(), RunError)
     echo(f"{to}: open it at https://ui.perfetto.dev, or in chrome://tracing; the file stays in the browser", result=to)
@@ -71,13 +71,13 @@ def trace(run: Path, to: Path) -> int:
 
 
 def time_table(run: Path) -> int:
-    """Print milliseconds for one update, by process, the largest part first. Raises `RunError` where none is known."""
+    """Print the milliseconds of an update by process and phase, largest first. Raises `RunError` if none is known."""
     processes = phase_times.per_update(metrics_file.read(run))
     if not processes:
         raise RunError(f"{run}: no process has reported its phases yet; the first report comes after about ten seconds")
     for process, phases in sorted(processes.items()):
-        whole = phases[WHOLE].cpu_ms
-        echo(f"{process}: {whole:.1f} ms of CPU for one update")
+        total_ms = phases[WHOLE].cpu_ms
+        echo(f"{process}: {total_ms:.1f} ms of CPU for one update")
         echo(f"  {'phase':10} {'calls':>7} {'wall ms':>9} {'CPU ms':>9} {'share':>6}")
         rows = sorted(
             ((name, phase) for name, phase in phases.items() if name != WHOLE), key=lambda row: -row[1].cpu_ms
@@ -85,7 +85,7 @@ def time_table(run: Path) -> int:
         for name, phase in rows:
             meaning = PHASES[name].partition(": ")[2] if name in PHASES else "overhead, other threads, and Ray"
             numbers = (
-                f"{phase.calls:7.1f} {phase.wall_ms:9.2f} {phase.cpu_ms:9.2f} {phase.cpu_ms / max(whole, 1e-9):6.0%}"
+                f"{phase.calls:7.1f} {phase.wall_ms:9.2f} {phase.cpu_ms:9.2f} {phase.cpu_ms / max(total_ms, 1e-9):6.0%}"
             )
             echo(f"  {name:10} {numbers}  {meaning}")
     return 0

@@ -1,4 +1,4 @@
-"""A whole completion of a run's archive: with segments it is several trajectories, perhaps of several batches."""
+"""A completion in a run's archive; its segments are several trajectories, perhaps of several batches."""
 
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +16,7 @@ from streamppo.types import Floats, Identity, Ints, Trajectory, flags, ints
 class ArchivedCompletion(NamedTuple):
     """A completion, with the versions that sampled its tokens, and the critic's values if they were kept.
 
-    `update` is the version that its batch made, or the batch of its last segment; the `reward` is None if that is cut.
+    `update` is the version that the batch of its last segment made; `reward` is None if that segment is cut.
     """
 
     identity: Identity
@@ -28,7 +28,7 @@ class ArchivedCompletion(NamedTuple):
     reward: float | None
 
     def refuse(self, at: int) -> None:
-        """Raise `ConfigError` for a token that does not exist, or that the policy did not sample."""
+        """Raise `ConfigError` for a token beyond the end, or a token that the policy did not sample."""
         count, turns = len(self.recorded.tokens), self.recorded.turns
         if at >= count:
             raise ConfigError(f"--at {at}: the completion has {count} tokens, 0 to {count - 1}")
@@ -65,7 +65,7 @@ def find(run: Path, prompt: int, sample: int | None, attempt: int | None) -> Arc
 
 
 def _parts(run: Path, prompt: int) -> list[_Part]:
-    """The trajectories of a prompt. Only files whose range of prompts has it are opened."""
+    """The trajectories of a prompt. Only files with the prompt in their range are opened."""
     with closing(Journal.open_run(run)) as journal:
         versions = journal.versions().values()
     archive, parts = Archive(run / "archive", checksums(versions)), list[_Part]()
@@ -89,7 +89,7 @@ def _name(part: _Part) -> tuple[int, int]:
 def _joined(run: Path, parts: list[_Part]) -> ArchivedCompletion:
     parts = sorted(parts, key=lambda part: part.trajectory.identity.segment)
     rows = [part.trajectory for part in parts]
-    numbers = [one.identity.segment for one in rows]
+    numbers = [row.identity.segment for row in rows]
     if missing := sorted(set(range(numbers[-1] + 1)) - set(numbers)):
         identity = rows[0].identity
         raise JournalError(
@@ -98,15 +98,15 @@ def _joined(run: Path, parts: list[_Part]) -> ArchivedCompletion:
         )
     recorded = Recorded(
         ints(rows[0].prompt_tokens),
-        ints(b"".join(one.tokens for one in rows)),
-        flags(b"".join(one.mask for one in rows)),
+        ints(b"".join(row.tokens for row in rows)),
+        flags(b"".join(row.mask for row in rows)),
     )
     return ArchivedCompletion(
         rows[0].identity,
         parts[-1].update,
         recorded,
-        ints(b"".join(one.versions for one in rows)),
-        all(one.versions_known for one in rows),
+        ints(b"".join(row.versions for row in rows)),
+        all(row.versions_known for row in rows),
         np.concatenate([part.values for part in parts]),
         None if rows[-1].finish == "cut" else rows[-1].reward,
     )

@@ -1,24 +1,26 @@
 """`streamppo try`: versions of a run continue an archived completion from a token, in an engine in this process.
 
-numbers of a continuation   seed_of_retry(seed of the archived completion, 0 .. n - 1): each version has the same
-numbers of the proof        the archived completion's own: at lag 0 its version samples it again, token for token
+random numbers of a continuation    seed_of_retry(seed of the archived completion, 0 .. n - 1), for each version
+of the proof                        those of the archived completion: its version samples it again, token for token
 """
 
 import asyncio
 import json
 import tempfile
+import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 import transformers
 from msgspec import structs
+from torch import Tensor
 
 from streamppo.commands import standalone, trial, versions
 from streamppo.commands.console import console, echo, log_to_stderr, table
-from streamppo.commands.models import archived, critic, weights
+from streamppo.commands.models import archived, weights
 from streamppo.commands.models.archived import ArchivedCompletion
 from streamppo.commands.models.eval import estimate
 from streamppo.commands.models.weights import Weights
@@ -27,6 +29,8 @@ from streamppo.config.rollout import EmbeddedEngine
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import inputs
 from streamppo.errors import JournalError, RunError
+from streamppo.learner.checkpoint import distcp
+from streamppo.learner.model import hf_files
 from streamppo.queue.rules.state import queue_settings
 from streamppo.rollout import build, random_numbers
 from streamppo.rollout.continuation import Continuation
@@ -41,7 +45,7 @@ from streamppo.types import Identity, Ints, Message, Prompt
 
 
 class VersionWeights(NamedTuple):
-    """A version: its weights, the checkpoint `path` (None of version 0), and the version that it was replayed from."""
+    """A version: its weights, its checkpoint at `path` (None for version 0), and the start `begin` of its replay."""
 
     policy: Weights
     path: Path | None
@@ -51,7 +55,7 @@ class VersionWeights(NamedTuple):
 class Played(NamedTuple):
     """A continuation, and its episode if it did not fail."""
 
-    shown: Continued
+    result: Continued
     episode: Episode | None
 
 
@@ -63,11 +67,11 @@ def try_versions(run: Path, question: TrialQuestion, *, as_json: bool) -> int:
         echo(json.dumps(msgspec.to_builtins(result)))
     else:
         echo(*trial.sentences(result))
-        rows = table("", *(f"version {one.version}" for one in result.versions))
+        rows = table("", *(f"version {version.version}" for version in result.versions))
         for number, cells in enumerate(trial.cells(result)):
             rows.add_row(f"{number}", *cells)
         console().print(rows)
-    return 0 if any(one.tokens for version in result.versions for one in version.continuations) else 1
+    return 0 if any(each.tokens for version in result.versions for each in version.continuations) else 1
 
 
 def find(run: Path, question: TrialQuestion) -> Trial:
@@ -79,7 +83,7 @@ def find(run: Path, question: TrialQuestion) -> Trial:
     question.refuse()
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
-    pasts = [versions.look(run, version) for version in question.versions]
+    pasts = [versions.read_past(run, version) for version in question.versions]
     number = question.number
     source = None if number is None else archived.find(run, number, question.sample, question.attempt)
     if source is None and (question.at or question.sample is not None or question.attempt is not None):
@@ -91,22 +95,24 @@ def find(run: Path, question: TrialQuestion) -> Trial:
         source.refuse(question.at)
     torch.set_num_threads(config.rollout.threads)
     with tempfile.TemporaryDirectory() as aside:
-        subjects = [_subject(one, config, Path(aside)) for one in pasts]
+        subjects = [_subject(subject_past, config, Path(aside)) for subject_past in pasts]
         with standalone.reward_models(config) as models:
-            asked = _Continuations(config, model_path(config, run), question, source, Rewards(config.reward, models))
-            return asyncio.run(asked.run(subjects, replayable=isinstance(past.rollout.engine, EmbeddedEngine)))
+            continuations = _Continuations(
+                config, model_path(config, run), question, source, Rewards(config.reward, models)
+            )
+            return asyncio.run(continuations.run(subjects, replayable=isinstance(past.rollout.engine, EmbeddedEngine)))
 
 
 def _embedded(config: Config, rows: int) -> Config:
-    """The configuration with an embedded engine of at most `rows` rows, on a GPU if there is one for it."""
+    """The configuration with an embedded engine of at most `rows` rows, on a GPU if this machine has one."""
     rollout, engine = config.rollout, config.rollout.engine
-    chosen = structs.replace(
+    embedded = structs.replace(
         rollout,
         engine=engine if isinstance(engine, EmbeddedEngine) else EmbeddedEngine(),
         gpus=rollout.gpus if torch.cuda.is_available() else 0,
         slots=min(rollout.slots, rows),
     )
-    return structs.replace(config, rollout=chosen)
+    return structs.replace(config, rollout=embedded)
 
 
 def _subject(past: versions.Past, config: Config, aside: Path) -> VersionWeights:
@@ -146,7 +152,7 @@ class _Continuations:
         prompt = self._prompt(task)
         await self._rewards.start(task.sources())
         try:
-            tried = [await self._version(one, prompt, replayable=replayable) for one in subjects]
+            tried = [await self._version(subject, prompt, replayable=replayable) for subject in subjects]
         finally:
             await self._rewards.close()
         tokens = np.zeros(0, np.int32) if source is None else source.recorded.tokens
@@ -156,7 +162,7 @@ class _Continuations:
             for first, second in zip(tried[0].continuations, tried[-1].continuations, strict=True)
             if first.reward is not None and second.reward is not None
         ]
-        between = estimate(pairs if len(tried) > 1 else [])
+        difference = estimate(pairs if len(tried) > 1 else [])
         return Trial(
             prompt=self._spell(source.recorded.prompt_tokens) if source else self._tokenizer.render(prompt),
             at=question.at,
@@ -169,21 +175,21 @@ class _Continuations:
             archived=self._spell(tokens[question.at :]),
             reward=source and source.reward,
             recorded_value=None if np.isnan(value) else value,
-            difference=between["mean"],
-            difference_error=between["error"],
+            difference=difference["mean"],
+            difference_error=difference["error"],
         )
 
     def _prompt(self, task: Task) -> Prompt:
-        """The prompt with this number, or of this text: a message after the system's if the run's prompts are chats."""
+        """The prompt of the question, by its number or its text; of a chat, the text follows the system's message."""
         if (number := self._question.number) is not None:
             return task.prompt(number)
-        alike, text = task.prompt(0), self._question.prompt
-        system = tuple(one for one in alike.messages if one.role == "system")
-        messages = (*system, Message(role="user", content=text)) if alike.messages else ()
-        return structs.replace(alike, text=text, columns={}, messages=messages)
+        example, text = task.prompt(0), self._question.prompt
+        system = tuple(message for message in example.messages if message.role == "system")
+        messages = (*system, Message(role="user", content=text)) if example.messages else ()
+        return structs.replace(example, text=text, columns={}, messages=messages)
 
     async def _version(self, subject: VersionWeights, prompt: Prompt, *, replayable: bool) -> VersionTrial:
-        """The continuations of a version, and the archived completion sampled again if the version sampled it."""
+        """Continue with a version, and sample the archived completion again if the version had sampled it."""
         policy, source, question = subject.policy, self._source, self._question
         task = queue_settings(self._config).task
         identity = source.identity if source else Identity(task=task, prompt=question.number or 0, sample=0)
@@ -193,26 +199,27 @@ class _Continuations:
         limit = self._limit(prompt, source and source.identity)
         sampling = build.sampling(self._config)._replace(max_tokens=limit)
         async with standalone.engine(self._config, "try", self._model, policy.version, policy.tensors) as engine:
-            asked = [*seeds, *([seed] if proves else [])]
-            played = await asyncio.gather(*(self._play(engine, prompt, sampling._replace(seed=one)) for one in asked))
-        again = played.pop().episode if proves else None
-        rewards = [one.shown.reward for one in played if one.shown.reward is not None]
+            played = await asyncio.gather(
+                *(self._play(engine, prompt, sampling._replace(seed=each)) for each in [*seeds, *[seed] * proves])
+            )
+        repetition = played.pop().episode if proves else None
+        rewards = [each.result.reward for each in played if each.result.reward is not None]
         mean = estimate(rewards)
-        context = next((self._context(one.episode) for one in played if one.episode), None)
-        differs = _first_difference(source, again) if source and again else None
+        context = next((self._context(each.episode) for each in played if each.episode), None)
+        differs = _first_difference(source, repetition) if source and repetition else None
         return VersionTrial(
             version=policy.version,
             begin=subject.begin,
             mean=mean["mean"],
             error=mean["error"],
             value=self._value(subject, context),
-            continuations=tuple(one.shown for one in played),
-            is_same=(again is not None and differs is None) if proves else None,
+            continuations=tuple(each.result for each in played),
+            is_same=(repetition is not None and differs is None) if proves else None,
             differs=differs,
         )
 
     def _spell(self, tokens: Ints) -> str:
-        """The text of tokens, special ones included: the last may be the end token."""
+        """The text of tokens with special ones, as the end token."""
         return self._tokenizer.spell(tokens.tolist())
 
     def _context(self, episode: Episode) -> Ints:
@@ -221,10 +228,10 @@ class _Continuations:
     def _value(self, subject: VersionWeights, context: Ints | None) -> float | None:
         if context is None or subject.path is None or not self._config.algorithm.has_critic:
             return None
-        return critic.value(self._config, self._model, subject.path, subject.policy, context)
+        return critic_value(self._config, self._model, subject.path, subject.policy, context)
 
     async def _play(self, engine: Engine, prompt: Prompt, sampling: Sampling) -> Played:
-        """Play and score one continuation; a failure has a reason, and no reward."""
+        """Play and score a continuation; a failure has a reason and no reward."""
         at, source = self._question.at, self._source
         sampler = Continuation(engine, source.recorded, at, self._completes) if source else engine
         scored = bool(self._config.reward.scorers)
@@ -234,21 +241,53 @@ class _Continuations:
         except FAILURES as error:
             return Played(Continued(None, reason=str(error)), None)
         if isinstance(sampler, Continuation) and not sampler.has_begun:
-            raise RunError(f"the environment ended before token {at}, which it did not in the run")
-        rest = episode.tokens[at:]
-        shown = Continued(None, int(episode.mask[at:].sum()), self._spell(rest), episode.finish)
+            raise RunError(f"the environment ended before token {at}, other than in the run")
+        text = self._spell(episode.tokens[at:])
+        result = Continued(None, int(episode.mask[at:].sum()), text, episode.finish)
         try:
-            text = episode.text(prompt, self._tokenizer, self._stop)
-            reward = episode.reward(await self._rewards.score(prompt, text)).total
+            scored_text = episode.text(prompt, self._tokenizer, self._stop)
+            reward = episode.reward(await self._rewards.score(prompt, scored_text)).total
         except FAILURES as error:
-            return Played(structs.replace(shown, reason=str(error)), episode)
-        return Played(structs.replace(shown, reward=reward), episode)
+            return Played(structs.replace(result, reason=str(error)), episode)
+        return Played(structs.replace(result, reward=reward), episode)
 
 
-def _first_difference(source: ArchivedCompletion, again: Episode) -> int | None:
-    """The first token that differs, or that only one of them has; None if there is none."""
-    first, second = source.recorded.tokens, again.tokens
-    both = min(len(first), len(second))
-    if (others := np.flatnonzero(first[:both] != second[:both])).size:
-        return int(others[0])
-    return None if len(first) == len(second) else both
+def _first_difference(source: ArchivedCompletion, repetition: Episode) -> int | None:
+    """The first token that differs or is missing in one of them; None for equal tokens."""
+    first, second = source.recorded.tokens, repetition.tokens
+    shorter = min(len(first), len(second))
+    if (differences := np.flatnonzero(first[:shorter] != second[:shorter])).size:
+        return int(differences[0])
+    return None if len(first) == len(second) else shorter
+
+
+@torch.no_grad()
+def critic_value(config: Config, start: str, path: Path, policy: Weights, context: Ints) -> float:
+    """The value after the tokens `context`, by the critic in the checkpoint at `path`, whose `policy` was read.
+
+    The run began with the model `start`. The value is computed in float32, without a group of ranks. Raises
+    `CheckpointError` and `ModelError`.
+    """
+    critic = config.algorithm.critic.model
+    if critic == "head":
+        lm = hf_files.read(start, "eager")
+        for name, parameter in lm.named_parameters():
+            parameter.copy_(policy.tensors[name])
+        transformer: Any = lm.base_model
+    else:
+        transformer = hf_files.critic(critic, start, "eager").transformer.float()
+    width = transformer.config.get_text_config().hidden_size
+    saved = {"value_head.weight": torch.empty(1, width), "value_head.bias": torch.empty(1)}
+    parameters = (
+        {} if critic == "head" else {f"critic.{name}": parameter for name, parameter in transformer.named_parameters()}
+    )
+    saved |= {name: torch.empty(parameter.shape) for name, parameter in parameters.items()}
+    state: dict[str, dict[str, Tensor]] = {"policy": saved}
+    with warnings.catch_warnings():
+        # torch warns about a load without a process group.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        distcp.load(state, path, alone=True)
+    for name, parameter in parameters.items():
+        parameter.copy_(saved[name])
+    hidden_1LD = transformer(input_ids=torch.from_numpy(context)[None].long(), use_cache=False).last_hidden_state
+    return float(hidden_1LD[0, -1] @ saved["value_head.weight"][0] + saved["value_head.bias"][0])

@@ -1,10 +1,10 @@
-"""`streamppo eval`: held-out accuracy and pass@k of a checkpoint of a run, or of a model, by an engine in this process.
+"""`streamppo eval`: held-out accuracy and pass@k of a run's checkpoint or a model, by an engine in this process.
 
 accuracy    share of the prompts whose greedy answer is right, as in a run's own evaluations
 pass@k      chance that one of k samples is right: the mean over prompts of 1 - C(n - c, k) / C(n, k), of n samples of
             which c are right (Chen et al. 2021, https://arxiv.org/abs/2107.03374)
 
-Right is an answer whose reward reaches `reward.correct_at`. Samples are drawn as in training, by `[rollout]`.
+An answer is right if its reward reaches `reward.correct_at`. Samples are drawn as in training, by `[rollout]`.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ from streamppo.types import Prompt
 PROGRESS_S = 10.0
 """Seconds between two log lines."""
 REASONS = 3
-"""Maximum kinds of failures that are shown."""
+"""The most kinds of failures that are shown."""
 
 log = logging.getLogger(__name__)
 
 
 class Subject(NamedTuple):
-    """A policy: the name of its run or model, its version, the folder with settings and tokenizer, its weights."""
+    """A policy: the name of its run or model, its version, its folder with settings and tokenizer, its weights."""
 
     name: str
     version: int
@@ -66,7 +66,7 @@ class ScoredAnswer(NamedTuple):
 
 
 class MeanEstimate(TypedDict):
-    """A mean over prompts, and its standard error; None without a prompt that has a score."""
+    """A mean over prompts, and its standard error; None without a scored prompt."""
 
     mean: float | None
     error: float | None
@@ -97,21 +97,21 @@ def evaluate(
 ) -> int:
     """Evaluate the run or the model called `name`, and print a table or JSON. The exit code is 1 without any score.
 
-    A run has the configuration `run_config`, of which `config` replaces all but the model; a model has only `config`.
-    Without `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
+    A run has `run_config`, of which `config` replaces all sections but [model]; a model has only `config`. Without
+    `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
     """
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
     with log_to_stderr(), tempfile.TemporaryDirectory() as aside:
         if run_config is not None:
-            chosen, subject = _load_run(Path(name).resolve(), run_config, config or run_config, version)
+            config, subject = _load_run(Path(name).resolve(), run_config, config or run_config, version)
         else:
             assert config is not None
-            chosen, subject = _load_model(name, config, Path(aside))
-        with standalone.reward_models(chosen) as models:
-            rewards = Rewards(chosen.reward, models)
-            answers = asyncio.run(_answers(chosen, subject, rewards, samples))
-    result = _result(chosen, subject, samples, answers)
+            config, subject = _load_model(name, config, Path(aside))
+        with standalone.reward_models(config) as models:
+            rewards = Rewards(config.reward, models)
+            answers = asyncio.run(_answers(config, subject, rewards, samples))
+    result = _result(config, subject, samples, answers)
     echo(*json.dumps(result, indent=2).split("\n")) if as_json else _print(result)
     return 0 if result["accuracy"]["mean"] is not None else 1
 
@@ -132,8 +132,8 @@ def _load_run(run: Path, run_config: Config, config: Config, version: int | None
 def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
     """Load a model, or make builtin:tiny in the folder `aside`; the configuration gets it as its `model.path`."""
     config = structs.replace(config, model=structs.replace(config.model, path=name))
-    if wrong := [finding.text for finding in folders.model(config) if finding.state in ("error", "not here")]:
-        raise ConfigError("\n".join(wrong))
+    if faults := [finding.text for finding in folders.model(config) if finding.state in ("error", "not here")]:
+        raise ConfigError("\n".join(faults))
     path = model_path(config, aside)
     if name == BUILTIN:
         tiny.make(config, Path(path))
@@ -144,7 +144,7 @@ def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject
 
 
 async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[ScoredAnswer]]:
-    """For each held-out prompt its greedy answer, then its samples."""
+    """The greedy answer to each held-out prompt, then its samples."""
     tokenizer = Tokenizer(subject.path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
     prompts = task.held_out(config.evaluation.prompts)
@@ -155,10 +155,10 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
         async with standalone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
             stop = build.stop(config, subject.path, tokenizer)
             player = Player(engine, tokenizer, config.environment, stop, scored=bool(config.reward.scorers))
-            asked = _AnswersUnderWay(config, player, rewards, len(prompts) * (1 + samples))
+            queue = _AnswerQueue(config, player, rewards, len(prompts) * (1 + samples))
             greedy = build.sampling(config)._replace(temperature=0.0, top_p=1.0, top_k=0)
             kinds = [greedy, *[build.sampling(config)] * samples]
-            flat = await asyncio.gather(*(asked.answer(prompt, kind) for prompt in prompts for kind in kinds))
+            flat = await asyncio.gather(*(queue.answer(prompt, kind) for prompt in prompts for kind in kinds))
             if player.agents is not None:
                 await player.agents.close()
     finally:
@@ -166,14 +166,14 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
     return [list(flat[begin : begin + len(kinds)]) for begin in range(0, len(flat), len(kinds))]
 
 
-class _AnswersUnderWay:
+class _AnswerQueue:
     """Runs at most `rollout.in_flight` answers at once."""
 
     def __init__(self, config: Config, player: Player, rewards: Rewards, total: int) -> None:
         self._player, self._rewards = player, rewards
         self._limit = stop.load_limit(config.rollout.limit, config.rollout.max_tokens)
         self._places = asyncio.Semaphore(config.rollout.in_flight)
-        self._total, self._done, self._told_at = total, 0, time.monotonic()
+        self._total, self._done, self._logged_at = total, 0, time.monotonic()
 
     async def answer(self, prompt: Prompt, sampling: Sampling) -> ScoredAnswer:
         """Play and score one answer; a failure is an answer without a reward."""
@@ -187,13 +187,13 @@ class _AnswersUnderWay:
             except FAILURES as error:
                 return ScoredAnswer(None, reason=str(error))
             finally:
-                self._tell()
+                self._log_progress()
         return ScoredAnswer(episode.reward(scored).total, episode.num_sampled, episode.finish == "length")
 
-    def _tell(self) -> None:
+    def _log_progress(self) -> None:
         self._done += 1
-        if time.monotonic() - self._told_at > PROGRESS_S:
-            self._told_at = time.monotonic()
+        if time.monotonic() - self._logged_at > PROGRESS_S:
+            self._logged_at = time.monotonic()
             log.info("%d of %d answers", self._done, self._total)
 
 

@@ -1,4 +1,4 @@
-"""The policy's weights in a checkpoint of a run, also of a dead one; without Ray, engines or the journal."""
+"""The policy's weights in a checkpoint of a run, and their export; without Ray, engines or a living run."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,10 +7,11 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from streamppo import durable
 from streamppo.commands.console import echo
 from streamppo.config.model import Model
 from streamppo.config.sections import Config, model_path
-from streamppo.errors import CheckpointError, JournalError
+from streamppo.errors import CheckpointError, ConfigError, JournalError
 from streamppo.learner.checkpoint import distcp, history, manifest, remote
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.checkpoint.manifest import Fetch
@@ -29,13 +30,36 @@ class Weights(NamedTuple):
     adapters: dict[str, Tensor]
 
 
+def export(config: Config, run: Path, version: int | None, folder: Path, *, adapter: bool) -> int:
+    """Write the policy of `version`, by default the newest checkpoint, and its tokenizer at `folder`.
+
+    With `adapter` only its adapters, in peft's format. Raises `ConfigError` if it has none, `CheckpointError` if
+    `folder` or its temporary name exists, and as `weights.checkpoint_weights` does.
+    """
+    lora, start = config.model.lora, model_path(config, run)
+    if adapter and lora is None:
+        raise ConfigError(f"{run} has no adapters: it was trained without model.lora")
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists; name a folder that does not")
+    durable.refuse_aside(folder, CheckpointError)
+    policy = checkpoint_weights(config, run, version)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if adapter and lora is not None:
+        adapters.write(policy.adapters, lora, start, folder)
+    else:
+        for note in hf_files.export(policy.tensors, start, folder, config.model.dtype):
+            echo(f"{folder}: {note}")
+    echo(f"{folder}: version {policy.version}, weights {policy.digest[:16]}")
+    return 0
+
+
 def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
-    A running run may delete that one meanwhile: then the newest is another. Files that this disk lacks or has damaged
+    A running run may delete the newest meanwhile: then the next is read. Files that are missing or damaged on this disk
     are fetched from the run's address, if it has one. Raises `CheckpointError` if there is no such checkpoint any more,
-    if files of it are on other disks, or if its digest is not the journal's; `ModelError` if the run's first model,
-    which gives the shapes, is missing.
+    if its files are on other disks, or if its digest is not the journal's; `ModelError` if the run's first model, which
+    has the shapes, is missing.
     """
     while True:
         past = _run_history(config, run)
@@ -56,22 +80,23 @@ def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weight
 def weights_in(
     path: Path, config: Config, start: str, past: History | None = None, fetch: Fetch | None = None
 ) -> Weights:
-    """Read the policy of the checkpoint at `path`; the run began with the model `start`. Raises as above.
+    """Read the policy of the checkpoint at `path`; the run began with the model `start`.
 
-    `fetch` is as in `manifest.verify`.
+    `fetch` is as in `manifest.verify`. Raises as `checkpoint_weights`.
     """
     state, model = manifest.verify_whole(path, past, fetch), config.model
     tensors = _read(path, start, model)
-    still = {} if model.lora is None else model_weights(start, model.dtype)
+    frozen = {} if model.lora is None else model_weights(start, model.dtype)
     push, _ = buckets.pack_whole(state.version, tensors, config.learner.bucket_bytes)
     push = structs.replace(
-        push, frozen=tuple(buckets.describe_tensor(name, Shard.whole(tensor), tensor) for name, tensor in still.items())
+        push,
+        frozen=tuple(buckets.describe_tensor(name, Shard.whole(tensor), tensor) for name, tensor in frozen.items()),
     )
     if push.digest != state.digest:
-        raise CheckpointError(f"{path}: its weights are not those of version {state.version} that the engines had")
+        raise CheckpointError(f"{path}: its weights differ from version {state.version} of the engines")
     if model.lora is None:
         return Weights(state.version, push.digest, tensors, {})
-    return Weights(state.version, push.digest, merge_adapters(still, tensors, model.lora.scale), tensors)
+    return Weights(state.version, push.digest, merge_adapters(frozen, tensors, model.lora.scale), tensors)
 
 
 def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
@@ -90,7 +115,7 @@ def _run_history(config: Config, run: Path) -> History | None:
 
 
 def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
-    """The checkpoint of `version`, else the newest one of this run; if all are of other runs, the newest is refused."""
+    """The checkpoint of `version`, by default the newest of this run; else the newest, which is then refused."""
     folder, address = run / "checkpoints", remote.known_address(run)
     checkpoints = {int(path.name): path for path in manifest.complete(folder)}
     whole = [number for number in checkpoints if version is None and manifest.is_of(checkpoints[number], past)]
@@ -99,21 +124,20 @@ def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
         copies = remote.CheckpointStore(address).versions(past)
         wanted = max(copies, default=None) if wanted is None else wanted
         checkpoints |= {number: folder / f"{number:08d}" for number in copies if number not in checkpoints}
-        # Of a part of it the missing files are fetched when they are verified.
+        # The missing files of a part are fetched when they are verified.
         if wanted in checkpoints and not checkpoints[wanted].exists():
             remote.CheckpointStore(address).fetch_checkpoint(checkpoints[wanted])
     if wanted not in checkpoints:
-        there = ", ".join(map(str, checkpoints)) or "none"
-        asked = "" if version is None else f" of version {version}"
-        raise CheckpointError(f"{run}: no checkpoint{asked}; there are {there}")
+        versions = ", ".join(map(str, checkpoints)) or "none"
+        missing = "" if version is None else f" of version {version}"
+        raise CheckpointError(f"{run}: no checkpoint{missing}; there are {versions}")
     return checkpoints[wanted]
 
 
 def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
-    """The trained parameters of a policy in a checkpoint, by the names of versions and in the model's `dtype`.
+    """The trained parameters of a policy in a checkpoint of any number of ranks, in the model's `dtype`.
 
-    Their order is that of a version. It does not matter how many ranks wrote the checkpoint. Tied weights appear once,
-    under the name that `named_parameters` gives them.
+    Names and order are those of a version. Tied weights appear once, under their name in `named_parameters`.
     """
     with torch.device("meta"):
         lm = hf_files.read(start, "eager", weights=False)

@@ -1,7 +1,6 @@
-"""A simulated engine: steps of all its rows; between two of them it swaps and fills free rows.
+"""A simulated engine: steps of all its rows; between two steps it swaps versions and fills free rows.
 
-Steps between which nothing changes are one piece of work. A completion or a version that comes in between ends it at
-the present step.
+Steps without a change in between are one piece of work. A new row or version ends the work after the present step.
 """
 
 import bisect
@@ -21,7 +20,7 @@ Ages: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class SimulatedRow(NamedTuple):
-    """A completion under way; without a ticket, the answer to an evaluation's prompt. It began at step `begun`."""
+    """A completion that began at step `begun`; without a ticket it answers an evaluation's prompt."""
 
     ticket: Ticket | None
     length: int
@@ -29,7 +28,7 @@ class SimulatedRow(NamedTuple):
 
 
 class SimulatedEngine:
-    """An engine on `cores`; it hands each ended row with its ages to `ended`, and calls `swapped` at each swap."""
+    """An engine on `cores`; it calls `ended` with each complete row and its ages, and `swapped` at each swap."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class SimulatedEngine:
         self._steps, self._before_s, self._step_s, self._began = 0, 0.0, 0.0, 0.0
 
     def add(self, rows: Sequence[SimulatedRow]) -> None:
-        """Have `rows` wait for free places."""
+        """Queue `rows` for free places."""
         self._waiting.extend(rows)
         self._interrupt()
 
@@ -61,15 +60,15 @@ class SimulatedEngine:
         self._interrupt()
 
     def _interrupt(self) -> None:
-        """Go to a boundary at the end of the present step."""
+        """End the work after the present step."""
         if self._work is None:
             self._boundary()
             return
         spent = self._before_s + self._steps * self._step_s - self._cores.left(self._work)
-        begun = 1 + int(max(0.0, spent - self._before_s) / self._step_s) if self._step_s else 1
-        if begun < self._steps:
-            self._steps = begun
-            self._cores.shorten(self._work, max(0.0, self._before_s + begun * self._step_s - spent))
+        steps = 1 + int(max(0.0, spent - self._before_s) / self._step_s) if self._step_s else 1
+        if steps < self._steps:
+            self._steps = steps
+            self._cores.shorten(self._work, max(0.0, self._before_s + steps * self._step_s - spent))
 
     def _boundary(self) -> None:
         costs, workload, self._before_s = self._costs, self._workload, 0.0
@@ -106,7 +105,7 @@ class SimulatedEngine:
         self._boundary()
 
     def _ages(self, row: SimulatedRow) -> Ages:
-        """The ages of a row that ends with this step: its first token is the prefill's, the others are of steps."""
+        """The ages of a row that ends with this step: the prefill sampled its first token, steps the others."""
         first = bisect.bisect_right(self._swaps, (row.begun, inf)) - 1
         ages, end = Counter({self._swaps[first][1]: 1}), row.begun + row.length - 1
         for (step, version), (until, _) in itertools.pairwise([*self._swaps[first:], (end, 0)]):

@@ -1,7 +1,7 @@
 """Costs of stages and lengths of completions from runs on this machine.
 
-A cost is CPU seconds of phases over the calls, rows or tokens that they were for. What costs by the call and what costs
-by the row is told apart by runs, or parts of a run, of different size: least squares with no cost below 0.
+A cost is the CPU seconds of phases over their calls, rows or tokens. Runs, or parts of a run, of different size
+separate the cost of a call from that of a row: least squares with no cost below 0.
 """
 
 import itertools
@@ -25,11 +25,11 @@ ENGINE = ("decode", "prefill", "swap", "unpack")
 """Phases of an engine's thread."""
 UNSPENT = (0, 0.0, 0.0)
 BATCHES = 8
-"""Batches of a run whose lengths are read, the last ones."""
+"""The last batches of a run, whose lengths are read."""
 
 
 class Interval(NamedTuple):
-    """What a process spent between two of its lines, by phase: calls, wall seconds, CPU seconds."""
+    """Calls, wall seconds and CPU seconds of a process between two of its lines, by phase."""
 
     begin_s: float
     end_s: float
@@ -45,8 +45,7 @@ class Interval(NamedTuple):
 
 
 class MeasuredRun(NamedTuple):
-    """A run's folder and configuration, its intervals after the first update by process, and what it made by the
-    second.
+    """A run's folder and configuration, and its intervals after the first update, by process.
 
     `updates` are (second, tokens of all rows); `sampled` are, by engine, (second, tokens so far).
     """
@@ -57,37 +56,37 @@ class MeasuredRun(NamedTuple):
     updates: list[tuple[float, float]]
     sampled: dict[str, list[tuple[float, int]]]
 
-    def of(self, kind: str) -> list[tuple[str, Interval]]:
+    def intervals_of(self, kind: str) -> list[tuple[str, Interval]]:
         """Each interval of the processes of a kind, with the name of its process."""
         named = ((name, intervals) for name, intervals in self.intervals.items() if name.startswith(kind))
         return [(name, interval) for name, intervals in named for interval in intervals]
 
-    def made(self, interval: Interval) -> tuple[int, float, int]:
-        """Of a rank in an interval: its updates, the tokens of its rows, and its updates together with other ranks."""
+    def work(self, interval: Interval) -> tuple[int, float, int]:
+        """A rank's updates in an interval, the tokens of its rows, and its updates together with other ranks."""
         rows = [tokens for second, tokens in self.updates if interval.begin_s < second <= interval.end_s]
         ranks = self.config.learner.ranks
         return len(rows), sum(rows) / ranks, len(rows) * (ranks > 1)
 
     def decoded(self, engine: str, interval: Interval) -> int:
-        """Tokens that an engine sampled in an interval: its counters come together with its phases."""
+        """Tokens that an engine sampled in an interval: reports have its counters beside its phases."""
 
         def at(moment: float) -> int:
-            return min(self.sampled[engine], key=lambda one: abs(one[0] - moment))[1]
+            return min(self.sampled[engine], key=lambda sample: abs(sample[0] - moment))[1]
 
         return at(interval.end_s) - at(interval.begin_s)
 
     def stored(self, interval: Interval) -> float:
         """Trajectories that all actors together finished in an interval of the queue."""
         return sum(
-            one.calls("reward")
-            * max(0.0, min(one.end_s, interval.end_s) - max(one.begin_s, interval.begin_s))
-            / (one.end_s - one.begin_s)
-            for _, one in self.of("rollout-")
+            actor.calls("reward")
+            * max(0.0, min(actor.end_s, interval.end_s) - max(actor.begin_s, interval.begin_s))
+            / (actor.end_s - actor.begin_s)
+            for _, actor in self.intervals_of("rollout-")
         )
 
 
 def read(folder: Path) -> MeasuredRun:
-    """Read a run. Raises `RunError` for one that was too short: half a minute of updates is enough."""
+    """Read a run. Raises `RunError` for too short a run: half a minute of updates is enough."""
     config = configfile.load(configfile.existing(folder) / configfile.CONFIG)
     lines = metrics_file.read(folder)
     updates, sampled = list[tuple[float, float]](), dict[str, list[tuple[float, int]]]()
@@ -95,12 +94,12 @@ def read(folder: Path) -> MeasuredRun:
         if "engine" in line:
             sampled.setdefault(line["engine"], []).append((line["wall_s"], line["tokens"]))
         elif "update" in line:
-            found = metrics_file.numbers(line)
-            rows = found["learner_tokens_per_s"] * (found["score_s"] + found["train_s"])
-            updates.append((line["wall_s"], rows))
+            numbers = metrics_file.numbers(line)
+            tokens = numbers["learner_tokens_per_s"] * (numbers["score_s"] + numbers["train_s"])
+            updates.append((line["wall_s"], tokens))
     intervals = _intervals(lines, updates[0][0] if updates else 0.0)
     for kind, process in {"learner-": "the learner", "rollout-": "an actor", "queue": "the queue"}.items():
-        if not any(found for name, found in intervals.items() if name.startswith(kind)):
+        if not any(of_process for name, of_process in intervals.items() if name.startswith(kind)):
             text = f"too short a run to measure: after its first update, {process} wrote its phases less than twice"
             raise RunError(f"{folder}: {text}")
     return MeasuredRun(folder, config, intervals, updates, sampled)
@@ -108,27 +107,34 @@ def read(folder: Path) -> MeasuredRun:
 
 def costs(runs: Sequence[MeasuredRun]) -> StageCosts:
     """The costs of the stages over all `runs`, which should have the same model and lengths."""
-    engines = [(run, name, one) for run in runs for name, one in run.of("rollout-")]
-    ranks = [(run.made(one), one) for run in runs for _, one in run.of("learner-")]
-    queues = [(run, one) for run in runs for _, one in run.of("queue")]
+    engines = [(run, name, interval) for run in runs for name, interval in run.intervals_of("rollout-")]
+    ranks = [(run.work(interval), interval) for run in runs for _, interval in run.intervals_of("learner-")]
+    queues = [(run, interval) for run in runs for _, interval in run.intervals_of("queue")]
     step_s, row_s = _fit(
-        ((one.calls("decode"), run.decoded(name, one)), one.cpu_s("decode")) for run, name, one in engines
+        ((interval.calls("decode"), run.decoded(name, interval)), interval.cpu_s("decode"))
+        for run, name, interval in engines
     )
     prefill_s, prompt_s = _fit(
-        ((one.calls("prefill"), one.calls("reward")), one.cpu_s("prefill")) for _, _, one in engines
+        ((interval.calls("prefill"), interval.calls("reward")), interval.cpu_s("prefill")) for _, _, interval in engines
     )
-    (swap_s,) = _fit(((one.calls("swap"),), one.cpu_s("swap", "unpack")) for _, _, one in engines)
+    (swap_s,) = _fit(((interval.calls("swap"),), interval.cpu_s("swap", "unpack")) for _, _, interval in engines)
     sample_s, idle = _fit(
-        ((one.calls("reward"), one.end_s - one.begin_s), one.cpu_s("process") - one.cpu_s(*ENGINE))
-        for _, _, one in engines
+        (
+            (interval.calls("reward"), interval.end_s - interval.begin_s),
+            interval.cpu_s("process") - interval.cpu_s(*ENGINE),
+        )
+        for _, _, interval in engines
     )
-    update_s, token_s, sync_s = _fit((made, one.cpu_s(*PASSES)) for made, one in ranks)
-    # Of several ranks the main thread waits while other threads exchange what it sums.
-    push_s, exchange_s = _fit(((made[0], made[2]), one.cpu_s("process") - one.cpu_s(*PASSES)) for made, one in ranks)
+    update_s, token_s, sync_s = _fit((work, interval.cpu_s(*PASSES)) for work, interval in ranks)
+    # Of several ranks the main thread waits while other threads exchange gradients.
+    push_s, exchange_s = _fit(
+        ((work[0], work[2]), interval.cpu_s("process") - interval.cpu_s(*PASSES)) for work, interval in ranks
+    )
     call_s, stored_s, publish_s = _fit(
-        ((one.calls("store"), run.stored(one), one.calls("archive")), one.cpu_s("process")) for run, one in queues
+        ((interval.calls("store"), run.stored(interval), interval.calls("archive")), interval.cpu_s("process"))
+        for run, interval in queues
     )
-    waits = [one.spent["reward"] for _, _, one in engines if one.calls("reward")]
+    waits = [interval.spent["reward"] for _, _, interval in engines if interval.calls("reward")]
     return StageCosts(
         step_s=step_s,
         row_s=row_s,
@@ -170,7 +176,7 @@ def _intervals(lines: Iterable[Line], first_s: float) -> dict[str, list[Interval
     for line in lines:
         if "phases" in line and line["wall_s"] >= first_s:
             phases.setdefault(line["phases"], []).append(line)
-    return {name: list(itertools.starmap(_interval, itertools.pairwise(of))) for name, of in phases.items()}
+    return {name: list(itertools.starmap(_interval, itertools.pairwise(reports))) for name, reports in phases.items()}
 
 
 def _interval(before: PhasesLine, after: PhasesLine) -> Interval:
@@ -183,18 +189,18 @@ def _interval(before: PhasesLine, after: PhasesLine) -> Interval:
 
 
 def _fit(points: Iterable[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
-    """The cost of each cause, by least squares without a constant: of all subsets whose costs are above 0 the best.
+    """The cost of each cause, by least squares without a constant: the best subset of causes with costs above 0.
 
     Example: (((1, 10), 3.0), ((1, 20), 5.0)) -> (1.0, 0.2).
     """
-    given = list(points)
-    causes, spent = np.array([cause for cause, _ in given], dtype=float), np.array([seconds for _, seconds in given])
+    rows = list(points)
+    causes, spent = np.array([cause for cause, _ in rows], dtype=float), np.array([seconds for _, seconds in rows])
     best, least = np.zeros(causes.shape[1]), float(np.square(spent).sum())
     for number in range(1, causes.shape[1] + 1):
-        for chosen in map(list, itertools.combinations(range(causes.shape[1]), number)):
-            found, _, rank, _ = np.linalg.lstsq(causes[:, chosen], spent, rcond=None)
-            error = float(np.square(causes[:, chosen] @ found - spent).sum())
-            if rank == number and (found > 0).all() and error < least:
+        for subset in map(list, itertools.combinations(range(causes.shape[1]), number)):
+            costs, _, rank, _ = np.linalg.lstsq(causes[:, subset], spent, rcond=None)
+            error = float(np.square(causes[:, subset] @ costs - spent).sum())
+            if rank == number and (costs > 0).all() and error < least:
                 best, least = np.zeros(causes.shape[1]), error
-                best[chosen] = found
+                best[subset] = costs
     return tuple(best.tolist())

@@ -1,4 +1,4 @@
-"""The meshes of ranks that a plan tries. Each divides a rank's memory; what it moves between ranks costs time."""
+"""The meshes of ranks that a plan tries. A mesh divides a rank's memory, and costs time to move data between ranks."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice, product
@@ -21,10 +21,10 @@ PARTS = (2, 4, 8)
 
 
 def choose(config: Config, model: "PretrainedConfig", fits: Callable[[Config], bool]) -> list[Mesh]:
-    """Return the meshes to try with the ranks of `config`; each passes `fits`, and `model` can be divided so.
+    """Return the meshes to try with the ranks of `config`: those that `model` allows and that pass `fits`.
 
-    These are the configured mesh, and the same with a replica on each node. If neither fits, it is the first that does
-    and that divides experts, then rows, then layers as well.
+    These are the configured mesh, and the same with a replica on each node. If neither fits, it is the first fitting
+    mesh that divides experts too, else rows, else layers.
     """
     plain = [mesh for mesh in _plain(config) if _holds(config, mesh, model, fits)]
     divided = () if plain else (mesh for mesh in _divided(config) if _holds(config, mesh, model, fits))

@@ -1,4 +1,4 @@
-"""`streamppo plan`: what a run will do before it is started, and which settings would make it faster.
+"""`streamppo plan`: predicts a run before its start, and proposes settings that make it faster.
 
 On this machine the costs are those of `--measured` runs. For GPUs they are estimated from data sheets (roofline.py).
 """
@@ -39,21 +39,21 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 """Costs that are right or wrong together."""
 DOUBT = {"measured": 0.15, "estimated": 0.5}
-"""By how much a group of costs may be wrong."""
+"""The share by which a group of costs may be wrong."""
 SPREAD, DRAWS = 0.8, 999
-"""Assumed lengths on GPUs: the standard deviation of their logarithm, and how many are drawn."""
+"""Assumed lengths on GPUs: the standard deviation of their logarithm, and their number."""
 COMPARED = 60
 """Simulated updates beside those of a run."""
 ROOM = 0.92
-"""The share of a GPU's memory that may be planned."""
+"""The share of a GPU's memory that a plan may use."""
 COLUMNS = ("predicted", "realised", "ratio")
 WAITS = 0.1
-"""A stage that waits for a smaller share of the time does not wait."""
+"""A smaller share of the time is not called a wait."""
 GIB = 2**30
 
 
 class Realised(NamedTuple):
-    """What a run did after its first updates: updates and trained tokens per second, mean lag, the learner's waits."""
+    """Rates of a run after its first updates: updates and trained tokens per second, mean lag, the learner's waits."""
 
     updates_per_s: float
     tokens_per_s: float
@@ -62,25 +62,25 @@ class Realised(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What was predicted of a run, and what it did."""
+    """The predicted and the realised numbers of a run."""
 
     predicted: Prediction
     realised: Realised
 
     def rows(self) -> list[tuple[str, tuple[str, str, str]]]:
         """The numbers' names, each with the cells of `COLUMNS`."""
-        found: list[tuple[str, tuple[str, str, str]]] = []
+        rows: list[tuple[str, tuple[str, str, str]]] = []
         for name, value in self.realised._asdict().items():
             expected: float = getattr(self.predicted, name)
             ratio = f"{expected / value:.2f}" if value else "-"
-            shown = "{:.1%}" if name == "learner_waits" else "{:,.0f}" if name == "tokens_per_s" else "{:.3g}"
-            cells = (shown.format(expected), shown.format(value), ratio)
-            found.append((name.replace("_", " ").replace(" per s", "/s"), cells))
-        return found
+            number = "{:.1%}" if name == "learner_waits" else "{:,.0f}" if name == "tokens_per_s" else "{:.3g}"
+            cells = (number.format(expected), number.format(value), ratio)
+            rows.append((name.replace("_", " ").replace(" per s", "/s"), cells))
+        return rows
 
 
 class Hardware(NamedTuple):
-    """GPUs of a type, and the hours of one in money; None without a price."""
+    """GPUs of a type, and the price of a GPU hour, if known."""
 
     gpus: int
     kind: str
@@ -88,7 +88,7 @@ class Hardware(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """What no measured run says: mean tokens of prompt and completion, seconds of a reward."""
+    """Assumptions without a measured run: mean tokens of prompt and completion, seconds of a reward."""
 
     prompt_tokens: float | None = None
     length: float | None = None
@@ -96,15 +96,15 @@ class Assumed(NamedTuple):
 
 
 def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
-    """What `runs` on this machine say. Raises `ConfigError` for one on GPUs."""
-    if any(one.config.learner.gpus or one.config.rollout.gpus for one in runs):
+    """The basis of predictions from `runs` on this machine. Raises `ConfigError` for runs on GPUs."""
+    if any(run.config.learner.gpus or run.config.rollout.gpus for run in runs):
         raise ConfigError("plan --measured reads runs on CPUs: phases have CPU seconds, and no seconds of a GPU")
     costs = measured.costs(runs)
     if assumed.reward_s is not None:
         costs = costs._replace(reward_s=assumed.reward_s)
-    found = [measured.lengths(one.folder) for one in runs]
-    prompt_tokens = sum(prompt for prompt, _ in found) / len(found)
-    lengths = Lengths(prompt_tokens, [length for _, drawn in found for length in drawn])
+    run_lengths = [measured.lengths(run.folder) for run in runs]
+    prompt_tokens = sum(prompt for prompt, _ in run_lengths) / len(run_lengths)
+    lengths = Lengths(prompt_tokens, [length for _, completions in run_lengths for length in completions])
     cores = float(process.cores())
     return Basis(lengths, cores, lambda _: costs, lambda _: True, proposals.more_slots, DOUBT["measured"])
 
@@ -112,7 +112,7 @@ def basis(runs: Sequence[MeasuredRun], assumed: Assumed) -> Basis:
 def on_this_machine(
     config: Config, folders: Sequence[Path], assumed: Assumed, run: Path | None, to: Path | None
 ) -> int:
-    """Plan a run of `config` on this machine's cores; with a `run` of it, compare with what that run did.
+    """Plan a run of `config` on this machine's cores; with a finished `run`, compare the prediction with it.
 
     Raises `RunError` for a measured run that was too short.
     """
@@ -121,13 +121,13 @@ def on_this_machine(
     runs = [measured.read(folder) for folder in folders]
     known = basis(runs, assumed)
     if run is not None:
-        return _show(beside(run, config, known), to)
+        return _print_comparison(compare_run(run, config, known), to)
     engines = [(f"rollout.actors={count}",) for count in range(1, 1 + max(process.cores(), config.rollout.actors))]
     echo(f"{process.cores()} cores, costs of {len(runs)} measured {'run' if len(runs) == 1 else 'runs'}", "")
     tried = proposals.improve(config, known, engines)
     _report(tried, known, to)
-    if config.learner.ranks > 1 and not any(one.config.learner.ranks > 1 for one in runs):
-        echo("no measured run has several ranks: what they wait for each other is not in these numbers")
+    if config.learner.ranks > 1 and not any(run.config.learner.ranks > 1 for run in runs):
+        echo("no measured run has several ranks: their waits for each other are not in these numbers")
     return 0
 
 
@@ -157,7 +157,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         return max(memory.rank(checkpointed(config), model, longest_row(config)).total, engine) <= ROOM * gpu.gib * GIB
 
     def slots(config: Config) -> list[int]:
-        """Return numbers of rows that an engine may decode together, as far as their cache has room."""
+        """Return the numbers of rows whose cache fits an engine's memory."""
         gpus = max(1.0, config.rollout.gpus)
         room = (ROOM * gpu.gib * GIB * gpus - model.parameters * model.element) / model.cache_per_token
         mean = prompt_tokens + sum(lengths.completions) / len(lengths.completions)
@@ -169,21 +169,21 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
         for split in _splits(hardware.gpus, config.evaluation.actors, model, gpu)
         for mesh in meshes.choose(configfile.change(config, split), settings, fits)
     ]
-    shows = any(mesh != config.learner.mesh for _, mesh in divisions)
-    splits = [(*split, meshes.override(mesh)) if shows else split for split, mesh in divisions]
+    has_meshes = any(mesh != config.learner.mesh for _, mesh in divisions)
+    splits = [(*split, meshes.override(mesh)) if has_meshes else split for split, mesh in divisions]
     if not splits:
         raise ConfigError(
             f"no division of {hardware.gpus} {hardware.kind} ({gpu.gib} GiB) holds ranks and engines of "
             f"{model.parameters:,} parameters: see `streamppo check`"
         )
-    taken = config.learner.ranks * config.learner.gpus + config.engines * config.rollout.gpus
-    begun = () if taken == hardware.gpus and fits(config) else splits[0]
+    configured_gpus = config.learner.ranks * config.learner.gpus + config.engines * config.rollout.gpus
+    first = () if configured_gpus == hardware.gpus and fits(config) else splits[0]
     echo(
         f"{hardware.gpus} {hardware.kind}, {model.parameters:,} parameters; prompts of {prompt_tokens:,.0f} and "
         f"completions of {sum(lengths.completions) / DRAWS:,.0f} tokens on average, up to {max(lengths.completions):,}",
         "",
     )
-    tried = proposals.improve(config, known, splits, begun)
+    tried = proposals.improve(config, known, splits, first)
     _report(tried, known, to)
     rate = tried[-1].prediction.updates_per_s
     hours = hardware.gpus * config.updates / rate / 3600
@@ -194,7 +194,7 @@ def on_gpus(config: Config, hardware: Hardware, assumed: Assumed, to: Path | Non
 
 
 def realised(run: Path) -> Realised:
-    """What a run did after the updates that a prediction skips. Raises `ConfigError` if it made no more."""
+    """Rates of a run after the updates that a prediction skips. Raises `ConfigError` for too few updates."""
     lines, skip = metrics_file.updates(run), skipped(queue_settings(configfile.load(run / configfile.CONFIG)))
     if len(lines) < skip + 2:
         raise ConfigError(f"{run}: {len(lines)} updates are too few to compare; the first {skip + 1} do not count")
@@ -209,17 +209,17 @@ def realised(run: Path) -> Realised:
 
 
 def lognormal(mean: float, most: int) -> list[int]:
-    """Lengths at evenly spaced shares of a lognormal distribution, in an arbitrary order that is always the same."""
+    """Lengths at evenly spaced quantiles of a lognormal distribution, in a fixed arbitrary order."""
     median = mean / math.exp(SPREAD**2 / 2)
-    drawn = [median * math.exp(SPREAD * NormalDist().inv_cdf((place + 0.5) / DRAWS)) for place in range(DRAWS)]
-    # 617 and 999 have no common factor: every place comes once.
-    return [max(1, min(most, round(drawn[617 * place % DRAWS]))) for place in range(DRAWS)]
+    lengths = [median * math.exp(SPREAD * NormalDist().inv_cdf((n + 0.5) / DRAWS)) for n in range(DRAWS)]
+    # 617 and 999 have no common factor: each length comes once.
+    return [max(1, min(most, round(lengths[617 * n % DRAWS]))) for n in range(DRAWS)]
 
 
 def _splits(gpus: int, evaluators: int, model: memory.ModelSizes, gpu: GpuType) -> list[tuple[str, ...]]:
-    """Every division of `gpus` into ranks and engines, beside `evaluators` that only evaluate.
+    """Every division of `gpus` into ranks and engines, besides `evaluators` that only evaluate.
 
-    An engine has the fewest GPUs that hold its weights twice: the rest of their memory is its cache.
+    An engine has the fewest GPUs that hold its weights twice, so that their other memory is its cache.
     """
     weights = model.parameters * model.element
     wide = next((width for width in (1, 2, 4, 8) if 2 * weights / width <= ROOM * gpu.gib * GIB), 8)
@@ -243,30 +243,33 @@ def _is_round(ranks: int) -> bool:
 
 def _report(tried: Sequence[Proposal], known: Basis, to: Path | None) -> None:
     """Print the proposals, the best last, and the cost that the best depends on most."""
-    shown = table("settings", "updates/s", "tokens/s", "learner waits", "engines busy", "lag", "p99", "max", "lost")
-    for one in tried:
-        shown.add_row(" ".join(one.overrides) or "as configured", *_cells(one.prediction))
-    console().print(shown)
+    rows = table("settings", "updates/s", "tokens/s", "learner waits", "engines busy", "lag", "p99", "max", "lost")
+    for proposal in tried:
+        rows.add_row(" ".join(proposal.overrides) or "as configured", *_cells(proposal.prediction))
+    console().print(rows)
     best = tried[-1]
     group, low, high = least_sure(best, known)
     echo(
         "",
-        f"who waits: {_who_waits(best.prediction)}",
+        f"who waits: {_longest_wait(best.prediction)}",
         f"least sure of {group}: {known.doubt:.0%} more or less of it are {low:+.0%} to {high:+.0%} updates/s",
     )
     before, after = tried[0].config.queue, best.config.queue
-    counted = "tokens are counted, not what they teach: with a larger"
+    caveat = "the proposals count tokens, not what they teach: with a larger"
     if after.bound > before.bound:
-        echo(f"{counted} max_lag an update teaches less (docs/off-policy.md)")
+        echo(f"{caveat} max_lag an update teaches less (docs/off-policy.md)")
     if after.batch_size > before.batch_size:
-        echo(f"{counted} batch_size the same tokens make fewer updates")
+        echo(f"{caveat} batch_size the same tokens make fewer updates")
     if to:
         costs = known.price(best.config)._asdict()
-        _write(to, {"proposals": [_stored(one) for one in tried], "costs": costs})
+        _write(
+            to,
+            {"proposals": [{"overrides": one.overrides, **_numbers(one.prediction)} for one in tried], "costs": costs},
+        )
 
 
 def least_sure(proposal: Proposal, known: Basis) -> tuple[str, float, float]:
-    """(the group of costs on which updates/s depend most, their change with more of it, and with less)."""
+    """(group of costs on which updates/s depend most, change of updates/s with more of it, change with less)."""
     costs, base = known.price(proposal.config), proposal.prediction.updates_per_s
 
     def change(group: str, factor: float) -> float:
@@ -282,24 +285,24 @@ def _scaled(costs: StageCosts, names: Sequence[str], factor: float) -> StageCost
     return costs._replace(**{name: getattr(costs, name) * factor for name in names})
 
 
-def beside(run: Path, config: Config, known: Basis) -> Comparison:
-    """What was to be expected of a run of `config`, beside what `run` did. Raises `ConfigError`."""
+def compare_run(run: Path, config: Config, known: Basis) -> Comparison:
+    """Compare `run` with the prediction for `config`. Raises `ConfigError`."""
     return Comparison(proposals.predict(config, known, COMPARED), realised(run))
 
 
 def compare(runs: Sequence[Path], folders: Sequence[Path]) -> list[Comparison]:
-    """Each run beside what the costs of the runs in `folders` predict for it. Raises `StreamppoError`."""
+    """Compare each run with its prediction from the costs of the runs in `folders`. Raises `StreamppoError`."""
     known = basis([measured.read(folder) for folder in folders], Assumed())
-    return [beside(run, configfile.load(configfile.existing(run) / configfile.CONFIG), known) for run in runs]
+    return [compare_run(run, configfile.load(configfile.existing(run) / configfile.CONFIG), known) for run in runs]
 
 
-def _show(found: Comparison, to: Path | None) -> int:
-    shown = table("", *COLUMNS)
-    for name, cells in found.rows():
-        shown.add_row(name, *cells)
-    console().print(shown)
+def _print_comparison(comparison: Comparison, to: Path | None) -> int:
+    rows = table("", *COLUMNS)
+    for name, cells in comparison.rows():
+        rows.add_row(name, *cells)
+    console().print(rows)
     if to:
-        _write(to, {"predicted": _numbers(found.predicted), "realised": found.realised._asdict()})
+        _write(to, {"predicted": _numbers(comparison.predicted), "realised": comparison.realised._asdict()})
     return 0
 
 
@@ -307,15 +310,15 @@ def _write(to: Path, content: object) -> None:
     durable.write_output(to, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", RunError)
 
 
-def _cells(found: Prediction) -> list[str]:
-    numbers = [f"{found.updates_per_s:.3g}", f"{found.tokens_per_s:,.0f}", f"{found.learner_waits:.0%}"]
-    numbers += [f"{found.engines_busy:.0%}", f"{found.lag_mean:.2f}"]
-    return [*numbers, str(found.lag_quantile(0.99)), str(max(found.lags)), f"{found.tokens_lost:.1%}"]
+def _cells(prediction: Prediction) -> list[str]:
+    numbers = [f"{prediction.updates_per_s:.3g}", f"{prediction.tokens_per_s:,.0f}", f"{prediction.learner_waits:.0%}"]
+    numbers += [f"{prediction.engines_busy:.0%}", f"{prediction.lag_mean:.2f}"]
+    return [*numbers, str(prediction.lag_quantile(0.99)), str(max(prediction.lags)), f"{prediction.tokens_lost:.1%}"]
 
 
-def _who_waits(found: Prediction) -> str:
+def _longest_wait(prediction: Prediction) -> str:
     """The stage that waits most, in words."""
-    learner, engines = found.learner_waits, 1 - found.engines_busy
+    learner, engines = prediction.learner_waits, 1 - prediction.engines_busy
     if max(learner, engines) < WAITS:
         return "nobody for more than a tenth of the time"
     if learner >= engines:
@@ -323,11 +326,11 @@ def _who_waits(found: Prediction) -> str:
     return f"engines, {engines:.0%} of the time: more ranks or fewer engines help"
 
 
-def _stored(one: Proposal) -> dict[str, object]:
-    return {"overrides": one.overrides, **_numbers(one.prediction)}
-
-
-def _numbers(found: Prediction) -> dict[str, object]:
-    lags = {"lag_mean": found.lag_mean, "lag_p50": found.lag_quantile(0.5), "lag_p99": found.lag_quantile(0.99)}
-    rates = {name: value for name, value in found._asdict().items() if name != "lags"}
-    return {**rates, **lags, "lag_max": max(found.lags)}
+def _numbers(prediction: Prediction) -> dict[str, object]:
+    lags = {
+        "lag_mean": prediction.lag_mean,
+        "lag_p50": prediction.lag_quantile(0.5),
+        "lag_p99": prediction.lag_quantile(0.99),
+    }
+    rates = {name: value for name, value in prediction._asdict().items() if name != "lags"}
+    return {**rates, **lags, "lag_max": max(prediction.lags)}

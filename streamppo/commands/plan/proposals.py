@@ -1,8 +1,8 @@
-"""The settings of a configuration that decide its throughput, and better ones, found by simulating them.
+"""Proposals of settings with a higher throughput, by simulation of the settings that decide it.
 
-One setting after another takes the value with the most trained tokens per second; within `EQUAL` of it the first,
-which is the one that asks for less: fewer GPUs of a stage, a smaller lag, fewer rows and trajectories in flight. A
-larger batch must gain `BATCH_GAIN`, because it changes what an update learns.
+One setting after another takes the value with the most trained tokens per second. Of values within `EQUAL` of it, the
+first wins, which demands least: the fewest GPUs of a stage, the smallest lag, the fewest rows and trajectories in
+flight. A larger batch must gain `BATCH_GAIN`, because it changes what an update learns.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from streamppo.errors import ConfigError
 from streamppo.queue.rules.state import queue_settings
 
 EQUAL = 0.02
-"""Rates that differ by less are equal: a smaller lag or demand decides."""
+"""Rates with a smaller relative difference are equal: the smaller lag or demand wins."""
 LAGS = (1, 2, 4, 8, 16)
 MORE_SLOTS, MORE_ROWS = (0.5, 2, 4, 8), (2, 4)
-"""Tried rows of an engine and trajectories of a batch, by the configured number."""
+"""Tried rows of an engine and trajectories of a batch, as multiples of the configured number."""
 BATCH_GAIN = 0.1
 MORE_IN_FLIGHT = (1.0, 1.5, 2.0, 4.0)
-"""Trajectories in flight for each slot of an engine: those beyond 1 wait for a row or for their reward."""
+"""Tried trajectories in flight, as multiples of an engine's slots: more than 1 wait for a row or a reward."""
 TRAJECTORIES, FEWEST, MOST = 8_192, 10, 30
-"""Simulated trajectories of a proposal, in so many updates at least and at most."""
+"""Simulated trajectories of a proposal; the fewest and the most updates for them."""
 MOST_S = 4 * 3600.0
-"""Simulated seconds after which a proposal is judged by the updates so far."""
+"""The most simulated seconds of a proposal: then its updates so far count."""
 
 
 class Lengths(NamedTuple):
@@ -38,7 +38,7 @@ class Lengths(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Overrides of the configuration, and what is predicted with them."""
+    """Overrides, the configuration with them, and its prediction."""
 
     overrides: tuple[str, ...]
     config: Config
@@ -46,10 +46,10 @@ class Proposal(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """What predictions rest on: lengths, shared cores (None: stages have GPUs), and costs with a configuration.
+    """The basis of predictions: lengths, shared cores (None: stages have GPUs), and costs of a configuration.
 
-    A configuration that does not fit the hardware is not proposed, and only `slots` for which an engine has memory.
-    Costs may be wrong by the share `doubt`.
+    Only a configuration that `fits` the hardware is proposed, with `slots` that fit an engine's memory. Costs may be
+    wrong by the share `doubt`.
     """
 
     lengths: Lengths
@@ -61,10 +61,10 @@ class Basis(NamedTuple):
 
 
 def workload(config: Config, basis: Basis) -> Workload:
-    """What a run of `config` has to do. Raises `ConfigError` for what is not simulated."""
+    """The workload of a run of `config`. Raises `ConfigError` for settings that are not simulated."""
     if config.queue.segments is not None or config.environment is not None:
-        what = "queue.segments" if config.queue.segments is not None else "an environment"
-        raise ConfigError(f"plan simulates whole completions of one turn, and this configuration has {what}")
+        setting = "queue.segments" if config.queue.segments is not None else "an environment"
+        raise ConfigError(f"plan simulates whole completions of one turn, and this configuration has {setting}")
     return Workload(
         # A simulation has no rows: no prompt is skipped.
         queue_settings(config)._replace(curriculum=None),
@@ -82,25 +82,25 @@ def workload(config: Config, basis: Basis) -> Workload:
 
 
 def predict(config: Config, basis: Basis, updates: int = 0, costs: StageCosts | None = None) -> Prediction:
-    """Simulate a run of `config`: some updates, or as many as suffice to compare proposals; with other `costs`."""
-    some = updates or max(FEWEST, min(MOST, TRAJECTORIES // config.queue.batch_size))
-    return simulate(workload(config, basis), costs or basis.price(config), some, MOST_S)
+    """Simulate a run of `config` for `updates`, by default enough to compare proposals, with `costs` of its own."""
+    count = updates or max(FEWEST, min(MOST, TRAJECTORIES // config.queue.batch_size))
+    return simulate(workload(config, basis), costs or basis.price(config), count, MOST_S)
 
 
 def more_slots(config: Config) -> list[int]:
-    """The numbers of rows to try in an engine, in ascending order; as many completions wait for one as before."""
+    """The numbers of an engine's rows to try, in ascending order."""
     return [max(1, round(config.rollout.slots * share)) for share in MORE_SLOTS]
 
 
 def improve(
     config: Config, basis: Basis, splits: Sequence[tuple[str, ...]], first: tuple[str, ...] = ()
 ) -> list[Proposal]:
-    """Proposals, the best last: `config` with the overrides `first`, then each with one more setting changed.
+    """Return proposals, the best last: `config` with the overrides `first`, then each with one more change.
 
     `splits` are overrides that divide cores or GPUs between ranks and engines.
     """
     config = configfile.change(config, first)
-    found = [Proposal(first, config, predict(config, basis))]
+    proposals = [Proposal(first, config, predict(config, basis))]
     rows: list[tuple[Callable[[Config], Sequence[tuple[str, ...]]], float]] = [
         (partial(_slots, basis), EQUAL),
         (_in_flight, EQUAL),
@@ -114,12 +114,12 @@ def improve(
         *rows,
     ]
     for choices, gain in steps:
-        best = found[-1]
-        tried = [one for overrides in choices(best.config) if (one := _changed(best, overrides, basis))]
-        most = max((one.prediction.tokens_per_s for one in tried), default=0.0)
+        best = proposals[-1]
+        tried = [trial for overrides in choices(best.config) if (trial := _changed(best, overrides, basis))]
+        most = max((trial.prediction.tokens_per_s for trial in tried), default=0.0)
         if most > best.prediction.tokens_per_s * (1 + gain):
-            found.append(next(one for one in tried if one.prediction.tokens_per_s * (1 + EQUAL) >= most))
-    return found
+            proposals.append(next(trial for trial in tried if trial.prediction.tokens_per_s * (1 + EQUAL) >= most))
+    return proposals
 
 
 def _slots(basis: Basis, best: Config) -> list[tuple[str, ...]]:
@@ -132,13 +132,13 @@ def _in_flight(best: Config) -> list[tuple[str, ...]]:
 
 
 def _changed(base: Proposal, overrides: tuple[str, ...], basis: Basis) -> Proposal | None:
-    """`base` with further overrides; None where the configuration would be refused or does not fit."""
+    """`base` with further overrides; None for a configuration that is invalid or does not fit."""
     try:
         config = configfile.change(base.config, overrides)
     except ConfigError:
         return None
     if not basis.fits(config):
         return None
-    names = [one.partition("=")[0] for one in overrides]
-    kept = (one for one in base.overrides if one.partition("=")[0] not in names)
-    return Proposal((*kept, *overrides), config, predict(config, basis))
+    names = [override.partition("=")[0] for override in overrides]
+    others = (override for override in base.overrides if override.partition("=")[0] not in names)
+    return Proposal((*others, *overrides), config, predict(config, basis))

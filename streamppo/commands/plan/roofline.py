@@ -1,13 +1,13 @@
-"""Costs of stages on GPUs, from what a model computes and moves and from what a GPU multiplies and reads.
+"""Costs of stages on GPUs, from the operations and bytes of a model and the rates of a GPU.
 
-An estimate: no whole run on more than one GPU has been compared with it (docs/status.md). The shares of a data sheet's
-numbers that are reached are those of one H200 with a model of 0.5 billion parameters; larger models reach more.
+An estimate: no whole run on more than one GPU has been compared with it (docs/status.md). The reached shares of a data
+sheet's numbers are those of one H200 with a model of 0.5 billion parameters; larger models reach more.
 """
 
 import math
 from typing import NamedTuple
 
-from streamppo.commands.checks.memory_estimate import QUEUE_BYTES_PER_S, TOKEN
+from streamppo.commands.checks.memory_estimate import QUEUE_BYTES_PER_S, TOKEN_BYTES
 from streamppo.commands.plan.workload import StageCosts
 from streamppo.config.sections import Config
 from streamppo.learner.memory import ModelSizes
@@ -34,7 +34,7 @@ NETWORK_GB_S = 50.0
 NODE = 8
 """GPUs of a node."""
 TRAINING_SHARE = {0.5e9: 0.14, 8e9: 0.35}
-"""Share of the TFLOP/s that an update reaches, by parameters: of 0.5 billion as measured, of 8 billion as others do."""
+"""Share of the TFLOP/s that an update reaches, by parameters: 0.5 billion is measured, 8 billion is usual."""
 PREFILL_SHARE, READING_SHARE = 0.4, 0.6
 """Share of the TFLOP/s that a prefill reaches, and of the TB/s that a decoding step reaches."""
 LAUNCH_S = 0.004
@@ -52,7 +52,7 @@ SAMPLE_S = 3e-4
 def costs(
     config: Config, model: ModelSizes, gpu: GpuType, prompt_tokens: float, length: float, reward_s: float
 ) -> StageCosts:
-    """The costs for prompts of `prompt_tokens` and completions of `length` tokens on average."""
+    """Estimate the costs for prompts of `prompt_tokens` and completions of `length` tokens on average."""
     engine_gpus, flops = max(1.0, config.rollout.gpus), gpu.tflops * 1e12
     reads = gpu.memory_tb_s * 1e12 * READING_SHARE * engine_gpus
     multiplies = flops * PREFILL_SHARE * engine_gpus
@@ -68,7 +68,7 @@ def costs(
         sample_s=SAMPLE_S,
         reward_s=reward_s,
         call_s=CALL_S,
-        stored_s=STORED_S + TOKEN * length / QUEUE_BYTES_PER_S / config.queue.shards,
+        stored_s=STORED_S + TOKEN_BYTES * length / QUEUE_BYTES_PER_S / config.queue.shards,
         publish_s=PUBLISH_S,
         update_s=_step_s(config, model, gpu) + pushed / (SNAPSHOT_GB_S * 1e9) / config.learner.ranks,
         token_s=max(
@@ -82,14 +82,14 @@ def costs(
 
 
 def training_share(model: ModelSizes) -> float:
-    """The share of a GPU's TFLOP/s that an update reaches: between two sizes in proportion to the logarithm."""
+    """The share of a GPU's TFLOP/s that an update reaches: linear in the logarithm between two sizes."""
     (small, low), (large, high) = TRAINING_SHARE.items()
     place = math.log(max(1, model.active) / small) / math.log(large / small)
     return low + (high - low) * min(1.0, max(0.0, place))
 
 
 def _passes(config: Config, model: ModelSizes, row: float) -> float:
-    """Floating-point operations of one token in an update: forward and backward, scoring, recomputation, attention."""
+    """Floating-point operations of a token in an update: forward and backward, scoring, recomputation, attention."""
     forwards = 3 + (config.algorithm.proximal == "recompute") + (config.model.gradient_checkpointing == "full")
     attention = 2 * model.layers * model.hidden * row
     return forwards * (2 * model.active + attention)
@@ -105,7 +105,7 @@ def _step_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
 
 
 def _gathers_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
-    """Seconds for each token of a rank in which a replica's ranks move weights and gradients, beside computation."""
+    """Seconds for each token of a rank in which a replica's ranks move weights and gradients, while they compute."""
     mesh, shards = config.learner.mesh, config.learner.mesh.shards(config.learner.ranks)
     cut = model.by_tensor * (1 - 1 / mesh.tensor) + model.by_expert * (1 - 1 / mesh.expert)
     moved = 3 * (model.parameters - model.layers * cut) * model.element * (1 - 1 / shards)
@@ -116,7 +116,7 @@ def _shared_rows_s(config: Config, model: ModelSizes, gpu: GpuType) -> float:
     """Seconds for each token of a rank in which ranks that share rows exchange activations.
 
     `tensor`: two gathers and two sums of a layer's tokens in each pass. `context`: queries, keys, values and outputs.
-    What ranks that share experts exchange is left out.
+    Exchanges between ranks that share experts are left out.
     """
     mesh, width = config.learner.mesh, model.hidden * model.element
     moved = 4 * width * (mesh.tensor - 1)

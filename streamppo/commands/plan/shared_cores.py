@@ -11,12 +11,12 @@ from functools import partial
 from math import inf
 
 LEAST_CORES = 0.25
-"""What is left of the cores at least, however busy other processes are."""
+"""The least share of the cores for the simulated stages, however busy other processes are."""
 
 
 @dataclass(eq=False)
 class Work:
-    """Work on `threads` cores of the machine with `left` seconds to do, or elsewhere, where it ends at `ends`."""
+    """Work with `left` seconds to do on `threads` cores of the machine, or elsewhere up to the time `ends`."""
 
     done: Callable[[], None]
     threads: int
@@ -26,7 +26,7 @@ class Work:
 
 
 class SharedCores:
-    """The clock `now`, timers, and work. Without a number of `cores` there are enough; `other` are always busy."""
+    """The clock `now`, timers, and work. Without a number of `cores` there are enough; `other` cores are busy."""
 
     def __init__(self, cores: float | None, other: float) -> None:
         self.now = 0.0
@@ -36,11 +36,11 @@ class SharedCores:
         self._shared: list[Work] = []
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` after a wait."""
+        """Call `call` after `seconds`."""
         heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
 
     def work(self, seconds: float, done: Callable[[], None], *, threads: int = 1, on_core: bool = True) -> Work:
-        """Begin work that takes `seconds` if nothing else runs; `done` is called at its end."""
+        """Begin work that takes `seconds` alone; call `done` at its end."""
         work = Work(done, threads, on_core)
         if on_core:
             self._shared.append(work)
@@ -48,11 +48,11 @@ class SharedCores:
         return work
 
     def left(self, work: Work) -> float:
-        """The seconds that work under way still takes if nothing else runs."""
+        """The seconds that the work still takes alone."""
         return work.left if work.on_core else work.ends - self.now
 
     def shorten(self, work: Work, seconds: float) -> None:
-        """Let work under way have `seconds` left."""
+        """Set the seconds that the work still takes."""
         if work.on_core:
             work.left = seconds
         else:
@@ -60,7 +60,7 @@ class SharedCores:
             self.after(seconds, partial(self._end, work, work.ends))
 
     def advance(self) -> None:
-        """Go to the next end of a wait or of work. Raises `RuntimeError` if there is none."""
+        """Advance the clock to the next end of a wait or of work. Raises `RuntimeError` if there is none."""
         busy = sum(work.threads for work in self._shared)
         rate = min(1.0, self._cores / busy) if busy else 1.0
         first = min(self._shared, key=lambda work: work.left, default=None)
@@ -70,7 +70,7 @@ class SharedCores:
         else:
             first = None
         if seconds == inf:
-            raise RuntimeError("everybody waits for somebody else")
+            raise RuntimeError("every stage waits for another one")
         self.now += seconds
         for work in self._shared:
             work.left -= seconds * rate
@@ -81,6 +81,6 @@ class SharedCores:
             first.done()
 
     def _end(self, work: Work, ends: float) -> None:
-        """End work elsewhere, unless it was shortened since."""
+        """End work elsewhere, unless its end has moved."""
         if work.ends == ends:
             work.done()

@@ -1,6 +1,6 @@
-"""A run in simulated time: the queue's real rules between engines, rewards and a learner that only take time.
+"""A run in simulated time: the queue's real rules; engines, rewards and a learner that only take time.
 
-Nothing is computed and no clock is read, so that the same workload gives the same prediction. Not simulated: segments,
+It reads no clock: the same workload gives the same prediction. Not simulated: segments,
 deaths, failed samples, and turns of an environment (a completion is one turn).
 """
 
@@ -50,12 +50,12 @@ class Prediction(NamedTuple):
 
 
 def skipped(settings: QueueSettings) -> int:
-    """The first updates, during which the queue fills: rates do not count them."""
+    """The number of first updates, during which the queue fills: rates leave them out."""
     return settings.max_lag + 3
 
 
 def simulate(workload: Workload, costs: StageCosts, updates: int = 60, most_s: float = inf) -> Prediction:
-    """Simulate `updates` updates after the skipped ones, or as many as there are in `most_s` simulated seconds."""
+    """Simulate `updates` updates after the skipped ones, for `most_s` simulated seconds at most."""
     return SimulatedRun(workload, costs).predict(skipped(workload.settings), updates, most_s)
 
 
@@ -63,7 +63,7 @@ def simulate(workload: Workload, costs: StageCosts, updates: int = 60, most_s: f
 
 
 class SimulatedActor:
-    """The calls of a rollout actor (worker.py): deliveries that bring tickets, and requests when they bring too few."""
+    """The calls of a rollout actor (worker.py): deliveries that return tickets, and requests if these are too few."""
 
     def __init__(self, run: "SimulatedRun", name: str) -> None:
         self._run, self.name = run, name
@@ -127,25 +127,25 @@ class SimulatedActor:
         self._run.queue.call(len(results) * self._run.costs.stored_s, stored)
 
     def _ask(self) -> None:
-        """Request tickets, which this actor lacks, until it has one for every free place."""
+        """Request tickets until the actor has one for every free place."""
         self._run.cores.after(GATHER_S, self._request)
 
     def _request(self) -> None:
-        wanted = self._room
+        limit = self._room
 
-        def got(tickets: Sequence[Ticket]) -> None:
+        def receive(tickets: Sequence[Ticket]) -> None:
             self._admit(tickets)
-            if len(tickets) < wanted:
+            if len(tickets) < limit:
                 self._ask()
                 return
             self._lacks = False
             if self._room:
                 self._deliver()
 
-        if wanted:
-            self._run.queue.wait_for_tickets(self, wanted, got)
+        if limit:
+            self._run.queue.wait_for_tickets(self, limit, receive)
         else:
-            got(())
+            receive(())
 
     def _admit(self, tickets: Sequence[Ticket]) -> None:
         if tickets:
@@ -156,12 +156,12 @@ class SimulatedActor:
             self._run.cores.work(len(rows) * self._run.costs.sample_s, lambda: self.engine.add(rows))
 
     def request(self, limit: int) -> tuple[Ticket, ...]:
-        """Tickets of the rules, for this actor's next call."""
+        """The tickets that the rules issue to this actor."""
         return self._run.queue.rules.issue(self.name, self.engine.version, limit, self._call)
 
 
 class SimulatedQueue:
-    """The rules, behind one process that answers calls one after another."""
+    """The rules in a process that answers one call after another."""
 
     def __init__(self, run: "SimulatedRun") -> None:
         self._run = run
@@ -203,29 +203,29 @@ class SimulatedQueue:
         self.serve()
 
     def serve(self) -> None:
-        """Serve who waits: the learner first, because taking a batch may reopen slots."""
+        """Serve waiting stages: the learner first, because taking a batch may reopen slots."""
         if self._batch is not None and self._batch[0] <= self.rules.state.version + 1:
             version, then = self._batch
             if (batch := self.rules.take(version)) is not None:
                 self._batch = None
-                records = [one for one in batch.trajectories if isinstance(one, TrajectoryRecord)]
+                records = [record for record in batch.trajectories if isinstance(record, TrajectoryRecord)]
                 self.call(0.0, partial(then, records))
         # If a version has a ticket, all later versions have one.
         newest = max((actor.engine.version for actor, _, _ in self._waiting), default=0)
         waiting = self._waiting if self._waiting and self.rules.has_ticket(newest) else []
         self._waiting = [] if waiting else self._waiting
         for actor, limit, then in waiting:
-            if found := self.tickets(actor, limit):
-                then(found)
+            if tickets := self.tickets(actor, limit):
+                then(tickets)
             else:
                 self._waiting.append((actor, limit, then))
-        # There is no journal to write them.
+        # There is no journal to write them to.
         self.rules.state.pending_changes = no_changes()
 
 
 @dataclass(eq=False)
 class SimulatedLearner:
-    """Updates of `ranks` ranks that wait for each other; the next batch is taken during each, one push is under way."""
+    """Updates of `ranks` ranks that wait for each other; an update takes the next batch, and one push is under way."""
 
     run: "SimulatedRun"
     version: int = 0
@@ -280,7 +280,7 @@ class SimulatedLearner:
         self._end()
 
     def _end(self) -> None:
-        """End the update once all ranks have, and the push before has."""
+        """End the update once all ranks and the previous push have ended."""
         if self._done != self.run.workload.ranks or self._pushing:
             return
         self._done, self._pushing = None, True

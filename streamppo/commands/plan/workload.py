@@ -1,4 +1,4 @@
-"""What a simulated run has to do, and what each piece of it costs."""
+"""The workload of a simulated run, and the costs of its stages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ from streamppo.queue.rules.state import QueueSettings
 
 
 class StageCosts(NamedTuple):
-    """Seconds of work on the core or GPU that does it; `reward_s` is a wait.
+    """Seconds of work on a core or GPU; `reward_s` is a wait.
 
     engine     a step: `step_s` + `row_s` for each row + `cached_s` for each token in its cache; a prefill: `prefill_s`
                + `prompt_s` for each prompt; `swap_s` for a version
-    actor      `sample_s` for a trajectory: its prompt, reward and delivery; `actor_cores` are busy all the time
+    actor      `sample_s` for a trajectory: its prompt, reward and delivery; `actor_cores` are always busy
     queue      `call_s` for a call, `stored_s` for a trajectory in it, `publish_s` for a version
     rank       an update: `update_s` + `token_s` for each token of its rows + `sync_s` if there are other ranks;
                `push_s` beside the next update
@@ -36,10 +36,9 @@ class StageCosts(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What is simulated. `lengths` are drawn lengths of completions in tokens, taken in turn.
+    """The settings of a simulated run. `lengths` are lengths of completions in tokens, used in turn.
 
-    Stages share `cores`, except that without a number engines and ranks have GPUs of their own. `threads` are those of
-    a rank, which divide its work.
+    All stages share `cores`; without a number, engines and ranks have GPUs. `threads` divide the work of a rank.
     """
 
     settings: QueueSettings

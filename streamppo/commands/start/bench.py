@@ -1,8 +1,8 @@
 """`streamppo bench`: the quick benchmarks of the repository in one table, compared with an earlier result.
 
-Every part is a script of benchmarks/ in a process of its own. All parts follow one another, `rounds` times, so that
-each number has a median and a range. Numbers are costs: lower is better. A fixed piece of work before each part
-measures the machine's speed; an earlier result is scaled to the machine's present speed.
+Every part is a script of benchmarks/ in a separate process. Each of `rounds` rounds runs all parts, so that each number
+has a median and a range. Numbers are costs: lower is better. Reference work before each part measures the machine's
+speed; an earlier result is scaled to the present speed.
 """
 
 import statistics
@@ -31,7 +31,7 @@ PARTS: tuple[Part, ...] = (
 MARGIN = 1.1
 """Medians within this ratio count as equal."""
 REFERENCE = 1_000_000
-"""Additions of the fixed piece of work."""
+"""Additions of the reference work."""
 QUOTED = 2000
 """Characters of a failed part's output in the error, at most."""
 
@@ -44,7 +44,7 @@ class BenchFile(msgspec.Struct):
 
 
 class BenchResult(msgspec.Struct):
-    """Costs by name, and milliseconds of the fixed piece of work, each with a value for every time it was measured."""
+    """Costs by name, and milliseconds of the reference work, each with a value for every measurement."""
 
     machine: dict[str, object]
     reference_ms: list[float]
@@ -54,7 +54,7 @@ class BenchResult(msgspec.Struct):
 def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | None) -> int:
     """Measure `parts`, print a table and write the result to `to`; the exit code is 1 if a cost is above `earlier`'s.
 
-    Raises `RunError` without the repository, for a part that fails, and for an `earlier` that is no such file.
+    Raises `RunError` without the repository, for a part that fails, and if `earlier` has no result.
     """
     if not SCRIPTS.is_dir():
         raise RunError(
@@ -80,9 +80,9 @@ def measure(parts: Sequence[Part], rounds: int) -> BenchResult:
     for _ in range(rounds):
         for part in parts:
             result.reference_ms.append(_reference_ms())
-            written = _run(part)
-            result.machine = written.machine
-            for name, cost in written.costs.items():
+            output = _run(part)
+            result.machine = output.machine
+            for name, cost in output.costs.items():
                 result.costs.setdefault(name, []).append(cost)
     return result
 
@@ -98,7 +98,7 @@ def read(path: Path) -> BenchResult:
 def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
     """Compare each common cost: "slower", "faster" or "equal".
 
-    Slower is a median beyond the margin, and not one value within the earlier range at the machine's present speed.
+    Slower: the median is beyond the margin, and all values are above the earlier ones at the present speed.
     """
     words: dict[str, str] = {}
     for name in now.costs.keys() & then.costs.keys():
@@ -111,7 +111,7 @@ def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
 
 
 def pace(now: BenchResult, then: BenchResult) -> float:
-    """Return the time of the fixed piece of work over the earlier one: 2 on a machine that is half as fast by now."""
+    """Return the time of the reference work over the earlier time: 2 on a machine of half the earlier speed."""
     return statistics.median(now.reference_ms) / statistics.median(then.reference_ms)
 
 
@@ -146,7 +146,7 @@ def _print_table(now: BenchResult, then: BenchResult | None) -> None:
         shown.add_row(*cells)
     console().print(shown)
     if then:
-        echo("", f"earlier medians are times {speed:.2f}, as the fixed piece of work takes so much longer now")
+        echo("", f"earlier medians are times {speed:.2f}: the reference work takes {speed:.2f} times as long")
         if missing := sorted(then.costs.keys() - now.costs.keys()):
             echo(f"not measured now: {', '.join(missing)}")
 

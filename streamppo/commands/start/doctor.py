@@ -18,54 +18,52 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from streamppo import process
-from streamppo.commands.checks.check import print_table
-from streamppo.commands.checks.finding import Finding, Findings, first_line
+from streamppo.commands.checks.finding import Finding, Findings, first_line, print_findings
 from streamppo.commands.checks.machine import gpus_here, memory_mib
 from streamppo.driver import run_folder
 from streamppo.errors import RunError
 
 PACKAGE = "streamppo"
 SHARED = Path("/dev/shm")
-"""Ray keeps batches and weights in transit here."""
+"""The place of Ray's object store."""
 OPEN_FILES = 4096
 SHARED_MIB, FREE_MIB, MEMORY_MIB = 512, 1024, 4096
-"""Least shared memory, disk and memory of a small run."""
+"""The least shared memory, disk and memory of a small run."""
 SKEW_S = 2.0
 
 
 def doctor(runs: Path) -> int:
     """Print all findings; `runs` is the folder of future runs. The exit code is 1 if there is an error."""
     findings = [*packages(), *machine(), *places(runs)]
-    print_table(findings)
+    print_findings(findings)
     return int(any(finding.state == "error" for finding in findings))
 
 
-# --- what is installed ---------------------------------------------------------------------------------------
+# --- packages ------------------------------------------------------------------------------------------------
 
 
 def packages() -> Findings:
     """Check Python, the required packages, and those of each extra, by the package's metadata."""
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.platform()}")
     requirements = [Requirement(requirement) for requirement in metadata.requires(PACKAGE) or []]
-    needed = [requirement for requirement in requirements if _is_for(requirement, "")]
-    yield from _package_lines(needed)
+    required = [requirement for requirement in requirements if _is_for(requirement, "")]
+    yield from _package_lines(required)
     for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
         yield _extra(
             name,
-            [requirement for requirement in requirements if requirement not in needed and _is_for(requirement, name)],
+            [requirement for requirement in requirements if requirement not in required and _is_for(requirement, name)],
         )
 
 
 def _is_for(requirement: Requirement, extra: str) -> bool:
-    """True for a package that this machine needs with `extra`; "" is no extra."""
+    """True for a package that this machine needs with `extra`, or "" for none."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _package_lines(requirements: list[Requirement]) -> Findings:
     """One line for all present packages, and one for each missing one."""
     lacking = [requirement for requirement in requirements if _lack(requirement)]
-    shown = ("torch", "ray", "transformers")
-    versions = ", ".join(f"{name} {_version(name)}" for name in shown)
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "ray", "transformers"))
     yield Finding("packages", "ok", f"{len(requirements) - len(lacking)} of {len(requirements)} are there: {versions}")
     for requirement in lacking:
         yield Finding(
@@ -84,11 +82,11 @@ def _extra(name: str, requirements: list[Requirement]) -> Finding:
 
 
 def _lack(requirement: Requirement) -> str:
-    """Describe a missing or old package; "" for a right one."""
+    """Describe a missing or unfit package; "" for a right one."""
     version = _version(requirement.name)
     if not version:
         return f"{requirement.name} is not installed"
-    # A build of our own, such as 2.13.0+cpu, and a first candidate of a release count too.
+    # A local build, such as 2.13.0+cpu, and a release candidate count too.
     return (
         ""
         if requirement.specifier.contains(version, prereleases=True)
@@ -103,7 +101,7 @@ def _version(name: str) -> str:
         return ""
 
 
-# --- what the machine has ------------------------------------------------------------------------------------
+# --- the machine ---------------------------------------------------------------------------------------------
 
 
 def machine() -> Findings:
@@ -128,19 +126,19 @@ def _enough(subject: str, mib: int, least: int, more: str, remedy: str) -> Findi
 
 
 def _loopback() -> Finding:
-    """A run on one machine communicates over loopback, on ports chosen by the system."""
+    """Check loopback, over which the processes of a local run communicate."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as here:
             return Finding("ports", "ok", f"127.0.0.1 can be listened at, as at {here.getsockname()[1]}")
     except OSError as error:
-        return Finding("ports", "error", f"127.0.0.1 cannot be listened at, which Ray must: {first_line(error)}")
+        return Finding("ports", "error", f"127.0.0.1 cannot be listened at, and Ray needs it: {first_line(error)}")
 
 
 # --- the folder of the runs ----------------------------------------------------------------------------------
 
 
 def places(runs: Path) -> Findings:
-    """Check the disk for runs: local, writable, with room, and with this machine's time."""
+    """Check the disk for runs: local, writable, with space, and with this machine's time."""
     folder = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.is_dir())
     try:
         run_folder.refuse_network(folder)

@@ -1,4 +1,4 @@
-"""`streamppo fork`: a new run that begins from a version of another run, whatever its later course.
+"""`streamppo fork`: a new run that begins with a version of another run.
 
     RUN at version N                      the fork
     the checkpoint of N, or replayed    checkpoints/N, with the recorded digest
@@ -33,7 +33,6 @@ from streamppo.config.sections import Config, Origin, model_path
 from streamppo.driver import inputs, run_folder
 from streamppo.errors import ConfigError, RunError
 from streamppo.learner.checkpoint import manifest
-from streamppo.learner.checkpoint.distcp import METADATA
 from streamppo.queue import resume_checks, rewind
 from streamppo.queue.rewind import RewindPoint
 from streamppo.queue.rules.state import queue_settings
@@ -43,9 +42,9 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.types import encode
 
 WAITS = "Interrupted: a fork that was not resumed yet"
-"""The end of its lines, so that it does not count as a killed run."""
+"""The last line of a fork, so that it does not count as a killed run."""
 REWARD = "reward.py"
-"""The source of a reward of a script or notebook, in the run's folder."""
+"""The file in the run's folder with the source of a reward from a script or notebook."""
 
 
 class Fork(NamedTuple):
@@ -66,8 +65,8 @@ def fork(run: Path, at: int, changes: Sequence[str], name: str, runs: Path, *, a
     if as_json:
         echo(json.dumps({**forked._asdict(), "folder": str(forked.folder)}))
         return 0
-    again = f"{forked.remade} updates replayed from version {forked.begin}" if forked.remade else "from its checkpoint"
-    echo(f"{forked.folder}: as {run.name} was at version {at} ({forked.digest[:12]}); {again}, {forked.seconds:.1f} s")
+    start = f"{forked.remade} updates replayed from version {forked.begin}" if forked.remade else "from its checkpoint"
+    echo(f"{forked.folder}: as {run.name} was at version {at} ({forked.digest[:12]}); {start}, {forked.seconds:.1f} s")
     echo(f"continue: streamppo resume {shlex.quote(str(forked.folder))}")
     echo(f"compare: streamppo report {shlex.quote(str(run))} {shlex.quote(str(forked.folder))}")
     return 0
@@ -76,12 +75,12 @@ def fork(run: Path, at: int, changes: Sequence[str], name: str, runs: Path, *, a
 def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> Fork:
     """Make a fork of `run` at version `at` under runs/NAME, with `changes` to the configuration.
 
-    Raises `JournalError` for a version that was never made, or whose batches were not kept; `ConfigError` for changes
-    that are impossible in a fork; `CheckpointError` for damage; `Diverged` if the version's weights differ from the
-    recorded ones.
+    Raises `JournalError` for a version that was never made, or without its batches; `ConfigError` for changes that are
+    impossible in a fork; `CheckpointError` for damage; `Diverged` if the version's weights differ from the recorded
+    ones.
     """
     began = time.perf_counter()
-    past = versions.look(run, at)
+    past = versions.read_past(run, at)
     config = _configuration(past, changes, name)
     _refuse(past, config, runs, name)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
@@ -99,10 +98,10 @@ def make(run: Path, at: int, changes: Sequence[str], name: str, runs: Path) -> F
 
 
 def _configuration(past: Past, changes: Sequence[str], name: str) -> Config:
-    """The configuration that held at the version, with `changes`, a name and the origin."""
+    """The configuration of the version, with `changes`, a name and the origin."""
     before = past.history.at(past.version)
-    named = f"name={json.dumps(name or f'{before.name}-at-{past.version}')}"
-    config = configfile.change(inputs.with_clock(before, past.run), [*changes, named])
+    name_change = f"name={json.dumps(name or f'{before.name}-at-{past.version}')}"
+    config = configfile.change(inputs.with_clock(before, past.run), [*changes, name_change])
     origin = Origin(run=str(past.run), version=past.version, digest=past.digests[past.version])
     return structs.replace(config, origin=origin)
 
@@ -113,8 +112,8 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
     resume_checks.refuse_changed_settings(before, config)
     if queue_settings(config).shape != queue_settings(before).shape:
         raise ConfigError(
-            "a fork keeps task.kind, queue.samples_per_prompt and whether samples of a prompt are compared: prompts to "
-            "come are numbered by them"
+            "a fork keeps task.kind, queue.samples_per_prompt and whether samples of a prompt are compared: these "
+            "number the later prompts"
         )
     if config.updates <= past.version:
         raise ConfigError(
@@ -130,8 +129,8 @@ def _refuse(past: Past, config: Config, runs: Path, name: str) -> None:
 
 
 def _fill(past: Past, config: Config, aside: Path) -> int:
-    """Write all files of the fork but its configuration; returns the version that the rest was replayed from."""
-    begin = past.version and checkpoint_of(past, aside)
+    """Write the files of the fork except its configuration; return the version from which its version was replayed."""
+    begin = past.version and versions.make_checkpoint(past, aside / "checkpoints")
     lines = list(_lines(past))
     state = manifest.read(aside / "checkpoints" / f"{past.version:08d}").state if past.version else None
     tokens = round(sum(cast(dict[str, float], line).get("tokens", 0.0) for line in lines))
@@ -140,34 +139,34 @@ def _fill(past: Past, config: Config, aside: Path) -> int:
     with durable.naming(aside, RunError):
         rewind.rewind(past.run, aside, past.history.at(past.version), rewound)
         if Path(model_path(config, past.run)).is_relative_to(past.run):
-            _bring_model(past.run / "model", aside / "model")
+            _copy_model(past.run / "model", aside / "model")
         with suppress(FileNotFoundError), durable.reading(past.run / inputs.INPUTS) as file:
             durable.write(aside / inputs.INPUTS, file.read())
         durable.write(aside / metrics_file.METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
     if past.version:
-        # The digest of the weights themselves, not the manifest's.
+        # Compares the digest of the weights, not only the manifest's.
         weights.checkpoint_weights(past.history.at(past.version), aside, past.version)
     return begin
 
 
 def _settle(past: Past, config: Config, aside: Path, *, taken_is_error: bool) -> Path:
-    """Give the folder its name, with a number appended if that is taken, and write its configuration.
+    """Give the folder its name, with a number if the name is taken, and write its configuration.
 
-    Until then it does not count as a run.
+    Without a configuration a folder is not a run.
     """
     for number in count(1):
         folder = aside.parent / (config.name if number == 1 else f"{config.name}-{number}")
-        named = _with_reward(past.run, structs.replace(config, name=folder.name), aside, folder)
-        configfile.save(named, aside)
-        _configure(past, named, aside)
+        forked = _with_reward(past.run, structs.replace(config, name=folder.name), aside, folder)
+        configfile.save(forked, aside)
+        _configure(past, forked, aside)
         if not _claim(aside, folder):
             if taken_is_error:
                 raise ConfigError(f"{folder}: already exists; choose another --name")
             continue
         # Paths into the run are relative to its name.
-        configfile.save(named, folder)
-        for agreed in (named, *past.history.configs.values()):
-            consent.give(folder, agreed)
+        configfile.save(forked, folder)
+        for consented in (forked, *past.history.configs.values()):
+            consent.give(folder, consented)
         return folder
     raise AssertionError("numbers do not end")
 
@@ -180,7 +179,7 @@ def _configure(past: Past, config: Config, aside: Path) -> None:
 
 
 def _claim(aside: Path, folder: Path) -> bool:
-    """Give the folder `aside` its name, unless the name is taken. Raises `RunError`."""
+    """Rename the folder `aside`; return False if the name is taken. Raises `RunError`."""
     try:
         durable.rename(aside, folder)
     except OSError as error:
@@ -193,21 +192,21 @@ def _claim(aside: Path, folder: Path) -> bool:
 def _with_reward(run: Path, config: Config, aside: Path, folder: Path) -> Config:
     """Copy the source of a script's reward into the fork, if the run's folder has one."""
     source = f"{run / REWARD}:"
-    named = {
+    rewards = {
         name: value
         for name, value in diff.fields(config).items()
         if isinstance(value, str) and value.startswith(source)
     }
-    if not named:
+    if not rewards:
         return config
     with suppress(FileExistsError), durable.reading(run / REWARD) as file:
         durable.write(aside / REWARD, file.read())
-    moved = {name: f"{folder / REWARD}:{value.removeprefix(source)}" for name, value in named.items()}
+    moved = {name: f"{folder / REWARD}:{value.removeprefix(source)}" for name, value in rewards.items()}
     return configfile.change(config, [f"{name}={json.dumps(value)}" for name, value in moved.items()])
 
 
-def _bring_model(source: Path, target: Path) -> None:
-    """The model that was made for the run; its seed makes the same again where it is missing."""
+def _copy_model(source: Path, target: Path) -> None:
+    """Copy the model that was made for the run; without a copy, its seed makes the same model."""
     if not source.is_dir():
         return
     durable.folder(target)
@@ -227,32 +226,3 @@ def _lines(past: Past) -> Iterator[Line]:
             wall_s = max(wall_s, line["wall_s"])
             yield line
     yield {"end": WAITS, "wall_s": wall_s}
-
-
-# --- the checkpoint ------------------------------------------------------------------------------------------
-
-
-def checkpoint_of(past: Past, aside: Path) -> int:
-    """Make the checkpoint of the version under `aside`; returns the version from which it was made, perhaps its own.
-
-    Raises `JournalError`, `CheckpointError` or `Diverged`, as `make` does.
-    """
-    begin = versions.newest_whole(past)
-    start = int(begin.name) if begin else 0
-    if begin and start == past.version:
-        _bring_checkpoint(begin, aside / "checkpoints" / begin.name)
-    else:
-        versions.remake(past, begin, aside / "checkpoints")
-    return start
-
-
-def _bring_checkpoint(source: Path, target: Path) -> None:
-    files = manifest.read(source).files
-    named = {name: sha256 for some in (files.shared, *files.ranks) for name, sha256 in some.items()}
-    with durable.naming(target, RunError):
-        durable.folder(target)
-        for name, sha256 in named.items():
-            rewind.link_or_copy(source / name, target / name, sha256)
-        if METADATA not in named:
-            rewind.link_or_copy(source / METADATA, target / METADATA)
-        rewind.link_or_copy(source / manifest.MANIFEST, target / manifest.MANIFEST)

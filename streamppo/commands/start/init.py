@@ -1,7 +1,6 @@
-"""Begin a project: one that sorts letters and runs at once on a CPU, or a configuration for a user's model, data and
-reward.
+"""`streamppo init`: a project that sorts letters on a CPU, or a configuration for a user's model, data and reward.
 
-project/     the files as they are written (NAME in them becomes the project's name), and how a configuration is chosen
+project/     the files of the project (NAME stands for its name), and the choice of a configuration
 """
 
 import json
@@ -16,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from streamppo import durable, process
-from streamppo.commands.checks.check import look_over, print_table
+from streamppo.commands.checks.check import check_all
+from streamppo.commands.checks.finding import print_findings
 from streamppo.commands.checks.machine import memory_mib
 from streamppo.commands.console import console, echo
 from streamppo.commands.start.project import policy, rows, sizes, text
@@ -28,7 +28,7 @@ from streamppo.tasks import plugins
 from streamppo.terminal import harmless, wrap
 
 LETTERS, LENGTH = "abcdefgh", 4
-"""The problems are all texts of this many of these letters."""
+"""The problems are all texts of `LENGTH` of these letters."""
 HELD_OUT = 256
 FILES = ("run.toml", "rewards.py", "README.md")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -44,12 +44,12 @@ def init(folder: Path) -> int:
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot name a project: take letters, digits, dots, dashes and underscores")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: already exists; a project begins in a new folder")
+        raise ConfigError(f"{folder}: already exists; name a new folder")
     with durable.naming(folder, RunError):
         (folder / "data").mkdir(parents=True, exist_ok=True)
         for file in FILES:
-            written = (resources.files("streamppo.commands.start") / "project" / file).read_text()
-            (folder / file).write_text(written.replace("NAME", name))
+            template = (resources.files("streamppo.commands.start") / "project" / file).read_text()
+            (folder / file).write_text(template.replace("NAME", name))
         problems = _problems()
         _write(folder / "data" / "held_out.jsonl", problems[:HELD_OUT])
         _write(folder / "data" / "train.jsonl", problems[HELD_OUT:])
@@ -70,7 +70,7 @@ def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:
 
 
 class UserInputs(NamedTuple):
-    """A user's model, data and reward, and the columns of prompt and answer if named."""
+    """A user's model, data and reward, and the columns of prompt and answer (""; chosen by their names)."""
 
     model: str
     data: str
@@ -80,11 +80,11 @@ class UserInputs(NamedTuple):
     gpus: int = 0
 
 
-def bring(file: Path, given: UserInputs) -> int:
-    """Write the configuration `file` for the `given` model, data and reward, choose its sizes, and check it.
+def write_configuration(file: Path, inputs: UserInputs) -> int:
+    """Write the configuration `file` for the `inputs`, choose its sizes, and check it.
 
-    The exit code is 1 if no run can be made of it here. Raises `ConfigError` if the file is there, and for a model,
-    rows or a reward that cannot be used.
+    The exit code is 1 if it cannot run here. Raises `ConfigError` if the file exists, and for an unusable model, data
+    set or reward.
     """
     file = file if file.suffix == ".toml" else file.with_name(f"{file.name}.toml")
     if not NAME.fullmatch(file.stem):
@@ -92,66 +92,70 @@ def bring(file: Path, given: UserInputs) -> int:
     if file.exists():
         raise ConfigError(f"{file}: already exists; choose another name")
     plugins.export_path()
-    model = policy.look(given.model)
-    if not given.gpus and model.family and model.family not in FAMILIES:
+    model = policy.read(inputs.model)
+    if not inputs.gpus and model.family and model.family not in FAMILIES:
         raise ConfigError(
-            f"{given.model} is a {model.family}; without a GPU the embedded engine runs {', '.join(FAMILIES)}: choose "
+            f"{inputs.model} is a {model.family}; without a GPU the embedded engine runs {', '.join(FAMILIES)}: choose "
             "such a model, or --gpu 1, where SGLang runs it"
         )
-    scorer = FunctionScorer(function=given.reward)
+    scorer = FunctionScorer(function=inputs.reward)
     with process.naming_prints():
-        seen = rows.look(given.data, scorer, (given.prompt, given.answer), model.view())
+        rows_read = rows.read(inputs.data, scorer, (inputs.prompt, inputs.answer), model.view())
     chosen = text.ProjectChoices(
         name=file.stem,
-        model=_from(file, given.model),
-        data=_from(file, given.data),
-        reward=_function_from(file, given.reward),
+        model=_path_in(file, inputs.model),
+        data=_path_in(file, inputs.data),
+        reward=_function_in(file, inputs.reward),
         policy=model,
-        rows=seen,
-        sizes=sizes.choose(model, seen, given.gpus, memory_mib()),
+        rows=rows_read,
+        sizes=sizes.choose(model, rows_read, inputs.gpus, memory_mib()),
     )
     with durable.naming(file, RunError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text.write(chosen), encoding="utf-8")
-    return _say_next_steps(file, chosen)
+    return _print_next_steps(file, chosen)
 
 
-def _say_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
-    model, seen, length = chosen.policy, chosen.rows, chosen.sizes.completion
-    known = "" if model.is_known else ", all by its name: it is not on this machine"
-    answer = f"the answer {seen.answer!r} (up to {seen.longest_answer} tokens)" if seen.answer else "none is an answer"
-    _say(f"{file}: written for")
-    _say(f"  model    {model.path}: {model.parameters:,} parameters, context {model.context:,}{known}")
-    _say(f"  rows     {seen.total:,}; the prompt is {seen.prompt!r} (up to {seen.longest_prompt} tokens), {answer}")
+def _print_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
+    model, data, length = chosen.policy, chosen.rows, chosen.sizes.completion
+    guess = "" if model.is_known else ", all guessed from its name: it is not on this machine"
+    answer = f"the answer {data.answer!r} (up to {data.longest_answer} tokens)" if data.answer else "none is an answer"
+    _print_line(f"{file}: written for")
+    _print_line(f"  model    {model.path}: {model.parameters:,} parameters, context {model.context:,}{guess}")
+    _print_line(
+        f"  rows     {data.total:,}; the prompt is {data.prompt!r} (up to {data.longest_prompt} tokens), {answer}"
+    )
     if length.left_out:
-        _say(
+        _print_line(
             f"           {length.left_out:,} prompts are longer than {length.max_prompt_tokens} tokens and are left out"
         )
-    _say(f"  answers  of up to {length.max_tokens} tokens: {length.why}")
-    findings = look_over(configfile.load(file), None)
-    worth = [finding for finding in findings if finding.state not in ("ok", "later")]
-    if worth:
-        print_table(worth)
+    _print_line(f"  answers  of up to {length.max_tokens} tokens: {length.reason}")
+    findings = check_all(configfile.load(file), None)
+    notable = [finding for finding in findings if finding.state not in ("ok", "later")]
+    if notable:
+        print_findings(notable)
     errors = sum(finding.state == "error" for finding in findings)
-    _say(f"  check    {errors} errors")
+    _print_line(f"  check    {errors} errors")
     quoted = shlex.quote(str(file))
-    _say(f"begin with: streamppo run {quoted}" if not errors else f"mend them, then: streamppo check {quoted}")
+    _print_line(
+        f"begin with: streamppo run {quoted}" if not errors else f"correct them, then: streamppo check {quoted}"
+    )
     return 1 if errors else 0
 
 
-def _say(text: str) -> None:
-    """Print a line, broken between words on a terminal."""
+def _print_line(text: str) -> None:
+    """Print a line; a terminal wraps it between words."""
     echo(*wrap(harmless(text), console().width).split("\n"))
 
 
-def _from(file: Path, path: str) -> str:
-    """`path` as it stands in `file`: relative to the file's folder if it is below that, else absolute; names stay."""
+def _path_in(file: Path, path: str) -> str:
+    """The path for `file`: relative if it is below the file's folder, else absolute. A name stays as it is."""
     if not Path(path).exists():
         return path
     target, folder = Path(path).absolute(), file.absolute().parent
     return str(target.relative_to(folder) if target.is_relative_to(folder) else target)
 
 
-def _function_from(file: Path, name: str) -> str:
+def _function_in(file: Path, name: str) -> str:
     path, colon, attribute = name.partition(".py:")
-    return f"{_from(file, f'{path}.py')}:{attribute}" if colon else name
+    return f"{_path_in(file, f'{path}.py')}:{attribute}" if colon else name

@@ -31,8 +31,8 @@ from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 WIDTH = 40
 """Characters of a completion, and of an explanation, in the table."""
-OURS = ("completion", "finish")
-"""Columns of a row that are not the data's."""
+COMPLETION_COLUMNS = ("completion", "finish")
+"""Columns of a row that do not belong to the data."""
 
 
 class TriedCompletion(NamedTuple):
@@ -76,8 +76,8 @@ async def _try(
     await rewards.start(task.sources())
     try:
         if completions is not None:
-            given = list(_read_completions(completions, task, _written_as(config), tokenizer))
-            return list(await asyncio.gather(*(_score(rewards, *row) for row in given))), rewards.report(), {}
+            rows = list(_read_completions(completions, task, _source(config), tokenizer))
+            return list(await asyncio.gather(*(_score(rewards, *row) for row in rows))), rewards.report(), {}
         async with standalone.engine(
             config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
         ) as engine:
@@ -91,7 +91,7 @@ async def _try(
 
 
 async def _play(config: Config, player: Player, rewards: Rewards, prompts: Sequence[Prompt]) -> list[TriedCompletion]:
-    """Sample and score a completion of each prompt; agents end with the last of them."""
+    """Sample and score a completion of each prompt; then end the agents."""
     async with AsyncExitStack() as ending:
         if player.agents is not None:
             ending.push_async_callback(player.agents.close)
@@ -119,8 +119,8 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> TriedCom
     return TriedCompletion(text.completion, reward, reason, time.perf_counter() - begin)
 
 
-def _written_as(config: Config) -> Source:
-    """The only source of the task, if there is one; else the usual names of columns."""
+def _source(config: Config) -> Source:
+    """The source of a task with one source; else the usual names of columns."""
     sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
     return sources[0] if len(sources) == 1 else Source(data="")
 
@@ -128,9 +128,9 @@ def _written_as(config: Config) -> Source:
 def _read_completions(
     file: Path, task: Task, source: Source, tokenizer: Tokenizer
 ) -> Iterator[tuple[Prompt, ScoredText]]:
-    """Read rows of a jsonl file: `completion`, and a row of the task's data, of which columns may be missing.
+    """Read rows of a jsonl file: `completion`, and columns of a row of the task's data.
 
-    Its prompt is in the column of `source`, or in `prompt`; a row without one has the task's next prompt.
+    The prompt is in the column of `source`, or in `prompt`; a row without a prompt has the task's next one.
     """
     for number, (where, row) in enumerate(dataset_files.rows(str(file), "train")):
         completion, finish = row.get("completion"), row.get("finish", "stop")
@@ -152,14 +152,16 @@ def _read_completions(
         yield prompt, text
 
 
-def _prompt_of(row: dataset_files.Row, where: str, next_one: Prompt, source: Source) -> Prompt:
-    """Read a row as `source` reads its rows; without a prompt its columns are added to those of `next_one`."""
-    given = columns.plain_columns({name: value for name, value in row.items() if name not in OURS}).columns
-    source = data.present_columns(given, source)
-    name = next((name for name in (source.prompt, "prompt") if data.has_column(given, name)), None)
+def _prompt_of(row: dataset_files.Row, where: str, default: Prompt, source: Source) -> Prompt:
+    """Read a row as `source` reads its rows; without a prompt its columns are added to those of `default`."""
+    row_columns = columns.plain_columns(
+        {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
+    ).columns
+    source = data.present_columns(row_columns, source)
+    name = next((name for name in (source.prompt, "prompt") if data.has_column(row_columns, name)), None)
     if name is None:
-        return structs.replace(next_one, columns=next_one.columns | data.reward_columns(given, where, source))
-    return data.prompt(given, where, next_one.source, structs.replace(source, prompt=name))
+        return structs.replace(default, columns=default.columns | data.reward_columns(row_columns, where, source))
+    return data.prompt(row_columns, where, default.source, structs.replace(source, prompt=name))
 
 
 # --- the table -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from streamppo import errors, process
 from streamppo.config.sections import LOCAL, Config
 from streamppo.driver.ray import environment, orphans, worker_template
-from streamppo.driver.ray.interrupts import SIGNALS, Interrupts
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.ray.placement import plan
 from streamppo.errors import RunError, StreamppoError
 from streamppo.tasks import plugins
@@ -89,7 +89,7 @@ def command_ray(start: Callable[[str], AbstractContextManager[object]]) -> Gener
 
     `start` starts Ray, with the mark of `orphans.kill_at_end`. Signals end the command as they would without Ray.
     """
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in process.SIGNALS}
     with orphans.kill_at_end() as mark:
         try:
             with start(mark):

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 from streamppo.errors import Interrupted
+from streamppo.process import SIGNALS
 from streamppo.telemetry.live.display import PlainLines
 from streamppo.terminal import harmless
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:

@@ -8,7 +8,7 @@ import tomli_w
 import two_updates
 from conftest import MATH, REPOSITORY
 
-from streamppo.commands.checks.notes import notes
+from streamppo.commands.checks.notes import settings
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 
@@ -42,5 +42,5 @@ def test_a_recipe_makes_two_updates(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_nothing_is_noted_about_the_mathematics_of_a_recipe(name: str, tmp_path: Path) -> None:
-    found = [one.text for one in notes(config_of(name, tmp_path), None)]
+    found = [one.text for one in settings(config_of(name, tmp_path), None)]
     assert [text for text in found if text.startswith("algorithm.") and "warmup" not in text] == []

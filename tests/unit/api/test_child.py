@@ -11,7 +11,7 @@ import pytest
 from conftest import MATH
 
 import streamppo
-from streamppo.api.messages import RunRequest, line
+from streamppo.api.messages import RunRequest, encode
 from streamppo.errors import CheckpointError, ConfigError
 
 CHILD = ["-m", "streamppo.api.child"]
@@ -51,7 +51,7 @@ def test_it_ends_when_the_script_does(child: list[str], tmp_path: Path) -> None:
     command = [sys.executable, *child, str(theirs.fileno())]
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
-        ours.sendall(line(RunRequest(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
+        ours.sendall(encode(RunRequest(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
         try:
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(2.0)

@@ -112,9 +112,9 @@ def test_transformers_is_not_imported_where_the_bytes_of_prompts_fit_the_context
     here = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     code = (
         "import sys; from pathlib import Path; from streamppo.config import file;"
-        "from streamppo.commands.checks import light_checks as quick;"
+        "from streamppo.commands.checks import check;"
         f"task = {LONG.format(64, 'error')!r};"
-        f"quick.look(file.load(Path({str(MATH)!r}), [task, 'model.path=model']));"
+        f"check.check_lightly(file.load(Path({str(MATH)!r}), [task, 'model.path=model']));"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, env=here).returncode == 0

@@ -88,7 +88,7 @@ def test(version, model):
     told = remade(run, "--test", written(tmp_path, text))
     assert (told["version"], told["remade"], told["monotone"]) == (version, made, monotone)
     assert told["looked"] == 3 + made and not told["certain"], "version 1 was not looked at"
-    assert "it is the first after version 2, and between earlier ones it may have held" in told["sure"]
+    assert "it is the first after version 2; it may hold at earlier, unexamined versions" in told["sure"]
 
 
 @pytest.mark.slow
@@ -126,8 +126,11 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("def test(weights): return True", "`test` asks for 'weights', and there are version, metrics, batch, model"),
-        ("def test(version): return 3", "`test` is to return True or False, and returned 3"),
+        (
+            "def test(weights): return True",
+            "`test` asks for 'weights'; its parameters may be version, metrics",
+        ),
+        ("def test(version): return 3", "`test` must return True or False, and returned 3"),
         ("def test(version): return 1 / 0", "asked.py:1: ZeroDivisionError"),
         ("def other(): pass", "has no 'test'"),
     ],

@@ -350,7 +350,7 @@ def test_a_batch_that_is_lost_is_refused(run: Path, tmp_path: Path, capsys: pyte
     ],
 )
 def test_a_second_model_is_refused_by_name(run: Path, overrides: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    past = versions.look(run, 4)
+    past = versions.read_past(run, 4)
     changes = [change.replace("MODEL", str(run / "model")) for change in overrides]
     config = configfile.change(past.history.at(4), ["algorithm.advantage={kind='gae'}", *changes])
     past = past._replace(history=structs.replace(past.history, configs={0: config}))

@@ -156,7 +156,7 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     ("sampling", "said"),
     [
         ([], None),
-        (["rollout.top_k=8"], "candidates ok at most 36 bytes a token in addition to 13 others, 36.0 MiB a batch"),
+        (["rollout.top_k=8"], "candidates ok at most 36 bytes a token besides 13 others, 36.0 MiB a batch"),
         (["rollout.top_p=0.9"], "candidates ok at most 644 bytes a token .*; top_k would bound it"),
     ],
 )
@@ -225,7 +225,7 @@ WRONG = {
     "is longer than max_prompt_tokens (2)": [f"{DATA}, max_prompt_tokens=2}}", "model.path=model"],
     "tokenizer has no chat template": [f"{DATA}, chat=true}}", "model.path=plain"],
     "there is no tokenizer": ["model.path=mute"],
-    "it writes 120 tokens, and the model knows 50": ["model.path=small"],
+    "it has 120 tokens, and the model 50": ["model.path=small"],
     "cluster.cpus (1) is less than the 2": ["cluster.cpus=1"],
     "broken-late.jsonl, line 101: not JSON": ["task={kind='data', data='broken-late.jsonl'}", "model.path=model"],
     "bloom is a bloom, which transformers computes only with eager attention": [
@@ -233,7 +233,7 @@ WRONG = {
         "model.attention=sdpa",
         "rollout.engine.kind=sglang",
     ],
-    "gemma2 caps the scores of its attention (attn_logit_softcapping), which SDPA leaves out": [
+    "gemma2 caps its attention scores (attn_logit_softcapping), and SDPA does not": [
         "model.path=gemma2",
         "model.attention=sdpa",
         "rollout.engine.kind=sglang",
@@ -305,7 +305,7 @@ ELSEWHERE = "rollout.engine={kind='sglang', urls=['http://h:1'], transport='grou
 ABSENT = {
     "object store not here cluster.object_store_mib (1000000000) is more than": ["cluster.object_store_mib=1000000000"],
     "critic later 'polcy' is not a folder here": ["algorithm.critic.model=polcy"],
-    "'runs/nope', whose batches are to train it, is not a folder": ["algorithm.critic.pretrain=runs/nope"],
+    "pretrain: 'runs/nope' is not a folder": ["algorithm.critic.pretrain=runs/nope"],
     "unknown for a GPT2Config": ["model.path=gpt2", ELSEWHERE],
 }
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import MATH
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from streamppo.commands.checks import ends, light_checks, machine, memory, memory_estimate, sampling
+from streamppo.commands.checks import check, folder, lengths, machine, memory, memory_estimate, model
 from streamppo.commands.checks import task as tasks
 from streamppo.commands.checks.finding import Finding
 from streamppo.config import file as configfile
@@ -55,7 +55,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def found(config: Config, tokenizer: Tokenizer, hf_config: Any) -> list[Finding]:
-    return list(ends.ends(config, hf_config, tokenizer))
+    return list(model.ends(config, hf_config, tokenizer))
 
 
 # --- ends ----------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_ends_are_printed_by_name_with_their_places(tmp_path: Path) -> None:
         "completions end at <eos> (1: tokenizer), <end> (11: generation config, rollout.stop), the string 'ab', the "
         "string '<|x|>'",
     )
-    assert misspelt.state == "note" and "'<|x|>', which is not a token here" in misspelt.text
+    assert misspelt.state == "note" and "'<|x|>', which is no token of the tokenizer" in misspelt.text
     assert rows == Finding(
         "vocabulary", "ok", "8 rows of the model's vocabulary are not tokens of the tokenizer: never sampled"
     )
@@ -85,7 +85,7 @@ def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_er
     assert only.state == "error" and "eos_token_id has 'nobody', which is not a token" in only.text
     (tmp_path / "generation_config.json").unlink()
     (only,) = found(config, Tokenizer(tmp_path), hf_config)
-    assert only.state == "note" and "nothing ends a completion but its length" in only.text
+    assert only.state == "note" and "only its length ends a completion" in only.text
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_er
 def test_rows_that_an_engine_would_compute_otherwise_are_an_error(
     engine: str, hf_config: Any, said: str | None
 ) -> None:
-    got = list(ends.rows(config_of(f"rollout.engine.kind={engine}"), hf_config))
+    got = list(model.rows(config_of(f"rollout.engine.kind={engine}"), hf_config))
     assert [one.state for one in got] == ["error"] * (said is not None)
     assert said is None or said in got[0].text
 
@@ -118,15 +118,15 @@ def test_rows_that_an_engine_would_compute_otherwise_are_an_error(
         ({}, None),
         ({"do_sample": True, "eos_token_id": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_beams": 1}, None),
         ({"temperature": None, "top_k": None, "repetition_penalty": 1.0, "bad_words_ids": None}, None),
-        ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, "has temperature 0.7, top_p 0.8, top_k 20, which is not"),
-        ({"repetition_penalty": 1.05}, "has repetition_penalty 1.05, which is not followed: tokens are sampled with"),
+        ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, "has temperature 0.7, top_p 0.8, top_k 20, which sampling"),
+        ({"repetition_penalty": 1.05}, "has repetition_penalty 1.05, which sampling ignores: tokens are sampled with"),
         ({"suppress_tokens": [3], "min_new_tokens": 4}, "has suppress_tokens [3], min_new_tokens 4"),
         ({"num_beams": 4}, "num_beams 4"),
     ],
 )
 def test_sampling_that_the_model_asks_for_is_named_once(tmp_path: Path, generation: object, said: str | None) -> None:
     folder_of(tmp_path, generation=generation)
-    got = list(sampling.name_ignored(config_of(f"model.path={tmp_path}")))
+    got = list(folder.ignored_sampling(config_of(f"model.path={tmp_path}")))
     assert [one.state for one in got] == ["note"] * (said is not None)
     assert said is None or said in got[0].text
 
@@ -134,15 +134,15 @@ def test_sampling_that_the_model_asks_for_is_named_once(tmp_path: Path, generati
 def test_sampling_that_the_configuration_has_too_is_not_named(tmp_path: Path) -> None:
     folder_of(tmp_path, generation={"temperature": 0.7, "top_k": 20})
     chosen = [f"model.path={tmp_path}", "rollout.temperature=0.7", "rollout.top_k=20"]
-    assert not list(sampling.name_ignored(config_of(*chosen)))
-    (one,) = sampling.name_ignored(config_of(*chosen[:2]))
-    assert "has top_k 20, which" in one.text and "temperature 0.7, top_p 1, top_k 0 and nothing else" in one.text
+    assert not list(folder.ignored_sampling(config_of(*chosen)))
+    (one,) = folder.ignored_sampling(config_of(*chosen[:2]))
+    assert "has top_k 20, which" in one.text and "temperature 0.7, top_p 1, top_k 0 only" in one.text
 
 
 def test_the_log_of_a_run_names_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_of(tmp_path, generation={"repetition_penalty": 1.3})
     with caplog.at_level("INFO"), contextlib.suppress(ConfigError):
-        light_checks.refuse(config_of(f"model.path={tmp_path}"))
+        check.refuse(config_of(f"model.path={tmp_path}"))
     assert caplog.text.count("repetition_penalty 1.3") == 1
 
 
@@ -188,7 +188,7 @@ def test_what_does_not_fit_into_this_machine_is_an_error(
     assert [one.state for one in got] == states
     if len(got) > 1:
         assert f"are too much for this machine, which has {gib}.0 GiB: " in got[1].text
-        assert ("a smaller cache needs less" in got[1].text) == ("rollout.slots=1024" in overrides)
+        assert ("for a smaller cache" in got[1].text) == ("rollout.slots=1024" in overrides)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_template_that_ends_no_turn_is_noted_with_the_token_that_begins_the_ne
     (note,) = [one for one in glm(tmp_path, None) if one.state == "note"]
     assert (
         "writes no token after an assistant's turn" in note.text
-        and "rollout.stop = ['<|user|>'] ends them" in note.text
+        and "rollout.stop = ['<|user|>'] prevents that" in note.text
     )
 
 
@@ -310,7 +310,7 @@ def test_prompts_without_room_in_the_context_are_found(
     config, tokenizer = config_of(task, f"model.path={tmp_path}"), folder_of(tmp_path)
     prompts = tasks.load(config, tokenizer).task
     assert prompts is not None
-    told = list(ends.context(prompts, Qwen2Config(**SMALL, max_position_embeddings=bound), tokenizer))
+    told = list(lengths.prompts(prompts, Qwen2Config(**SMALL, max_position_embeddings=bound), tokenizer))
     assert [one.state for one in told] == [state] * bool(state)
     if told:
         count = "all" if state == "error" else "4"

@@ -5,7 +5,7 @@ import importlib.machinery
 import pytest
 from conftest import MATH
 
-from streamppo.commands.checks import libraries
+from streamppo.commands.checks import machine
 from streamppo.config import file as configfile
 
 ALL = ['telemetry.trackers=["tensorboard", "wandb", "trackio", "mlflow"]']
@@ -16,9 +16,9 @@ def found(monkeypatch: pytest.MonkeyPatch, *modules: str) -> dict[str, tuple[str
     """State and text of each kind where only `modules` are installed, and wandb/ is a folder of runs."""
     namespace = importlib.machinery.ModuleSpec("wandb", None)
     specs = {name: importlib.machinery.ModuleSpec(name, None, origin="file.py") for name in modules}
-    monkeypatch.setattr(libraries, "find_spec", ({"wandb": namespace} | specs).get)
+    monkeypatch.setattr(machine, "find_spec", ({"wandb": namespace} | specs).get)
     config = configfile.load(MATH, [*ALL, ENDPOINT])
-    return {one.subject: (one.state, one.text) for one in libraries.trackers(config)}
+    return {one.subject: (one.state, one.text) for one in machine.libraries(config)}
 
 
 def test_a_library_that_is_there_is_ok_and_a_missing_one_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,14 +30,14 @@ def test_a_library_that_is_there_is_ok_and_a_missing_one_names_its_extra(monkeyp
 
 
 def test_nothing_is_looked_for_where_nothing_is_asked_for() -> None:
-    assert list(libraries.trackers(configfile.load(MATH, ['telemetry.prometheus={kind="ray"}']))) == []
+    assert list(machine.libraries(configfile.load(MATH, ['telemetry.prometheus={kind="ray"}']))) == []
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_nixl_is_looked_for_where_weights_travel_by_it(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.machinery.ModuleSpec("nixl", None, origin="nixl/__init__.py")
-    monkeypatch.setattr(libraries, "find_spec", {"nixl": found if there else None}.get)
-    assert list(libraries.transports(configfile.load(MATH, []))) == []
-    (finding,) = libraries.transports(configfile.load(MATH, ["learner.transport={kind='nixl'}"]))
+    monkeypatch.setattr(machine, "find_spec", {"nixl": found if there else None}.get)
+    assert list(machine.libraries(configfile.load(MATH, []))) == []
+    (finding,) = machine.libraries(configfile.load(MATH, ["learner.transport={kind='nixl'}"]))
     assert (finding.subject, finding.state) == ("nixl", "ok" if there else "error")
     assert there or "pip install 'streamppo[nixl]'" in finding.text

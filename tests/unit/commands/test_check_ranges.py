@@ -11,7 +11,8 @@ import pytest
 from conftest import MATH
 
 from streamppo.cli import main
-from streamppo.commands.checks import check, light_checks, ranges
+from streamppo.commands.checks import check, lengths, notes
+from streamppo.commands.checks import task as tasks
 from streamppo.commands.checks.finding import Finding
 from streamppo.config import file as configfile
 from streamppo.errors import ConfigError
@@ -30,34 +31,34 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def worth(*overrides: str, file: Path = Path("run.toml")) -> list[Finding]:
     """All findings that are neither ok nor later; threads and cores are the machine's."""
-    found, _ = light_checks.look(configfile.load(file, overrides))
+    found, _ = check.check_lightly(configfile.load(file, overrides))
     return [one for one in found if one.state in ("note", "error") and " threads, and this machine" not in one.text]
 
 
 NOTES = {
-    "learner.lr=100": "learner.lr (100) is far above what learns as a rule: from 1e-6 for weights of a billion to 1e-3",
+    "learner.lr=100": "learner.lr (100) is far above the usual range: from 1e-6 for weights of a billion to 1e-3",
     "learner.lr=1e-12": "learner.lr (1e-12) is far below",
-    "algorithm.critic.lr=1": "algorithm.critic.lr (1) is far above what learns as a rule: from 1e-6 to 3e-3",
-    "learner.max_grad_norm=1e-5": "learner.max_grad_norm (1e-05) is far below what learns as a rule: from 0.1 to 1",
+    "algorithm.critic.lr=1": "algorithm.critic.lr (1) is far above the usual range: from 1e-6 to 3e-3",
+    "learner.max_grad_norm=1e-5": "learner.max_grad_norm (1e-05) is far below the usual range: from 0.1 to 1",
     "learner.weight_decay=10": "learner.weight_decay (10) is far above",
-    "learner.epochs=50": "learner.epochs (50) is far above what learns as a rule: from 1 to 4",
-    "rollout.temperature=5": "rollout.temperature (5) is far above what learns as a rule: from 0.6 to 1.2",
+    "learner.epochs=50": "learner.epochs (50) is far above the usual range: from 1 to 4",
+    "rollout.temperature=5": "rollout.temperature (5) is far above the usual range: from 0.6 to 1.2",
     "rollout.temperature=0.01": "rollout.temperature (0.01) is far below",
-    "rollout.top_p=0.1": "rollout.top_p (0.1) is far below what learns as a rule: from 0.9 to 1",
-    "queue.max_lag=1000": "queue.max_lag (1000) is far above what learns as a rule: from 0 to 16",
+    "rollout.top_p=0.1": "rollout.top_p (0.1) is far below the usual range: from 0.9 to 1",
+    "queue.max_lag=1000": "queue.max_lag (1000) is far above the usual range: from 0 to 16",
     "queue.max_lag={kind='adaptive', at_most=1000}": "queue.max_lag (1000) is far above",
-    "algorithm.entropy=10": "algorithm.entropy (10) is far above what learns as a rule: from 0 to 0.01",
+    "algorithm.entropy=10": "algorithm.entropy (10) is far above the usual range: from 0 to 0.01",
     "algorithm.entropy=-5": "algorithm.entropy (-5) is far below",
-    "algorithm.kl.loss_beta=50": "algorithm.kl.loss_beta (50) is far above what learns as a rule: from 0.001 to 0.1",
+    "algorithm.kl.loss_beta=50": "algorithm.kl.loss_beta (50) is far above the usual range: from 0.001 to 0.1",
     "algorithm.kl.reward_beta=50": "algorithm.kl.reward_beta (50) is far above",
     "algorithm.critic.coefficient=1000": "algorithm.critic.coefficient (1000) is far above",
-    "algorithm.positive_nll=30": "algorithm.positive_nll (30) is far above what learns as a rule: about 0.1",
-    "algorithm.target_kl=20": "algorithm.target_kl (20) is far above what learns as a rule: from 0.01 to 0.1",
-    "algorithm.advantage.lam=0": "algorithm.advantage.lam (0) is far below what learns as a rule: from 0.9 to 1",
-    "algorithm.advantage.gamma=0.1": "algorithm.advantage.gamma (0.1) is far below what learns as a rule: from 0.99",
-    "algorithm.policy_loss.range=[0.2,50]": "algorithm.policy_loss.range (50) is far above what learns as a rule",
-    "algorithm.correction={kind='truncate', cap=1000}": "algorithm.correction.cap (1000) is far above what learns as a "
-    "rule: from 1 to 10",
+    "algorithm.positive_nll=30": "algorithm.positive_nll (30) is far above the usual range: about 0.1",
+    "algorithm.target_kl=20": "algorithm.target_kl (20) is far above the usual range: from 0.01 to 0.1",
+    "algorithm.advantage.lam=0": "algorithm.advantage.lam (0) is far below the usual range: from 0.9 to 1",
+    "algorithm.advantage.gamma=0.1": "algorithm.advantage.gamma (0.1) is far below the usual range: from 0.99",
+    "algorithm.policy_loss.range=[0.2,50]": "algorithm.policy_loss.range (50) is far above the usual range",
+    "algorithm.correction={kind='truncate', cap=1000}": "algorithm.correction.cap (1000) is far above the usual "
+    "range: from 1 to 10",
     "queue.batch_size=100000": "a batch has 25000 prompts (batch_size / samples_per_prompt), and the data have 3840: "
     "each is 6.51 times in every batch",
 }
@@ -95,7 +96,7 @@ def test_what_cannot_work_is_an_error(project: Path, override: str) -> None:
     found = [one.text for one in worth(override) if one.state == "error"]
     assert any(ERRORS[override] in text for text in found), found
     with pytest.raises(ConfigError) as refused:
-        light_checks.refuse(configfile.load(Path("run.toml"), [override]))
+        check.refuse(configfile.load(Path("run.toml"), [override]))
     assert ERRORS[override] in str(refused.value), "a run makes the same look"
 
 
@@ -107,7 +108,7 @@ def test_what_contradicts_itself_is_refused_with_what_may_stand_there(project: P
 
 
 def test_every_range_is_in_the_table_and_holds_the_defaults_and_the_project(project: Path) -> None:
-    assert all(any(f"{one.name} (" in said for said in NOTES.values()) for one in ranges.RANGES)
+    assert all(any(f"{one.name} (" in said for said in NOTES.values()) for one in notes.RANGES)
     assert worth() == []
     assert worth(file=MATH) == []
     assert worth("algorithm.advantage=grpo") == []
@@ -115,7 +116,7 @@ def test_every_range_is_in_the_table_and_holds_the_defaults_and_the_project(proj
 
 @pytest.mark.parametrize("file", sorted((MATH.parent).glob("*.toml")), ids=lambda path: path.stem)
 def test_every_shipped_configuration_lies_within_the_usual_ranges(file: Path) -> None:
-    assert list(ranges.notes(configfile.load(file))) == []
+    assert list(notes.ranges(configfile.load(file))) == []
 
 
 @pytest.mark.parametrize("name", ["reward", "style"])
@@ -124,7 +125,7 @@ def test_a_reward_is_named_once(project: Path, name: str) -> None:
         (project / "run.toml").read_text().replace("[reward]\n", f"[reward.scorers.{name}]\nkind = 'function'\n")
     )
     with pytest.raises(ConfigError) as refused:
-        light_checks.refuse(configfile.load(project / "own.toml", [f"reward.scorers.{name}.function=rewards.py:nope"]))
+        check.refuse(configfile.load(project / "own.toml", [f"reward.scorers.{name}.function=rewards.py:nope"]))
     begin = "reward: " if name == "reward" else "reward style: "
     assert str(refused.value).startswith(begin) and "reward reward" not in str(refused.value)
 
@@ -147,9 +148,9 @@ def test_answers_that_are_numbers_are_told(
     # The built-in model learns from texts: of another one the rows are read without its tokenizer.
     task = f"task={{kind='data', data='{data}', max_prompt_tokens=16}}"
     config = configfile.load(Path("run.toml"), [task, f"reward.function={function}", "model.path=./none"])
-    prompts = light_checks.task.load(config, None).task
+    prompts = tasks.load(config, None).task
     assert prompts is not None
-    told = [one.text for one in light_checks.answers(config, prompts, None)]
+    told = [one.text for one in lengths.answers(config, prompts, None)]
     assert (told == []) if said is None else any(said in text for text in told)
 
 
@@ -183,4 +184,4 @@ def test_no_number_keeps_check_at_work_for_ever(override: str, number: int) -> N
     except ConfigError as error:
         assert str(error).startswith(("override ", f"{MATH}: "))
         return
-    assert check.look_over(config, None)
+    assert check.check_all(config, None)

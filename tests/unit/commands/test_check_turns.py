@@ -52,7 +52,7 @@ def findings(
 def test_a_turn_and_its_answer_are_played_with_every_familys_template(tmp_path: Path, family: str) -> None:
     (found,) = findings(tmp_path, "return [Message(role='user', content='no')]", family=family)
     assert (found.subject, found.state) == ("environment", "ok")
-    assert "to the row's answer as a turn it answered 'user: no'" in found.text
+    assert "with the row's answer as a turn it answered 'user: no'" in found.text
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ SPELLED = "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
         (
             SPELLED,
             "text",
-            'which stay text; where rows are written in a chat template already, choose control_tokens = "parse"',
+            'which stay text; if rows are written in a chat template already, choose control_tokens = "parse"',
         ),
         (SPELLED, "parse", None),
         ([{"role": "user", "content": SPELLED}], "text", 'control_tokens = "parse", and neither chat nor system'),
         (
             [{"role": "user", "content": SPELLED}],
             "parse",
-            "to which the chat template adds its own; where rows are written in a chat template already",
+            "to which the chat template adds its own; if rows are written in a chat template already",
         ),
         ("1+2", "text", None),
     ],

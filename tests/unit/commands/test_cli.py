@@ -52,7 +52,7 @@ def test_the_value_of_an_override_may_be_negative_and_contain_dashes(capsys: pyt
 
 
 COMPLETED = {
-    "re": ["reward-test", "replay", "resume", "report"],
+    "re": ["report", "replay", "reward-test", "resume"],
     "run --dr": ["--dry-run"],
     "run a.toml --r": ["--resume", "--runs"],
     "run a": ["a.toml"],

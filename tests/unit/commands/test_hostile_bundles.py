@@ -351,7 +351,7 @@ REASONS = {
     },
     **{"a loss of foreign code": "--trust", "a file of code": "a tensor 'files.modeling_x.py'"},
     **{"a file that says where weights are": "not of a model or tokenizer", "a pickle of weights": "a tensor 'files."},
-    **{"positions without end": "too large buffers", "a width of another model": "in the model of its config.json"},
+    **{"positions without end": "buffers are too large", "a width of another model": "by config.json"},
     **{"tokens beyond the vocabulary": "a token 1000000", "other weights": "not those of version 3"},
 }
 """Words of our own bounds: without one, another error would hide that it is gone."""

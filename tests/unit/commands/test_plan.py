@@ -60,7 +60,7 @@ def test_three_threads_on_two_cores_take_half_as_long_again() -> None:
     for _ in range(4):
         cores.advance()
     assert ends == pytest.approx({"elsewhere": 1.0, "a": 1.5, "b": 1.5, "c": 1.5})
-    with pytest.raises(RuntimeError, match="everybody waits"):
+    with pytest.raises(RuntimeError, match="every stage waits"):
         cores.advance()
 
 

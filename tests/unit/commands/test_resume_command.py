@@ -12,6 +12,7 @@ from report_case import run_folder
 import streamppo
 from streamppo import cli
 from streamppo.commands import run_argument
+from streamppo.commands.checks import check
 from streamppo.config import diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
@@ -33,7 +34,7 @@ def run(tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.
     for path in (folder / "final" / "config.json", folder / "checkpoints" / f"{UPDATES:08d}" / "manifest.json"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    monkeypatch.setattr(run_argument, "refuse", lambda config: None)
+    monkeypatch.setattr(check, "refuse", lambda config: None)
     monkeypatch.delattr(streamppo, "loop", raising=False)
     for name in HEAVY:
         monkeypatch.setitem(sys.modules, name, None)

@@ -182,7 +182,7 @@ def test_a_prompt_that_was_never_issued_is_sampled_from_its_beginning(
         (("--prompt", "0", "--sample", "77", "--version", "2"), "no such completion of prompt 0"),
         (("--prompt", "0", "--version", "2", "--at", "50"), "--at 50: the completion has "),
         (("--prompt", "1+1=", "--version", "2", "--at", "1"), "--at, --sample and --attempt are of an archived"),
-        (("--prompt", "0", "--version", "2", "2"), "each version once"),
+        (("--prompt", "0", "--version", "2", "2"), "a version is named twice"),
         (("--prompt", "0", "--version"), "--version is the version that samples"),
         (("--prompt", "", "--version", "2"), "--prompt is the number of a prompt"),
         (("--prompt", "0", "--version", "2", "-n", "0"), "Must be >= 1"),

@@ -18,7 +18,6 @@ import uvicorn
 from browser import needs_chromium, opened
 from report_case import run_folder
 
-from streamppo.commands.look import watch
 from streamppo.commands.look.watching import server, tries
 from streamppo.commands.trial import Continued, Trial, VersionTrial
 from streamppo.config.sections import Config
@@ -199,7 +198,7 @@ def shown(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: st
     (tmp_path / "more.js").write_text(CLICKS)
     kind, parts = server.ASSETS["/watch.js"]
     monkeypatch.setitem(server.ASSETS, "/watch.js", (kind, [*parts, tmp_path / "more.js"]))
-    found = watch.listening("127.0.0.1", 0)
+    found = server.listen("127.0.0.1", 0)
     serving = uvicorn.Server(
         uvicorn.Config(server.application(run, [], None, KEY), log_level="warning", lifespan="off")
     )
@@ -208,7 +207,7 @@ def shown(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: st
     try:
         while not serving.started:
             time.sleep(0.01)
-        dom, errors = opened(watch.address(found, "127.0.0.1", None) + behind, width, tmp_path / "browser", 8)
+        dom, errors = opened(server.address(found, "127.0.0.1", None) + behind, width, tmp_path / "browser", 8)
     finally:
         serving.should_exit = True
         thread.join()

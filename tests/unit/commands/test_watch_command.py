@@ -16,7 +16,6 @@ from report_case import BATCH, run_folder
 from starlette.applications import Starlette
 
 from streamppo import cli
-from streamppo.commands.look import watch
 from streamppo.commands.look.watching import run_tail, server
 from streamppo.config.sections import Config
 from streamppo.driver.run_folder import driver_lock
@@ -249,21 +248,21 @@ def test_the_page_loads_nothing_from_elsewhere(run: Path) -> None:
 
 
 def test_a_taken_port_is_left_alone_and_one_that_was_asked_for_is_an_error() -> None:
-    with watch.listening("127.0.0.1", 0) as taken:
+    with server.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RunError, match=f"127.0.0.1:{port}: cannot listen there: .*in use"):
-            watch.listening("127.0.0.1", port)
+            server.listen("127.0.0.1", port)
     with pytest.raises(RunError, match="cannot listen there"):
-        watch.listening("no.such.host.invalid", 0)
+        server.listen("no.such.host.invalid", 0)
 
 
 def test_the_default_port_is_another_one_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watch.listening("127.0.0.1", 0) as taken:
-        monkeypatch.setattr(watch, "PORT", taken.getsockname()[1])
-        with watch.listening("127.0.0.1", None) as found:
-            assert found.getsockname()[1] not in (0, watch.PORT)
-            assert watch.address(found, "127.0.0.1", None) == f"http://127.0.0.1:{found.getsockname()[1]}/"
-            anywhere = watch.address(found, "0.0.0.0", "secret")
+    with server.listen("127.0.0.1", 0) as taken:
+        monkeypatch.setattr(server, "PORT", taken.getsockname()[1])
+        with server.listen("127.0.0.1", None) as found:
+            assert found.getsockname()[1] not in (0, server.PORT)
+            assert server.address(found, "127.0.0.1", None) == f"http://127.0.0.1:{found.getsockname()[1]}/"
+            anywhere = server.address(found, "0.0.0.0", "secret")
             assert anywhere == f"http://{socket.gethostname()}:{found.getsockname()[1]}/?token=secret"
 
 

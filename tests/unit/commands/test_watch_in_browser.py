@@ -19,7 +19,6 @@ from living_run import at_work
 from msgspec import structs
 from report_case import ALPHABET, run_folder
 
-from streamppo.commands.look import watch
 from streamppo.commands.look.watching import server
 from streamppo.commands.look.watching.trajectories import BatchContent, Trajectories
 from streamppo.config import file as configfile
@@ -156,7 +155,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def serve(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     """Serve the page with one more script; the address comes back, and the server ends with the test."""
-    found = watch.listening("127.0.0.1", 0)
+    found = server.listen("127.0.0.1", 0)
     settings = uvicorn.Config(server.application(run, [], None), log_level="warning", lifespan="off")
     serving = uvicorn.Server(settings)
     thread = threading.Thread(target=serving.run, kwargs={"sockets": [found]})
@@ -168,7 +167,7 @@ def serve(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         thread.start()
         while not serving.started:
             time.sleep(0.01)
-        return watch.address(found, "127.0.0.1", None)
+        return server.address(found, "127.0.0.1", None)
 
     yield started
     serving.should_exit = True

@@ -22,6 +22,7 @@ from streamppo import cli, loop
 from streamppo.api import child
 from streamppo.api.messages import RunRequest
 from streamppo.commands import run_argument
+from streamppo.commands.checks import check
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.reward import FunctionScorer, Reward, Scorer, ServiceScorer
@@ -277,7 +278,7 @@ def test_run_with_resume_names_an_option_that_it_takes(
 ) -> None:
     begun = list[Any]()
     monkeypatch.setattr(loop, "run", lambda config, *_, **__: begun.append(config) or 0)
-    monkeypatch.setattr(run_argument, "refuse", lambda _: None)
+    monkeypatch.setattr(check, "refuse", lambda _: None)
     arguments = ["run", str(MATH), "--resume", "--runs", str(foreign.parent)]
     assert cli.main(arguments) == 2
     assert "--trust" in capsys.readouterr().err and not begun

@@ -12,10 +12,11 @@ import pytest
 from driver_case import Case
 from ray._private import ray_constants
 
+from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.driver import run_folder, stages
 from streamppo.driver.ray import cluster, environment, nodes
-from streamppo.driver.ray.interrupts import SIGNALS, Interrupts
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.watch.memory import MemoryKills
 from streamppo.driver.watch.watch import RunStage
 from streamppo.errors import Interrupted, RunError
@@ -309,7 +310,7 @@ class Service:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in process.SIGNALS}
     # A run that an earlier test started in this process has ignored it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield

@@ -11,7 +11,7 @@ from msgspec import structs
 from streamppo import process
 from streamppo.cli import main
 from streamppo.commands import replay
-from streamppo.commands.checks import light_checks
+from streamppo.commands.checks import check
 from streamppo.config import diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
@@ -181,14 +181,14 @@ def test_a_run_records_its_number_and_a_resume_begins_with_it(
 def test_check_says_the_number_and_counts_its_cores(machine: Machine, large: str) -> None:
     machine(4)
     config = configured(f"model.path={large}", "cluster.cpus=5")
-    texts = [f"{one.subject}: {one.text}" for one in light_checks.look(config)[0]]
+    texts = [f"{one.subject}: {one.text}" for one in check.check_lightly(config)[0]]
     assert "threads: learner.threads = 4: 26,214,400 parameters, 4 cores, 1 threads of engines" in texts
     assert any("GPU 0, CPU 5" in text for text in texts)
     begun = threads.with_number(config, 4)
     # A choice of the run's own is not a mistake of the user's.
-    assert not any("threads, and this machine" in one.text for one in light_checks.look(begun)[0])
+    assert not any("threads, and this machine" in one.text for one in check.check_lightly(begun)[0])
     eight = structs.replace(config, learner=structs.replace(config.learner, threads=8))
-    assert any("have 9 threads, and this machine 4 cores" in one.text for one in light_checks.look(eight)[0])
+    assert any("have 9 threads, and this machine 4 cores" in one.text for one in check.check_lightly(eight)[0])
 
 
 @pytest.mark.parametrize("wrong", ["0", "many", "1.5", "-2"])

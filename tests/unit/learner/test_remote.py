@@ -11,7 +11,7 @@ import pytest
 from checkpoint_files import copied, written
 
 from streamppo import durable
-from streamppo.commands.checks import folder as checks
+from streamppo.commands.checks import machine as checks
 from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError, ConfigError
 from streamppo.learner.checkpoint import manifest, remote

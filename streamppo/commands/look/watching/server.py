@@ -6,11 +6,14 @@ that starts a process also requires the key (tries.py).
 """
 
 import secrets
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -19,15 +22,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from streamppo.commands.console import echo
 from streamppo.commands.look.watching.run_tail import CurveSource, WatchedReplay, WatchedRun
 from streamppo.commands.look.watching.trajectories import Trajectories
 from streamppo.commands.look.watching.tries import Tries
 from streamppo.config import file as configfile
-from streamppo.errors import StreamppoError
+from streamppo.errors import ConfigError, RunError, StreamppoError
 from streamppo.telemetry.report import page
 from streamppo.telemetry.watch import sections
 from streamppo.telemetry.watch.sections import HERE
 
+PORT = 8484
+"""The port if it is free; else any other."""
+ENDING_S = 1
+"""Seconds that open requests have after Ctrl-C."""
+ANYWHERE = ("0.0.0.0", "::")
+"""Hosts for every address of this machine."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 SHORTEST_S, LONGEST_S = 2.0, 60.0
 """Seconds between two requests of the page for changes."""
@@ -40,6 +50,51 @@ ASSETS = {
     "/watch.css": ("text/css", [REPORT / "page.css", HERE / "watch.css"]),
     "/watch.js": ("text/javascript", [REPORT / "page.js", HERE / "watch.js", HERE / "trajectories.js"]),
 }
+
+
+def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int:
+    """Answer requests until Ctrl-C. Raises `RunError` if it cannot listen at `host` and `port`.
+
+    `run` is a folder; `others` are folders or files of replays. Raises `ConfigError` for another `run`.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run}: the first RUN is the folder of one; a replay can be compared with it")
+    listener = listen(host, port)
+    token, key = None if host in LOOPBACK else secrets.token_urlsafe(), secrets.token_urlsafe()
+    echo(f"{run.name}: {address(listener, host, token)}#key={key}   (Ctrl-C ends only this page)")
+    if token is not None:
+        echo("It goes over the network unencrypted: `ssh -L` to a page on loopback is safer.")
+    app = application(run, list(others), token, key)
+    settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=ENDING_S)
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(settings).run(sockets=[listener])
+    return 0
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Listen at `port`, by default at `PORT` or, if that is taken, at any other. Raises `RunError`."""
+    if port is None:
+        with suppress(OSError):
+            return _listen(host, PORT)
+    try:
+        return _listen(host, port or 0)
+    except OSError as error:
+        raise RunError(f"{host}:{port or PORT}: cannot listen there: {error.strerror}") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family)
+
+
+def address(listener: socket.socket, host: str, token: str | None) -> str:
+    """The address to open in a browser."""
+    reached = socket.gethostname() if host in ANYWHERE else host
+    name = f"[{reached}]" if ":" in reached else reached
+    return f"http://{name}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+
+
+# --- the page --------------------------------------------------------------------------------------------------
 
 
 class Page:

@@ -20,16 +20,16 @@ UNKNOWN_CONTEXT = 4096
 """The assumed number of positions of a model that is not here."""
 UNKNOWN_PARAMETERS = 1_000_000_000
 CHARACTERS = 3
-"""Assumed characters of a token without a tokenizer: rather too few."""
+"""Assumed characters of a token without a tokenizer, a low guess."""
 TINY_PARAMETERS = 90_000
 """Parameters of builtin:tiny, about."""
 FLOAT32 = 4
 
 
 class PolicyModel(NamedTuple):
-    """The model at `path`. `cache` are bytes of one token in an engine's cache; None if it is not known.
+    """The model at `path`. `cache` are bytes of a token in an engine's cache, None if unknown.
 
-    `chat`: its tokenizer has a template. `folder` is None if the model is not here: the rest is then guessed.
+    `chat`: its tokenizer has a template. `folder` is None if the model is not here: the other fields are then guessed.
     """
 
     path: str
@@ -65,15 +65,15 @@ class PolicyModel(NamedTuple):
         )
 
 
-def look(path: str) -> PolicyModel:
-    """Look at the model at `path`. Raises `ConfigError` for a path at which there is none."""
+def read(path: str) -> PolicyModel:
+    """Read the model at `path`. Raises `ConfigError` for a path without a model."""
     if path == BUILTIN:
         return PolicyModel(path, None, "qwen2", TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
     folder, finding = folders.find(path, "model")
     if folder is None and folders.looks_like_path(path):
         raise ConfigError(f"--model: {finding.text}")
     if folder is None:
-        return PolicyModel(path, None, "", _by_name(path), UNKNOWN_CONTEXT, None, chat=_is_chat_by_name(path))
+        return PolicyModel(path, None, "", _size_by_name(path), UNKNOWN_CONTEXT, None, chat=_is_chat_by_name(path))
     settings = _settings(Path(folder))
     return PolicyModel(
         path,
@@ -105,11 +105,11 @@ def _parameters(folder: Path) -> int:
         files = headers.weight_files(folder)
     except ModelError:
         return UNKNOWN_PARAMETERS
-    numbers = sum(_in_file(path) if path.suffix == ".safetensors" else path.stat().st_size // 2 for path in files)
+    numbers = sum(_count_in_file(path) if path.suffix == ".safetensors" else path.stat().st_size // 2 for path in files)
     return numbers or UNKNOWN_PARAMETERS
 
 
-def _in_file(path: Path) -> int:
+def _count_in_file(path: Path) -> int:
     try:
         with durable.reading(path) as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -126,12 +126,12 @@ def _in_file(path: Path) -> int:
         OverflowError,
         RecursionError,
     ):
-        # `check` reports the error.
+        # `check` reports a damaged file.
         return 0
 
 
 def _cache(settings: Mapping[str, object]) -> int | None:
-    """Bytes of one token's keys and values in float32, in a model that is built like llama."""
+    """Bytes of a token's keys and values in float32, in a model like llama."""
     try:
         heads = int(cast(int, settings["num_attention_heads"]))
         width = settings.get("head_dim") or int(cast(int, settings["hidden_size"])) // heads
@@ -151,8 +151,8 @@ def _has_template(folder: Path) -> bool:
         return False
 
 
-def _by_name(path: str) -> int:
-    """The size in a name: Qwen2.5-0.5B has half a billion parameters."""
+def _size_by_name(path: str) -> int:
+    """The size in a name. Example: Qwen2.5-0.5B has half a billion parameters."""
     units = {"b": 10**9, "m": 10**6}
     sizes = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", path.lower())
     return int(float(sizes[-1][0]) * units[sizes[-1][1]]) if sizes else UNKNOWN_PARAMETERS

@@ -24,10 +24,10 @@ ANSWERS = (
     *("reference", "gold", "label", "response", "completion", "output", "chosen"),
 )
 """Names of an answer's column, the most certain first."""
-LOOKED_AT = 64
-"""Rows by which columns are chosen."""
+EXAMINED = 64
+"""Rows that decide the columns."""
 QUOTED = 60
-"""Characters of a value that is no prompt in a sentence about it."""
+"""Characters of a value in an error."""
 MEASURED = 10_000
 """Rows that are measured; all are counted."""
 
@@ -46,8 +46,8 @@ class PromptView(NamedTuple):
 class DataRows(NamedTuple):
     """`total` rows of the data set `data`, whose prompts are texts or `messages`.
 
-    Lengths of prompts and of answers that are texts or numbers are in tokens, and of the first `MEASURED` rows. Texts
-    that are `templated` are written in a chat template already.
+    `prompts` and `answers` are the tokens of each prompt, and of each answer that is a text or number, in the first
+    `MEASURED` rows. `templated` texts are written in a chat template already.
     """
 
     data: str
@@ -70,23 +70,23 @@ class DataRows(NamedTuple):
         return max(self.answers, default=0)
 
 
-def look(data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView) -> DataRows:
-    """Read the rows of `data`, with prompt and answer in `columns`; empty names are chosen.
+def read(data: str, reward: FunctionScorer, columns: tuple[str, str], view: PromptView) -> DataRows:
+    """Read the rows of `data`, with prompt and answer in `columns`; an empty name is chosen by its usual names.
 
     Raises `ConfigError` if no column is the prompt, or if `reward` asks for a missing column.
     """
     try:
         rows = [row for _, row in islice(dataset_files.rows(data, "train"), MEASURED)]
         total = len(rows) + sum(1 for _ in islice(dataset_files.rows(data, "train"), len(rows), None))
-        needs = detect(reward)[0]
+        signature = detect(reward)[0]
     except TaskError as error:
         raise ConfigError(str(error)) from error
     if not rows:
         raise ConfigError(f"{data}: no rows")
-    first = rows[:LOOKED_AT]
+    first = rows[:EXAMINED]
     prompt = _prompt_column(data, first, columns[0])
     answer = _answer_column(data, first, columns[1], prompt)
-    _refuse_gaps(data, rows, reward, needs.needs - {"answer"} if answer else needs.needs)
+    _refuse_gaps(data, rows, reward, signature.needs - {"answer"} if answer else signature.needs)
     messages = isinstance(_at(rows[0], prompt), list)
     templated = not messages and all(view.spells(Prompt(text=str(_at(row, prompt)), columns={})) for row in rows)
     source = Source(
@@ -135,13 +135,13 @@ def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:
         return named
     fitting = [name for name in rows[0] if all(_is_prompt(row.get(name)) for row in rows)]
     known = [name for name in PROMPTS if name in fitting]
-    rest = [name for name in fitting if name not in ANSWERS]
-    if known or len(rest) == 1:
-        return (known or rest)[0]
-    doubtful = next((why for name in PROMPTS if (why := _misfit(rows, name))), "")
+    others = [name for name in fitting if name not in ANSWERS]
+    if known or len(others) == 1:
+        return (known or others)[0]
+    misfit = next((text for name in PROMPTS if (text := _misfit(rows, name))), "")
     raise ConfigError(
-        f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}){doubtful}; columns are "
-        f"{', '.join(rows[0])}: name the one of the prompt with --prompt"
+        f"{data}: no column is the prompt by its name ({', '.join(PROMPTS)}){misfit}; columns are "
+        f"{', '.join(rows[0])}: name the prompt's column with --prompt"
     )
 
 
@@ -158,17 +158,17 @@ def _answer_column(data: str, rows: Sequence[Row], named: str, prompt: str) -> s
 
 
 def _misfit(rows: Sequence[Row], name: str) -> str:
-    """Say why the first value at `name` that is no prompt is none; "" if there is none, or no row has a value."""
+    """The reason why the first unfit value at `name` is no prompt; "" if all values fit, or there is none."""
     values = [(place, _at(row, name)) for place, row in enumerate(rows, 1)]
     if all(value is None for _, value in values):
         return ""
-    return next((f"; {name!r} of row {place} {_why(value)}" for place, value in values if not _is_prompt(value)), "")
+    return next((f"; {name!r} of row {place} {_fault(value)}" for place, value in values if not _is_prompt(value)), "")
 
 
-def _why(value: object) -> str:
+def _fault(value: object) -> str:
     match value:
         case [*_, {"role": "assistant"}]:
-            return "ends with the assistant's answer: leave that out of it, and keep it in a column of its own"
+            return "ends with the assistant's answer: move it to another column"
         case [{"from": _, "value": _}, *_]:
             return 'has turns of "from" and "value": write "role" (user, assistant, system) and "content"'
         case None | "" | []:

@@ -8,9 +8,9 @@ from streamppo.commands.start.project.rows import MEASURED, DataRows
 from streamppo.errors import ConfigError
 
 SMALL = 20_000_000
-"""Parameters below which a model learns its answers without reasoning before them."""
+"""A model with fewer parameters learns its answers without reasoning."""
 RATES = ((1_000_000, 1e-3), (10_000_000, 3e-4), (100_000_000, 3e-5), (300_000_000, 5e-6))
-"""(parameters, learning rate of a model with fewer); `RATE` beyond."""
+"""(parameters, learning rate of a model with fewer); `RATE` for larger models."""
 RATE = 1e-6
 SAMPLES = 8
 """Completions of a prompt."""
@@ -26,11 +26,11 @@ MIB = 2**20
 
 
 class LengthGuess(NamedTuple):
-    """Tokens of prompt and completion, with the reason for the latter; `left_out` measured prompts are longer."""
+    """The most tokens of prompt and completion, and the `reason` for the latter; `left_out` prompts are longer."""
 
     max_prompt_tokens: int
     max_tokens: int
-    why: str
+    reason: str
     left_out: int
 
 
@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Trajectories of one actor, those that wait for their reward included."""
+        """Trajectories of an actor, with those that wait for their reward."""
         return 2 * self.slots
 
 
@@ -86,21 +86,21 @@ def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> S
 
 
 def is_small(policy: PolicyModel) -> bool:
-    """Tell if the model learns in minutes on a CPU."""
+    """True for a model that learns in minutes on a CPU."""
     return policy.parameters < SMALL
 
 
 def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
-    """Choose how long prompts and completions may be: together no longer than the model's context.
+    """Choose the most tokens of prompts and completions, together within the model's context.
 
-    Example: answers of up to 6 tokens, a model of 84,000 parameters -> 10 tokens: a quarter more, and their end
+    Example: answers of up to 6 tokens, a model of 84,000 parameters -> 10 tokens: a quarter more, and their end.
     """
-    wanted, why = _wanted(policy, rows, gpus)
+    preferred, reason = _preferred_tokens(policy, rows, gpus)
     longest = rows.longest_prompt if _all_measured(policy, rows) else math.ceil(1.25 * rows.longest_prompt)
-    room = max(policy.context - longest, min(wanted, policy.context // 2))
-    if wanted > room:
-        why = f"as many as the model's context ({policy.context}) leaves next to the longest prompt"
-    max_tokens = max(1, min(wanted, room))
+    room = max(policy.context - longest, min(preferred, policy.context // 2))
+    if preferred > room:
+        reason = f"as many as the model's context ({policy.context}) leaves next to the longest prompt"
+    max_tokens = max(1, min(preferred, room))
     bound = min(longest, policy.context - max_tokens)
     left_out = sum(length > bound for length in rows.prompts)
     if left_out == len(rows.prompts):
@@ -108,10 +108,10 @@ def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
             f"{rows.data}: the shortest prompt has {min(rows.prompts)} tokens, and {policy.path} reads "
             f"{policy.context} at once: no prompt fits it with its answer"
         )
-    return LengthGuess(bound, max_tokens, why, left_out)
+    return LengthGuess(bound, max_tokens, reason, left_out)
 
 
-def _wanted(policy: PolicyModel, rows: DataRows, gpus: int) -> tuple[int, str]:
+def _preferred_tokens(policy: PolicyModel, rows: DataRows, gpus: int) -> tuple[int, str]:
     answer = rows.longest_answer
     if is_small(policy) and answer:
         return math.ceil(1.25 * answer) + 2, f"answers have up to {answer} tokens: a quarter more, and the end"
@@ -136,7 +136,7 @@ def _slots(policy: PolicyModel, length: LengthGuess, memory_mib: int, *, most: i
 
 
 def _places(gpus: int) -> Places:
-    """One GPU is shared; of several, half are for ranks, and engines have the odd one too."""
+    """Ranks and engines share one GPU; of several GPUs, ranks have half, rounded down."""
     if not gpus:
         return Places(1, 1, 0, 0)
     if gpus == 1:

@@ -1,4 +1,4 @@
-"""The text of a configuration file: every line has a comment with its reason."""
+"""The text of a configuration file: every line has a comment with its meaning or its reason."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 class ProjectChoices(NamedTuple):
-    """The choices of a file; `model`, `data` and `reward` are paths as it has them."""
+    """The choices of a file; `model`, `data` and `reward` are paths as in the file."""
 
     name: str
     model: str
@@ -46,9 +46,9 @@ def write(chosen: ProjectChoices) -> str:
 
 def _table(table: Table) -> str:
     head = f"[{table.name}]\n" if table.name else ""
-    written = [f"{line.key} = {line.value}" for line in table.lines]
-    width = max(map(len, written))
-    lines = (f"{text:<{width}}  # {line.comment}\n" for text, line in zip(written, table.lines, strict=True))
+    entries = [f"{line.key} = {line.value}" for line in table.lines]
+    width = max(map(len, entries))
+    lines = (f"{text:<{width}}  # {line.comment}\n" for text, line in zip(entries, table.lines, strict=True))
     return head + "".join(lines)
 
 
@@ -118,7 +118,7 @@ def _rollout(chosen: ProjectChoices) -> Iterator[Line]:
         yield Line("engine", '"embedded"', 'our own, for any machine; "sglang" is for GPUs')
     yield Line("slots", str(sizes.slots), "completions that an engine decodes at once")
     yield Line("in_flight", str(sizes.in_flight), "with those whose reward is waited for")
-    yield Line("max_tokens", str(sizes.completion.max_tokens), sizes.completion.why)
+    yield Line("max_tokens", str(sizes.completion.max_tokens), sizes.completion.reason)
     yield Line("temperature", "1.0", "of sampling; log-probs are taken at the same one")
 
 

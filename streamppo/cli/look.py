@@ -1,0 +1,168 @@
+"""The commands that look at a run: its state, curves, trajectories and time; where it changed; whether it is intact."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from streamppo.cli.words import Changes, Count, Positive, RunFolder, RunsFolder, Trust, Whole, app
+from streamppo.commands import run_argument
+from streamppo.config import file as configfile
+
+
+@app.command
+def bisect(
+    folder: RunFolder,
+    /,
+    *,
+    metric: Annotated[str, Parameter(help="A metric of its updates, or `accuracy` of its evaluations.")] = "",
+    above: Annotated[float | None, Parameter(help="It holds where the metric is above this.")] = None,
+    below: Annotated[float | None, Parameter(help="It holds where the metric is below this.")] = None,
+    test: Annotated[
+        Path | None, Parameter(help="FILE.py with a function `test` that returns True where the condition holds.")
+    ] = None,
+    changes: Changes = (),
+    json: Annotated[bool, Parameter(help="Print the answer as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Find the first version at which a condition holds: a bound of a metric, or a test of yours.
+
+    With --set: the first one of the same batches under another configuration.
+    """
+    from streamppo.commands.bisection import Question
+    from streamppo.commands.look import bisect
+
+    question = Question(metric, above, below, test, tuple(changes))
+    question.refuse()
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    return bisect.bisect(folder, question, as_json=json)
+
+
+@app.command
+def verify(
+    folder: RunFolder,
+    /,
+    *,
+    updates: Annotated[Count, Parameter(help="Updates to replay, drawn at random (default: 1).")] = 1,
+    expect: Annotated[str, Parameter(help="A published digest that the run must match.")] = "",
+    json: Annotated[bool, Parameter(help="Print the result as JSON, for programs.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Compare the records of a run with each other, and replay some updates. Prints a digest of the whole run."""
+    folder = configfile.existing(folder)
+    run_argument.ask(folder, trust=trust)
+    from streamppo.commands.look import verify as command
+
+    return command.verify(folder, updates, expect, as_json=json)
+
+
+@app.command
+def inspect(
+    folder: RunFolder,
+    /,
+    *,
+    update: Annotated[Positive | None, Parameter(help="The version that the batch made (default: the newest).")] = None,
+    dead_letters: Annotated[bool, Parameter(help="Show trajectories that cannot be trained on, with reasons.")] = False,
+    prompt: Annotated[Count | None, Parameter(help="Show the outcome of every attempt at this prompt.")] = None,
+    time: Annotated[bool, Parameter(help="Show the time of an update by phase and process.")] = False,
+    n: Annotated[Positive, Parameter(help="Trajectories to show (default: 4).")] = 4,
+) -> int:
+    """Show text, tokens, rewards, versions and lag of the trajectories that a run was trained on."""
+    folder = configfile.existing(folder)
+    if time:
+        from streamppo.commands.look import views
+
+        return views.time_table(folder)
+    config = configfile.load(folder / configfile.CONFIG)
+    from streamppo.commands.look import inspect as command
+
+    if dead_letters:
+        return command.inspect_dead_letters(folder, n)
+    if prompt is not None:
+        return command.inspect_prompt(folder, prompt)
+    return command.inspect(config, folder, update, n)
+
+
+@app.command
+def report(
+    *paths: Annotated[
+        Path, Parameter(name="RUN", help="Folders of runs; files of `replay --set` too (RUN/replays/1.json).")
+    ],
+    to: Annotated[
+        Path | None, Parameter(help="The file to write (default: report.html in the run's folder; of several, here).")
+    ] = None,
+    json: Annotated[
+        bool, Parameter(help="Print the differences of runs with a common past as JSON, without a page.")
+    ] = False,
+    measured: Annotated[
+        Sequence[Path],
+        Parameter(consume_multiple=True, help="Runs whose costs predict what the page's runs do, as `plan` does."),
+    ] = (),
+) -> int:
+    """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared.
+
+    A run and its fork are compared prompt by prompt, from the version at which they part.
+    """
+    folders = run_argument.runs_and_replays("report", paths)
+    from streamppo.commands.look import views as command
+
+    return command.report(folders, to, measured, as_json=json)
+
+
+@app.command
+def summary(
+    folder: RunFolder,
+    /,
+    *,
+    json: Annotated[bool, Parameter(help="Print summary.json, or its known part, for programs.")] = False,
+) -> int:
+    """Show a run on one screen: its progress, accuracy and warnings."""
+    folder = configfile.existing(folder)
+    from streamppo.commands.look import summary as command
+
+    return command.summary(folder, as_json=json)
+
+
+@app.command
+def watch(
+    *paths: Annotated[
+        Path, Parameter(name="RUN", help="The folder of a run; then runs, or RUN/replays/1.json, to compare it with.")
+    ],
+    host: Annotated[str, Parameter(help="The address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[
+        Whole | None, Parameter(validator=Number(gte=0, lte=65535), help="The port (default: 8484, if it is free).")
+    ] = None,
+) -> int:
+    """Show a run on a live page in the browser: curves, pipeline, trajectories token by token, failures."""
+    folder, *others = run_argument.runs_and_replays("watch", paths)
+    from streamppo.commands.look.watching import server as command
+
+    return command.watch(folder, others, host, port)
+
+
+@app.command
+def trace(
+    folder: RunFolder,
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="The file to write (default: trace.json).")] = Path("trace.json"),
+) -> int:
+    """Write a file for Perfetto: updates, waits, pushes and restarts over time, with queue, engines and phases."""
+    folder = configfile.existing(folder)
+    from streamppo.commands.look import views as command
+
+    return command.trace(folder, to)
+
+
+@app.command(name="list")
+def list_runs(
+    *,
+    runs: RunsFolder = Path("runs"),
+) -> int:
+    """List all runs: state, updates, reward, held-out accuracy, and the time of the last activity."""
+    from streamppo.commands.look import summary as command
+
+    return command.list_runs(runs)
