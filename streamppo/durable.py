@@ -18,9 +18,9 @@ from pathlib import Path
 from streamppo.errors import StreamppoError
 
 ASIDE = ".tmp"
-"""The suffix of a temporary name, of a file that does not count."""
+"""The suffix of a temporary name."""
 HOLLOW_BYTES, HOLLOW_RATIO = 2**28, 100
-"""A larger file with less than one part in this many of data is hollow: it takes a reader's memory, but no disk."""
+"""A larger file with data in less than 1 / `HOLLOW_RATIO` of it is hollow: it takes a reader's memory, but no disk."""
 HOLLOW = "a sparse file, which streamppo does not write"
 
 
@@ -30,7 +30,7 @@ def aside(path: Path) -> Path:
 
 
 def refuse_aside(path: Path, kind: type[StreamppoError]) -> None:
-    """Raise `kind` if something is at the temporary name of `path`, which a user chose: it may be the user's own."""
+    """Raise `kind` if the temporary name of `path`, a path chosen by a user, exists: it may be the user's file."""
     if os.path.lexists(aside(path)):
         raise kind(
             f"{aside(path)}: is where {path.name} is written until it is complete, and exists: delete it if a stopped "
@@ -39,7 +39,7 @@ def refuse_aside(path: Path, kind: type[StreamppoError]) -> None:
 
 
 def refuse_output(path: Path, kind: type[StreamppoError]) -> None:
-    """Raise `kind` if `path`, which a user chose for a result, can take none: call it before the work."""
+    """Raise `kind` if no result can be written at `path`, chosen by a user; call it before the work."""
     if path.is_dir():
         raise kind(f"{path}: a folder; name a file")
     if not path.parent.is_dir():
@@ -50,7 +50,7 @@ def refuse_output(path: Path, kind: type[StreamppoError]) -> None:
 
 
 def write_output(path: Path, data: bytes, kind: type[StreamppoError]) -> None:
-    """Write a result to a file that a user chose, whole or not at all; to a pipe or device directly. Raises `kind`."""
+    """Write a result to a file chosen by a user, whole or not at all; to a pipe or device directly. Raises `kind`."""
     with naming(path, kind):
         if path.exists() and not path.is_file():
             path.write_bytes(data)
@@ -128,7 +128,7 @@ def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
 
     For a reader of the `whole` file, hollow files are refused too.
     """
-    with open(path, "rb", opener=_at_once) as file:
+    with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a file", str(path))
         if whole and _is_hollow(file.fileno()):
@@ -137,11 +137,11 @@ def reading(path: Path, *, whole: bool = False) -> Generator[BufferedReader]:
 
 
 def is_hollow(path: Path) -> bool:
-    """True for a file that `read` refuses as hollow; False for a missing one. Raises `OSError`."""
+    """True for a hollow file; False for a missing one. Raises `OSError`."""
     try:
         if path.stat().st_size <= HOLLOW_BYTES:
             return False
-        with open(path, "rb", opener=_at_once) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             return _is_hollow(file.fileno())
     except FileNotFoundError:
         return False
@@ -159,14 +159,14 @@ def _is_hollow(file: int) -> bool:
             end = os.lseek(file, begin, os.SEEK_HOLE)
             data += end - begin
     except OSError as error:
-        # No data follow the last hole, or the file system cannot tell.
+        # No data follow the last hole, or the file system does not report holes.
         return error.errno == errno.ENXIO
     finally:
         os.lseek(file, 0, os.SEEK_SET)
     return False
 
 
-def _at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -1,7 +1,7 @@
 """Every exception that streamppo raises on purpose.
 
 StreamppoError
-├── ConfigError            the configuration is wrong: says the file, the line and the nearest name
+├── ConfigError            the configuration is wrong: file, line and nearest name
 ├── TaskError              a data set or a reward cannot be loaded or used
 │   ├── RewardFailed       one trajectory has no reward: failed, never 0
 │   ├── TeacherFailed      one trajectory has no log-probs of the teacher: failed, never 0
@@ -12,8 +12,8 @@ StreamppoError
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
 ├── WeightsError           a push that does not verify: the engine keeps its version
 ├── CheckpointError        a checkpoint that is missing, damaged or of another run
-├── JournalError           a journal or an archive that is damaged or cannot be written: says the file
-├── BundleError            a bundle that is damaged, not ours, or lacks a part: says the file
+├── JournalError           a journal or an archive that is damaged or cannot be written
+├── BundleError            a bundle that is damaged, not ours, or lacks a part
 ├── Diverged               a redone update gave other weights than the first time
 ├── QueueError             a request that the queue's rules refuse
 └── RunError               a stage died or stalled; the message names the stage

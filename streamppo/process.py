@@ -1,9 +1,9 @@
 """Settings of streamppo's processes: garbage collection, log output, and the time of their phases.
 
-Garbage collection: trajectories that wait a second for their rewards survive the cheap passes, so that Python makes a
-full pass every second. A full pass visits every object and takes 0.3 s with torch and transformers loaded, during which
-the process does nothing else. The objects of a trajectory form no cycles, so that full passes can be rare. To import
-torch, transformers and Ray takes 8.5 s of CPU, and 7.4 s `without_gc`.
+Garbage collection: trajectories that wait a second for their rewards survive the cheap passes, and Python makes a full
+pass every second. A full pass visits every object: it stops the process for 0.3 s with torch and transformers loaded.
+The objects of a trajectory form no cycles, so full passes can be rare. The import of torch, transformers and Ray takes
+8.5 s of CPU, and 7.4 s `without_gc`.
 
 Log lines: every module logs to `logging.getLogger(__name__)`; each process calls `log_to_stdout` once. A warning begins
 with that word, and on a terminal lines are wrapped between words. Ray forwards an actor's standard output to the
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MARK = "STREAMPPO_LOG_MARK"
-"""The actors' environment variable with the driver's secret: text that a policy wrote cannot begin with it."""
+"""The actors' environment variable with the driver's secret: no text of a policy can begin with the secret."""
 PRINTS = "prints: "
-"""Prefix of an output line that is not from streamppo's log but printed by a user's code."""
+"""Prefix of an output line that a user's code has printed."""
 LINE_BYTES = 8 * 2**10
 """A longer line is split into several."""
 CGROUPS = Path("/sys/fs/cgroup")
 PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that sends this process a signal when the parent thread that created it ends."""
+"""The option of prctl(2) for a signal to this process when the thread that created it ends."""
 MORE_OBJECTS = 200_000
 """Growth in live objects that triggers a pass: garbage cycles may hold tens of MiB until then."""
 CACHES = {
@@ -58,7 +58,7 @@ CACHES = {
 }
 """The variables with a library's folder of compiled kernels, and our folder for each."""
 FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""The variable that lets flash-attn 4 keep compiled kernels: by default every process compiles them again."""
+"""The variable by which flash-attn 4 keeps compiled kernels; by default every process compiles them again."""
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the null device for each closed standard stream (`>&-`): a file would get its number, and children print."""
+    """Open the null device for each closed standard stream (`>&-`): else a file gets its number, and children print."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
@@ -156,7 +156,7 @@ def open_closed_streams() -> None:
             setattr(sys, alias, stream)
 
 
-def take_any_text() -> None:
+def escape_unprintable() -> None:
     """Print characters that the output's encoding lacks, unpaired surrogates included, as escapes."""
     for stream in (sys.stdout, sys.stderr):
         # A replaced stream may have no `reconfigure`.
@@ -166,7 +166,7 @@ def take_any_text() -> None:
 
 def log_to_stdout(who: str = "") -> None:
     """Write the package's log lines to standard output, each after `who: ` if given. Repeated calls do nothing."""
-    take_any_text()
+    escape_unprintable()
     ours = logging.getLogger("streamppo")
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
         return
@@ -260,7 +260,7 @@ class _PrintedLines(io.RawIOBase):
         self._to, self._rest = to, b""
 
     def writable(self) -> bool:
-        """It is written to."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:

@@ -1,9 +1,9 @@
-"""Makes untrusted text safe for terminals and logs: text of a policy, a reward or a foreign folder has no effect.
+"""Makes untrusted text, of a policy, a reward or a foreign folder, safe for terminals and logs.
 
 harmless    one line: it contains no control characters and no line breaks
 bounded     the beginning of a text, and the number of characters left out
 wrap        a text's lines as rows of a terminal
-lines       a message of streamppo's: lines after the first are indented, so that none looks like another message
+lines       a message of streamppo: lines after the first are indented, so that none looks like another message
 """
 
 import re

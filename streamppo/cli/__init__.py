@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    process.take_any_text()
+    process.escape_unprintable()
     words = sys.argv[1:] if arguments is None else arguments
     # Ray's usage report stays out of the training log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -53,7 +53,7 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
     with suppress(JournalError, *UNREADABLE), closing(Journal.open_run(run)) as journal:
         recorded = [msgspec.msgpack.decode(content, type=Config) for content in journal.configs().values()]
         configs += [diff.as_present(config, present or run_config) for config in recorded]
-    consent.ask(run, configs, trust=trust)
+    consent.require(run, configs, trust=trust)
 
 
 def agree_to_changes(run: Path, config: Config, *, trust: bool = False) -> list[str]:

@@ -247,7 +247,7 @@ class Algorithm(Section, frozen=True):
         return isinstance(self.advantage, CRITIC_BASED)
 
     @property
-    def own_functions(self) -> dict[str, str]:
+    def custom_functions(self) -> dict[str, str]:
         """The user's functions, by the field that names each."""
         choices = {"advantage": self.advantage, "correction": self.correction, "policy_loss": self.policy_loss}
         return {
@@ -294,15 +294,15 @@ class Algorithm(Section, frozen=True):
     def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""
         yield from repeated_filters(self.filters)
-        yield from self._of_groups()
-        yield from self._of_advantages()
-        yield from self._of_proximal()
-        yield from self._of_signs()
+        yield from self._group_mistakes()
+        yield from self._advantage_mistakes()
+        yield from self._proximal_mistakes()
+        yield from self._sign_mistakes()
         low, high = self.entropy_control.range
         if self.entropy_control.target and not low <= self.entropy <= high:
             yield f"entropy ({self.entropy:g}) must lie in entropy_control.range ({low:g} to {high:g})"
 
-    def _of_groups(self) -> Iterator[str]:
+    def _group_mistakes(self) -> Iterator[str]:
         if self.zero_variance != "keep" and not self._advantage_compares:
             yield "zero_variance judges groups: it needs an advantage that compares them"
         if self.zero_variance != "resample" and self.resample != Resample():
@@ -323,7 +323,7 @@ class Algorithm(Section, frozen=True):
         if self.teacher.on:
             yield "curriculum skips rows of equal scores, in which the teacher has a signal: leave it out"
 
-    def _of_advantages(self) -> Iterator[str]:
+    def _advantage_mistakes(self) -> Iterator[str]:
         kind = self.advantage.__struct_config__.tag
         if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
             yield (
@@ -342,7 +342,7 @@ class Algorithm(Section, frozen=True):
                 'use teacher.signal = "advantage"'
             )
 
-    def _of_signs(self) -> Iterator[str]:
+    def _sign_mistakes(self) -> Iterator[str]:
         kind = self.advantage.__struct_config__.tag
         by_token = isinstance(self.advantage, PER_TOKEN) or self.teacher.on
         asked = "correction 'topr'" if isinstance(self.correction, Topr) else ""
@@ -354,7 +354,7 @@ class Algorithm(Section, frozen=True):
                 "response (grpo, rloo, sequence), or another policy_loss"
             )
 
-    def _of_proximal(self) -> Iterator[str]:
+    def _proximal_mistakes(self) -> Iterator[str]:
         if self.proximal == "loglinear" and self.target_kl:
             yield (
                 f"target_kl ({self.target_kl:g}) bounds KL(proximal || current), and proximal = 'loglinear' takes the "

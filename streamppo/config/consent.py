@@ -4,8 +4,8 @@ STATE/streamppo/secret   32 random bytes of this user, in XDG_STATE_HOME or ~/.l
 RUN/consent              a line for each name that this user agreed to: its HMAC with the secret; for the file of a
                          bundle, FILE.consent
 
-The user who made the run has agreed; any other user must agree once. A moved or copied run keeps its lines, and a line
-cannot be written without the secret. A file in the run's folder is signed with its content. STREAMPPO_TRUST=1 agrees
+The user who made the run has agreed; any other user must agree once. A moved or copied run keeps its lines. Nobody can
+write a line without the secret. A file in the run's folder is signed with its content. STREAMPPO_TRUST=1 agrees
 for every command of a script.
 """
 
@@ -87,13 +87,13 @@ def give(run: Path, config: Config) -> None:
         return
     try:
         secret = _secret(make=True)
-        lines = _lines(run) | {_hmac_of(secret, name, run) for name in named}
+        lines = _lines(run) | {_sign(secret, name, run) for name in named}
         durable.write(_file(run), "".join(f"{line}\n" for line in sorted(lines)).encode())
     except (OSError, RuntimeError, StreamppoError) as error:
         log.warning(f"{run}: your trust in this run's code cannot be recorded ({error}): `resume` will ask for --trust")
 
 
-def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
+def require(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
     """Raise `ConfigError` if one of `configs` of the run in `run` has names without this user's consent."""
     configs = list(configs)
     names_of_code = set[str]().union(*map(code, configs))
@@ -105,7 +105,7 @@ def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
         return
     try:
         secret, lines = _secret(make=False), _lines(run)
-        unknown = {name for name in names_of_code if _hmac_of(secret, name, run) not in lines}
+        unknown = {name for name in names_of_code if _sign(secret, name, run) not in lines}
     except (OSError, RuntimeError):
         unknown = names_of_code
     if unknown:
@@ -155,7 +155,7 @@ def _lines(run: Path) -> set[str]:
         return set(opened.read(MOST_LINES).decode("ascii", "replace").split())
 
 
-def _hmac_of(secret: bytes, name: str, run: Path) -> str:
+def _sign(secret: bytes, name: str, run: Path) -> str:
     """The HMAC of `name`. Paths in the run or its parent are made relative; a file in the run adds its digest."""
     file, colon, attribute = name.rpartition(":")
     # A name with NUL or a lone surrogate is not a file name.

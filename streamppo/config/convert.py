@@ -16,9 +16,9 @@ from streamppo.config.sections import Config
 
 
 class Mistake(NamedTuple):
-    """A sentence about the field or section `name` (dotted); `at` is the dotted name at which it is set.
+    """A sentence about the field or section `name` (dotted), which is set at the dotted name `at`.
 
-    `broad`: it is about several fields below `at`.
+    `broad`: the sentence is about several fields below `at`.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Mistake(NamedTuple):
     broad: bool = False
 
 
-WRONG = object()
+INVALID = object()
 """Replaces an invalid value."""
 BITS = 63
 """Integers are sent as signed 64-bit."""
@@ -51,7 +51,7 @@ class _Reader:
         self.mistakes: list[Mistake] = []
 
     def value(self, node: inspect.Type, value: object, name: str, default: object = NODEFAULT) -> object:
-        """The value of type `node`, or `WRONG`; `default` is the field's default."""
+        """The value of type `node`, or `INVALID`; `default` is the field's default."""
         match node:
             case inspect.StructType():
                 return self._struct(node, value, name)
@@ -67,52 +67,52 @@ class _Reader:
                 return self._items(node, [node.item_type] * len(_items(value) or ()), value, name)
             case _:
                 converted = _scalar(node, value)
-                return self._unlike(node, value, name) if converted is WRONG else converted
+                return self._type_mistake(node, value, name) if converted is INVALID else converted
 
-    def _add(self, name: str, text: str, at: str | None = None, *, broad: bool = False) -> object:
+    def _add_mistake(self, name: str, text: str, at: str | None = None, *, broad: bool = False) -> object:
         self.mistakes.append(Mistake(name, text, name if at is None else at, broad))
-        return WRONG
+        return INVALID
 
-    def _unlike(self, node: inspect.Type, value: object, name: str) -> object:
+    def _type_mistake(self, node: inspect.Type, value: object, name: str) -> object:
         too_large = isinstance(value, int) and value > MOST and isinstance(node, inspect.IntType)
         most = f" and at most {MOST}" if too_large else ""
-        return self._add(name, f"must be {describe_type(node)}{most}, not {format_value(value)}")
+        return self._add_mistake(name, f"must be {describe_type(node)}{most}, not {format_value(value)}")
 
     # --- tables ----------------------------------------------------------------------------------------------
 
     def _struct(self, node: inspect.StructType, value: object, name: str) -> object:
         if not isinstance(value, dict):
-            return self._unlike(node, value, name)
+            return self._type_mistake(node, value, name)
         tree = cast(Tree, value)
         known = [field.encode_name for field in node.fields]
         present = {key: part for key, part in tree.items() if key != node.tag_field}
         before = len(self.mistakes)
         for key in present.keys() - set(known):
             for at, text in hints.unknown(_join(name, key), tree[key], known):
-                self._add(at, text, broad=_is_table(tree[key]))
+                self._add_mistake(at, text, broad=_is_table(tree[key]))
         parts: dict[str, object] = {}
         for field in node.fields:
             at = _join(name, field.encode_name)
             if field.encode_name in present:
                 parts[field.name] = self.value(field.type, present[field.encode_name], at, field.default)
             elif field.required:
-                self._add(name, f"missing required field `{field.encode_name}`", _join(name, "kind"))
-        return WRONG if len(self.mistakes) > before else self._made(node, parts, name)
+                self._add_mistake(name, f"missing required field `{field.encode_name}`", _join(name, "kind"))
+        return INVALID if len(self.mistakes) > before else self._build(node, parts, name)
 
-    def _made(self, node: inspect.StructType, parts: dict[str, object], name: str) -> object:
+    def _build(self, node: inspect.StructType, parts: dict[str, object], name: str) -> object:
         try:
             return node.cls(**parts)
         except ValueError as error:
             for sentence in str(error).splitlines():
-                self._add(name, sentence, broad=True)
-            return WRONG
+                self._add_mistake(name, sentence, broad=True)
+            return INVALID
 
     def _dict(self, node: inspect.DictType, value: object, name: str) -> object:
         if not isinstance(value, dict):
-            return self._unlike(node, value, name)
+            return self._type_mistake(node, value, name)
         tree = cast(Tree, value)
         converted = {key: self.value(node.value_type, part, _join(name, key)) for key, part in tree.items()}
-        return WRONG if WRONG in converted.values() else converted
+        return INVALID if INVALID in converted.values() else converted
 
     # --- choices ---------------------------------------------------------------------------------------------
 
@@ -123,9 +123,9 @@ class _Reader:
         if structs and (_is_table(value) or not any(map(_is_scalar, node.types))):
             return self._kind(structs, value, name, default)
         for option in node.types:
-            if (converted := _scalar(option, value)) is not WRONG:
+            if (converted := _scalar(option, value)) is not INVALID:
                 return converted
-        return self._unlike(node, value, name)
+        return self._type_mistake(node, value, name)
 
     def _kind(self, structs: Sequence[inspect.StructType], value: object, name: str, default: object) -> object:
         """Read a table of one kind; without a `kind` it has the default's kind."""
@@ -135,26 +135,26 @@ class _Reader:
         tree, at = cast(Tree, value), _join(name, "kind")
         tag = tree.get("kind", getattr(getattr(default, "__struct_config__", None), "tag", None))
         if tag is None:
-            return self._add(name, f"missing required field `kind`: kinds are {', '.join(tags)}", at)
+            return self._add_mistake(name, f"missing required field `kind`: kinds are {', '.join(tags)}", at)
         if not isinstance(tag, str) or tag not in tags:
-            return self._add(at, f"unknown kind {format_value(tag)}: kinds are {', '.join(tags)}")
+            return self._add_mistake(at, f"unknown kind {format_value(tag)}: kinds are {', '.join(tags)}")
         return self._struct(tags[tag], tree, name)
 
     def _items(self, node: inspect.Type, types: Sequence[inspect.Type], value: object, name: str) -> object:
         items = _items(value)
         if items is None or len(items) != len(types):
-            return self._unlike(node, value, name)
+            return self._type_mistake(node, value, name)
         converted = tuple(_scalar(inner, item) for inner, item in zip(types, items, strict=True))
-        return self._unlike(node, value, name) if WRONG in converted else converted
+        return self._type_mistake(node, value, name) if INVALID in converted else converted
 
     def _tables(self, node: inspect.Type, item: inspect.Type, value: object, name: str) -> object:
         """Read a list of tables. A mistake in one table is reported at the list."""
         tables, before = _items(value), len(self.mistakes)
         if tables is None:
-            return self._unlike(node, value, name)
+            return self._type_mistake(node, value, name)
         converted = tuple(self.value(item, table, f"{name}[{place}]") for place, table in enumerate(tables))
         self.mistakes[before:] = [mistake._replace(at=name) for mistake in self.mistakes[before:]]
-        return WRONG if len(self.mistakes) > before else converted
+        return INVALID if len(self.mistakes) > before else converted
 
 
 def _join(name: str, part: str) -> str:
@@ -166,20 +166,20 @@ def _items(value: object) -> Sequence[object] | None:
 
 
 def _scalar(node: inspect.Type, value: object) -> object:
-    """`value` as type `node`, or `WRONG`. An integer is valid as a float; infinity and nan are not."""
+    """`value` as type `node`, or `INVALID`. An integer is valid as a float; infinity and nan are not."""
     match node, value:
         case (inspect.BoolType(), bool()) | (inspect.StrType(), str()):
             return value
         case inspect.LiteralType(values=values), str() | int():
-            return value if value in values else WRONG
+            return value if value in values else INVALID
         case (_, bool()):
-            return WRONG
+            return INVALID
         case inspect.IntType(), int():
-            return value if abs(value) < 2**BITS and _within(node, value) else WRONG
+            return value if abs(value) < 2**BITS and _is_within(node, value) else INVALID
         case inspect.FloatType(), int() | float():
-            return float(value) if math.isfinite(value) and _within(node, value) else WRONG
+            return float(value) if math.isfinite(value) and _is_within(node, value) else INVALID
         case _:
-            return WRONG
+            return INVALID
 
 
 def _is_table(value: object) -> bool:
@@ -192,7 +192,7 @@ def _is_scalar(node: inspect.Type) -> bool:
     )
 
 
-def _within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
+def _is_within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
     above = (node.gt is None or value > node.gt) and (node.ge is None or value >= node.ge)
     return above and (node.lt is None or value < node.lt) and (node.le is None or value <= node.le)
 

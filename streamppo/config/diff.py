@@ -10,12 +10,18 @@ from msgspec import structs
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.config.teacher import OF_SERVER
+from streamppo.config.teacher import SERVER_FIELDS
 
-KEPT = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "queue.shards")
+FIXED = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "queue.shards")
 """Fields and sections that may not change during a run."""
-FREE = ("model.clock", "model.float32_head", "model.float32_router", "model.gradient_checkpointing", "model.compile")
-"""Fields inside `KEPT` that may still change."""
+CHANGEABLE = (
+    "model.clock",
+    "model.float32_head",
+    "model.float32_router",
+    "model.gradient_checkpointing",
+    "model.compile",
+)
+"""Fields inside `FIXED` that may still change."""
 NOT_LEARNING = (
     "name",
     "reward",
@@ -34,7 +40,7 @@ NOT_LEARNING = (
     "learner.deltas",
     "learner.transport",
     "algorithm.teacher.url",
-    *(f"algorithm.teacher.{name}" for name in OF_SERVER),
+    *(f"algorithm.teacher.{name}" for name in SERVER_FIELDS),
 )
 """Fields and sections that do not affect the result of an update on a given batch."""
 LEARNING = (
@@ -51,14 +57,18 @@ LEARNING = (
 
 def fixed_values(config: Config) -> dict[str, object]:
     """Values that may not change during a run, by dotted name."""
-    values = {name: value for name, value in _placeless(config).items() if _in(name, KEPT) and not _in(name, FREE)}
+    values = {
+        name: value
+        for name, value in _without_folders(config).items()
+        if _is_below(name, FIXED) and not _is_below(name, CHANGEABLE)
+    }
     # Queued trajectories have a teacher's log-probs, or none.
     asks = bool(config.algorithm.teacher.url)
     return values | {"learner.gpus > 0": config.learner.gpus > 0, "teacher at a url": asks}
 
 
 def fixed_fault(before: Config, after: Config) -> str:
-    """A sentence about a value that changes and may not; empty if there is none."""
+    """A sentence about a changed value that is fixed; empty if there is none."""
     was, becomes = fixed_values(before), fixed_values(after)
     for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
         return f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
@@ -68,7 +78,9 @@ def fixed_fault(before: Config, after: Config) -> str:
 def learning(config: Config) -> dict[str, object]:
     """Values that affect the result of an update on a given batch, by dotted name."""
     values = {
-        name: value for name, value in _placeless(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
+        name: value
+        for name, value in _without_folders(config).items()
+        if not _is_below(name, NOT_LEARNING) or _is_below(name, LEARNING)
     }
     queue = config.queue
     values |= {"queue.segments.prefix": queue.prefix, "queue.segments.explained": queue.least_explained}
@@ -80,8 +92,8 @@ def learning(config: Config) -> dict[str, object]:
 
 def differ(before: Config, after: Config) -> bool:
     """True if a value differs: any but the run's name, its origin, and the places of its files."""
-    was, becomes = _placeless(before), _placeless(after)
-    return any(was.get(name) != becomes.get(name) for name in was | becomes if not _in(name, ("name", "origin")))
+    was, becomes = _without_folders(before), _without_folders(after)
+    return any(was.get(name) != becomes.get(name) for name in was | becomes if not _is_below(name, ("name", "origin")))
 
 
 def fields(config: Config) -> dict[str, object]:
@@ -93,11 +105,11 @@ def describe_changes(before: Config, after: Config) -> list[str]:
     """A line for every changed value: "learner.lr: 0.001 -> 0.0003"."""
     was, becomes = fields(before), fields(after)
     names = [name for name in dict.fromkeys((*was, *becomes)) if was.get(name) != becomes.get(name)]
-    return [f"{name}: {_shown(was, name)} -> {_shown(becomes, name)}" for name in names]
+    return [f"{name}: {_text(was, name)} -> {_text(becomes, name)}" for name in names]
 
 
 def moved_paths(before: Config, after: Config) -> dict[str, str]:
-    """Moved paths, by dotted name: their value in `after`, with the same last part and another folder in `before`."""
+    """The paths in `after`, by dotted name, that have the same last part and another folder in `before`."""
     was, becomes = fields(before), fields(after)
     return {
         name: value
@@ -124,12 +136,12 @@ def as_present(recorded: Config, present: Config) -> Config:
     return structs.replace(config, learner=learner, checkpoint=present.checkpoint, cluster=present.cluster)
 
 
-def _shown(values: dict[str, object], name: str) -> str:
+def _text(values: dict[str, object], name: str) -> str:
     return json.dumps(values[name]) if values.get(name) is not None else "none"
 
 
-def _placeless(config: Config) -> dict[str, object]:
-    """Every value by dotted name; absolute paths by their last part only, because a run and its files may be moved.
+def _without_folders(config: Config) -> dict[str, object]:
+    """Every value by dotted name; of absolute paths only the last part, because a run and its files may be moved.
 
     driver/inputs.py compares the content of models and data.
     """
@@ -148,5 +160,5 @@ def _leaves(prefix: str, tree: dict[str, object]) -> Iterator[tuple[str, object]
             yield f"{prefix}{name}", value
 
 
-def _in(name: str, places: tuple[str, ...]) -> bool:
+def _is_below(name: str, places: tuple[str, ...]) -> bool:
     return any(f"{name}.".startswith(f"{place}.") for place in places)

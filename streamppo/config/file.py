@@ -50,7 +50,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
-    paths.anchor(tree, path.parent)
+    paths.make_absolute(tree, path.parent)
     tree.setdefault("name", path.stem)
     return _resolve(tree, overrides, path, text)
 
@@ -64,25 +64,25 @@ def save(config: Config, run: Path) -> None:
     """Write `config` as the configuration of the run in the folder `run`. Raises `RunError`."""
     with durable.naming(run / CONFIG, RunError):
         tree = _plain(config)
-        paths.relate(tree, run)
+        paths.make_relative(tree, run)
         durable.write(run / CONFIG, tomli_w.dumps(tree).encode())
 
 
 def existing(run: Path) -> Path:
     """The absolute path of a run's folder.
 
-    Raises `CheckpointError` if it has no run, or an entry, not hidden, that is neither a file nor a folder: reading a
-    pipe could block for ever, and a device never ends. A sparse file is refused too: reading it may exhaust the memory.
+    Raises `CheckpointError` if it has no run, or an entry, not hidden, that is neither a file nor a folder: a read of a
+    pipe may block for ever, and of a device never end. A sparse file is refused too: it may exhaust the memory.
     """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo: only that version can continue it")
         raise CheckpointError(f"{run}: no run found")
-    # A temporary file of a running run may be gone by now. Hidden ones, as an editor's lock, are never opened.
-    named = [one for one in run.iterdir() if not one.name.startswith(".")]
-    if strange := [one.name for one in named if not one.is_file() and not one.is_dir() and os.path.lexists(one)]:
-        raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder; streamppo writes only these")
+    # A temporary file of a running run may be gone by now. Hidden files, such as an editor's lock, are never opened.
+    shown = [path for path in run.iterdir() if not path.name.startswith(".")]
+    if foreign := [path.name for path in shown if not (path.is_file() or path.is_dir()) and os.path.lexists(path)]:
+        raise CheckpointError(f"{run / min(foreign)}: neither a file nor a folder; streamppo writes only these")
     # Not checked: files that SQLite and tokenizers read themselves, and weights, of which only a header is read.
     for path in (*run.iterdir(), *(run / "model").glob("*")):
         if path.suffix not in WEIGHTS and path.is_file() and durable.is_hollow(path):
@@ -111,7 +111,7 @@ def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Con
     """The configuration of `tree` with `overrides`; `path` and its content `text` locate mistakes."""
     tree, parsed = with_kinds(tree), dotted.parse(overrides, as_kinds)
     wrong = dotted.apply(tree, parsed)
-    paths.anchor(tree, Path())
+    paths.make_absolute(tree, Path())
     expanded = expand(tree)
     config, mistakes = convert(tree)
     names = [override.name for override in parsed]
@@ -127,10 +127,9 @@ def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Con
 def explain(
     mistakes: Sequence[Mistake], path: Path, text: str, overridden: Sequence[str], short: Mapping[str, str]
 ) -> list[str]:
-    """One line for each mistake, in the order of the file `path` with content `text`; `short` is the result of
-    `expand`."""
+    """A line for each mistake, in the order of the file `path` with content `text`; `short` comes from `expand`."""
     written = [_as_written(mistake, short) for mistake in mistakes]
-    lines = [(_line_of(mistake.at, text) or 0, mistake) for mistake in written]
+    lines = [(_find_line(mistake.at, text) or 0, mistake) for mistake in written]
     ordered = sorted(lines, key=lambda pair: pair[0])
     return list(dict.fromkeys(_sentence(mistake, path, line, overridden) for line, mistake in ordered))
 
@@ -147,7 +146,7 @@ def _about(mistake: Mistake, override: str) -> bool:
     if f"{mistake.at}.".startswith(f"{override}."):
         return True
     if mistake.broad and not mistake.at:
-        # A rule between all sections begins with the field that it is about.
+        # The sentence of a rule between sections begins with the name of its field.
         return mistake.text.startswith(f"{override} ")
     return mistake.broad and f"{override}.".startswith(f"{mistake.at}.")
 
@@ -161,7 +160,7 @@ def _as_written(mistake: Mistake, short: Mapping[str, str]) -> Mistake:
     return mistake
 
 
-def _line_of(name: str, text: str) -> int | None:
+def _find_line(name: str, text: str) -> int | None:
     """The line of the file that sets the dotted `name`, or else the line of the innermost table around it."""
     best: tuple[int, int] | None = None
     for number, full in _set(text):

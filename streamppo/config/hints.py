@@ -132,7 +132,7 @@ class Field(NamedTuple):
 def unknown(name: str, value: object, known: Iterable[str]) -> Iterator[tuple[str, str]]:
     """(dotted name, sentence) for the unknown `name` in a table with the fields `known`.
 
-    An unknown table gives one for each of its fields if any of them is known elsewhere.
+    For an unknown table: one for each of its fields, if any of them is known elsewhere.
     """
     key, names = name.rpartition(".")[2], sorted(known)
     hint = nearest(key, names, TYPO) or _alias(name)

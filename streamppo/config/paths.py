@@ -1,7 +1,7 @@
-"""Resolves paths in a configuration: a file's first in its folder, then in the current folder; overrides only there.
+"""Resolves a configuration's paths: a file's in its folder, then in the current folder; overrides only in the latter.
 
 A run stores absolute paths, so that it can be resumed from any folder. Paths into the run or its parent folder are
-stored relative to the run, so that it can also be resumed after it was moved with its neighbours.
+stored relative to the run: it can be resumed after a move together with its neighbours.
 """
 
 import os
@@ -22,7 +22,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 """By section, the fields at any depth that may name a file or folder."""
 
 
-def anchor(tree: Tree, folder: Path) -> None:
+def make_absolute(tree: Tree, folder: Path) -> None:
     """Make every relative path that exists in `folder` absolute, in place. Others are unchanged."""
     absolute = folder.absolute()
 
@@ -33,7 +33,7 @@ def anchor(tree: Tree, folder: Path) -> None:
     _change(tree, change)
 
 
-def relate(tree: Tree, run: Path) -> None:
+def make_relative(tree: Tree, run: Path) -> None:
     """Make every path into the run folder `run` or its parent relative to `run`, in place."""
     absolute = run.absolute()
 
@@ -56,7 +56,7 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
             _walk(cast(Tree, value), names, change)
         elif isinstance(value, list) and name in names:
             table[name] = [_changed(item, change) for item in cast("list[object]", value)]
-        # An environment of verifiers is an id, though a folder here has its name, or a file.
+        # An environment of verifiers is a file or an id, also if a folder of that name exists.
         elif name in names and not (name == "environment" and not str(cast(object, value)).endswith(".toml")):
             table[name] = _changed(cast(object, value), change)
 

@@ -85,7 +85,7 @@ class Queue(Section, frozen=True):
 
     @property
     def least_explained(self) -> float:
-        """The share of known outcomes that the critic has to explain before the policy moves; 0 is none."""
+        """The share of known outcomes that the critic must explain before the policy moves; 0 is none."""
         return self.segments.explained if self.segments and self.segments.max_tokens else 0.0
 
     @property
@@ -126,8 +126,8 @@ class Queue(Section, frozen=True):
     def contradictions(self) -> Iterator[str]:
         """Rules of admission and of segments.
 
-        Segments need a lag of at least 1 and too_old = "mask": the rest of a completion cannot be resampled. Giving up
-        the hard bound on lag takes two settings, so that it does not happen by accident.
+        Segments need a lag of at least 1 and too_old = "mask": the rest of a completion cannot be resampled. It takes
+        two settings to give up the hard bound on lag, so that this does not happen by accident.
         """
         if (self.admission == "mean") != (self.too_old == "keep"):
             yield (

@@ -32,7 +32,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
 
     @property
     def spare_weights(self) -> int:
-        """Copies of the weights besides those that it decodes with."""
+        """Copies of the weights besides those for decoding."""
         return 1
 
     def shares_weights(self, *, adapted: bool) -> bool:
@@ -45,7 +45,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
 
     @property
     def start_s(self) -> float:
-        """Bound on its start in seconds: it starts at once and has none."""
+        """Time limit of its start in seconds: none, it starts at once."""
         return 0.0
 
     @property
@@ -120,16 +120,16 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """Time limit for the engine's start."""
 
     def at(self, place: int) -> Self:
-        """The engine of actor number `place`: of `urls` it has only the server with this index."""
+        """The engine of actor number `place`: of `urls` only the server with this index."""
         return structs.replace(self, urls=self.urls[place : place + 1])
 
     @property
     def spare_weights(self) -> int:
-        """Copies of the weights besides those that it decodes with: none, it loads in place."""
+        """Copies of the weights besides those for decoding: none, it loads in place."""
         return 0
 
     def shares_weights(self, *, adapted: bool) -> bool:
-        """True if engines of a machine load a version from memory in common; each actor merges adapters of its own."""
+        """True if engines of a machine load a version from common memory; with adapters each actor merges its own."""
         return self.transport == "tensor" and not self.urls and not adapted
 
     def contradictions(self) -> Iterator[str]:

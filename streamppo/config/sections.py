@@ -199,7 +199,7 @@ class Config(Section, frozen=True):
             yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
         if algorithm.curriculum and isinstance(self.task, ArithmeticTask) and self.task.ramp_prompts:
             yield "algorithm.curriculum and task.ramp_prompts are two curricula: choose one"
-        yield from _proximal(self)
+        yield from _proximal_mistakes(self)
         yield from queue.segments.refuses(algorithm) if queue.segments else ()
         for choice in (*queue.own_attention, *self.learner.mesh.own_attention):
             yield from self.model.refuses(choice)
@@ -209,13 +209,13 @@ class Config(Section, frozen=True):
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
         if isinstance(self.environment, AgentEnvironment):
             yield from self.environment.refuses(self.linear)
-        yield from _kept(self)
+        yield from _file_mistakes(self)
         places = self.rollout.actors, self.evaluation.actors, self.rollout.gpus
         if refused := self.rollout.engine.refuses_places(*places):
             yield refused
         segments = queue.segments is not None
         yield from self.rollout.engine.refuses_learner(compiled=self.model.compile, segments=segments)
-        yield from _gpus(self)
+        yield from _gpu_mistakes(self)
         yield from self.model.lora.refuses(algorithm.kl) if self.model.lora else ()
         if self.model.compile and learner.exact:
             yield "model.compile may choose other operations in a resumed run: it needs learner.exact = false"
@@ -226,7 +226,7 @@ class Config(Section, frozen=True):
             )
 
 
-def _kept(config: Config) -> Iterator[str]:
+def _file_mistakes(config: Config) -> Iterator[str]:
     """Yield a sentence for every choice that would leave a run without files that it needs."""
     if config.archive.keep and (not config.checkpoint.every or config.checkpoint.keep < 2):
         yield (
@@ -240,7 +240,7 @@ def _kept(config: Config) -> Iterator[str]:
     yield from config.learner.transport.refuses_disks(own=config.cluster.own_disks)
 
 
-def _proximal(config: Config) -> Iterator[str]:
+def _proximal_mistakes(config: Config) -> Iterator[str]:
     """Yield a sentence for every choice that is void or misleading with the configured proximal policy."""
     algorithm, learner, max_lag = config.algorithm, config.learner, config.queue.bound
     if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
@@ -297,7 +297,7 @@ def shares_gpus(config: Config) -> bool:
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
 
 
-def _gpus(config: Config) -> Iterator[str]:
+def _gpu_mistakes(config: Config) -> Iterator[str]:
     """Yield a sentence for every impossible demand for GPUs."""
     learner, rollout = config.learner, config.rollout
     together = learner.gpus + rollout.gpus * -(-config.engines // learner.ranks)

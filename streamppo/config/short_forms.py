@@ -98,7 +98,7 @@ def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
 
 
 def _belongs_inside(name: str, short: ShortForm) -> bool:
-    """True for an entry's field. A name nearest to one of the table's own fields is a typo of that field."""
+    """True for an entry's field; a name most similar to a field of the table itself is a typo of it."""
     near = get_close_matches(name, [*short.inner, *short.own], n=1, cutoff=0.5)
     return not near or near[0] in short.inner
 
@@ -127,7 +127,7 @@ def as_kinds(overrides: Sequence[Override]) -> list[Override]:
 def _as_kind(override: Override) -> Override:
     nodes: tuple[inspect.Type, ...] = (_root(),)
     for part in override.name.split("."):
-        nodes = tuple(_inside(nodes, part))
+        nodes = tuple(_field_types(nodes, part))
     if isinstance(override.value, str) and _is_choice(nodes, override.value):
         return Override(f"{override.name}.kind", override.value)
     return override._replace(value=_with_kinds(nodes, override.value))
@@ -143,31 +143,31 @@ def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
     if isinstance(value, str) and _is_choice(nodes, value):
         return {"kind": value}
     if isinstance(value, list):
-        items = [node.item_type for node in _options(nodes) if isinstance(node, inspect.VarTupleType)]
+        items = [node.item_type for node in _alternatives(nodes) if isinstance(node, inspect.VarTupleType)]
         return [_with_kinds(items, item) for item in cast("list[object]", value)]
     if isinstance(value, dict):
         table = cast(Tree, value)
-        return {name: _with_kinds(tuple(_inside(nodes, name)), part) for name, part in table.items()}
+        return {name: _with_kinds(tuple(_field_types(nodes, name)), part) for name, part in table.items()}
     return value
 
 
 def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
     """True if `value` is a bare kind: any word if only kinds are possible, else only a kind's name."""
-    options = list(_options(nodes))
+    options = list(_alternatives(nodes))
     tags = [option.tag for option in options if isinstance(option, inspect.StructType) and option.tag_field == "kind"]
     others = (inspect.StructType, inspect.NoneType)
     return bool(tags) and (value in tags or all(isinstance(option, others) for option in options))
 
 
-def _inside(nodes: Sequence[inspect.Type], name: str) -> Iterator[inspect.Type]:
+def _field_types(nodes: Sequence[inspect.Type], name: str) -> Iterator[inspect.Type]:
     """The possible types of `name` in a table of one of the types `nodes`."""
-    for node in _options(nodes):
+    for node in _alternatives(nodes):
         if isinstance(node, inspect.StructType):
             yield from (field.type for field in node.fields if field.encode_name == name)
         elif isinstance(node, inspect.DictType):
             yield node.value_type
 
 
-def _options(nodes: Sequence[inspect.Type]) -> Iterator[inspect.Type]:
+def _alternatives(nodes: Sequence[inspect.Type]) -> Iterator[inspect.Type]:
     for node in nodes:
         yield from node.types if isinstance(node, inspect.UnionType) else (node,)

@@ -29,13 +29,13 @@ class Teacher(Calls, frozen=True):
         """Two teachers, settings without a teacher or of the other kind, and two weights for one sum."""
         if self.model and self.url:
             yield f"a teacher has one place: model ({self.model!r}) on the learner's ranks, or url ({self.url!r})"
-        if not self.on and self._changed("weight", "signal", "others", "offload", *OF_SERVER):
+        if not self.on and self._changed("weight", "signal", "others", "offload", *SERVER_FIELDS):
             yield "a teacher needs a place: set algorithm.teacher.model or algorithm.teacher.url"
         if self.model:
-            for name in self._changed(*OF_SERVER):
+            for name in self._changed(*SERVER_FIELDS):
                 yield f"{name} ({getattr(self, name)!r}) is for a teacher at a url"
         if self.url:
-            yield from self._of_url()
+            yield from self._url_mistakes()
         if self.signal == "reward" and self.others != 1:
             yield f'others ({self.others:g}) is for signal = "advantage": with "reward" use the weights of scorers'
 
@@ -63,7 +63,7 @@ class Teacher(Calls, frozen=True):
         defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
         return [name for name in names if getattr(self, name) != defaults[name]]
 
-    def _of_url(self) -> Iterator[str]:
+    def _url_mistakes(self) -> Iterator[str]:
         yield from address_fault(self.url)
         try:
             parts = urlsplit(self.url)
@@ -79,5 +79,5 @@ class Teacher(Calls, frozen=True):
             yield "offload applies to teacher.model: with teacher.url the learner holds no teacher"
 
 
-OF_SERVER = (*Calls.__struct_fields__, "key_env")
+SERVER_FIELDS = (*Calls.__struct_fields__, "key_env")
 """Fields of calls to the server; no update on a given batch depends on them."""

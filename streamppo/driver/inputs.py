@@ -117,7 +117,7 @@ def _named_inputs(config: Config, folder: Path) -> Iterator[NamedInput]:
         yield NamedInput("algorithm.critic.model", config.algorithm.critic.model, kept=True)
     if config.algorithm.teacher.model:
         yield NamedInput("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
-    for field, function in config.algorithm.own_functions.items():
+    for field, function in config.algorithm.custom_functions.items():
         yield NamedInput(f"algorithm.{field}.function", _source(function), kept=False)
     if isinstance(config.task, DataTask):
         for name, source in config.task.sources.items():

@@ -163,8 +163,8 @@ class Reward(WireStruct, frozen=True):
 class Identity(WireStruct, frozen=True, order=True):
     """The stable name of one trajectory; a trajectory is consumed at most once under its identity.
 
-    `prompt` is the index in the task's endless, seeded stream of prompts, so that configuration and identity are enough
-    to rebuild the prompt. `segment` numbers the segments of an attempt; 0 without segments.
+    `prompt` is the index in the task's endless, seeded stream of prompts: configuration and identity determine the
+    prompt. `segment` numbers the segments of an attempt; 0 without segments.
     """
 
     task: str
@@ -251,7 +251,7 @@ class Trajectory(WireStruct, frozen=True, omit_defaults=True):
 class Failure(WireStruct, frozen=True):
     """A failed ticket: its stage, the reason, and the number of tokens in completions that were finished.
 
-    `version` is the engine's when it began, -1 if that is not known; `source` is as in `Trajectory`.
+    `version` is the engine's at the start, -1 if unknown; `source` is as in `Trajectory`.
     """
 
     identity: Identity
@@ -343,8 +343,8 @@ class Push(WireStruct, frozen=True):
 class TokenRecord(WireStruct, frozen=True):
     """The learner's numbers for each completion token of a batch, as of the update's start: float32 without padding.
 
-    `values` are the critic's; `proximal_logprobs` are the learner's, if a pass before the first step computed them;
-    `advantages` are those of the loss, whitened if configured. A column that was not computed is empty.
+    `values` are the critic's, `proximal_logprobs` the learner's, if a pass before the first step computed them,
+    `advantages` those of the loss, whitened if configured. A column that was not computed is empty.
     """
 
     values: bytes = b""

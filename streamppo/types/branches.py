@@ -48,7 +48,7 @@ def column(branches: list[tuple[int, int]]) -> bytes:
 
 
 def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:
-    """Why a column is invalid as branches of a row with `prompt` prompt tokens and a completion's `mask`; or None."""
+    """The reason why a column is not the branches of a row, of `prompt` tokens and a completion's `mask`; or None."""
     if len(column) % 8:
         return f"branches of {len(column)} bytes, which are not pairs of int32"
     starts, parents = pairs(column).T.astype(np.int64)

@@ -1,4 +1,4 @@
-"""The turns of a row: their tokens, the reused part of their contexts, and their delivery. Pure: numpy alone.
+"""The turns of a row: their tokens, the reused part of their contexts, and their delivery. Pure: only numpy.
 
 A turn is the tokens `start` to `end` - 1 of a row (types/branches.py), sampled one after another. Of its context
 `reused` tokens came from the engine's cache. `delivered` is 0 for a turn that was not received: its tokens are only
@@ -33,12 +33,12 @@ def column(turns: Iterable[TurnPlace]) -> bytes:
 
 def read(column: bytes) -> list[TurnPlace]:
     """The turns of a column."""
-    return [TurnPlace(*one) for one in ints(column).reshape(-1, FIELDS).tolist()]
+    return [TurnPlace(*fields) for fields in ints(column).reshape(-1, FIELDS).tolist()]
 
 
 def undelivered(column: bytes) -> int:
     """Count the sampled tokens of turns that were not received."""
-    return sum(one.end - one.start for one in read(column) if not one.delivered) if column else 0
+    return sum(turn.end - turn.start for turn in read(column) if not turn.delivered) if column else 0
 
 
 def flaw(column: bytes, prompt: int, mask: Flags) -> str | None:

@@ -146,7 +146,7 @@ def test_any_text_is_printed_in_any_encoding(monkeypatch: pytest.MonkeyPatch, te
     printed = io.BytesIO()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding))
-        process.take_any_text()
+        process.escape_unprintable()
         print(text)
         console.echo(text)
         sys.stdout.flush()

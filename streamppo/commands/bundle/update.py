@@ -62,7 +62,7 @@ def make(
     with tempfile.TemporaryDirectory() as folder:
         try:
             recorded, config = file.configurations(bundle, Path(folder), changes)
-            consent.ask(path, [recorded], trust=trust)
+            consent.require(path, [recorded], trust=trust)
             if consent.code(config):
                 plugins.export_path()
             model = _model(bundle, recorded, Path(folder) / "model", changes)

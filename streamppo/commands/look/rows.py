@@ -57,7 +57,7 @@ class RunRows:
     def _task(self) -> tuple[Task | None, Tokenizer | None, str]:
         try:
             if isinstance(self._config.task, VerifiersTask):
-                consent.ask(self._folder, [self._config])
+                consent.require(self._folder, [self._config])
             tokenizer = Tokenizer(model_path(self._config, self._folder))
             with process.naming_prints():
                 return tasks.build(self._config.task, self._config.seed, tokenizer), tokenizer, ""

@@ -42,11 +42,11 @@ def rank_needs(config: Config, folder: Path) -> Needs:
     With `cluster.own_disks` the ranks do not need the folder, and no token is written.
     """
     if config.cluster.own_disks:
-        return Needs("", "", _input_folders(config), tuple(config.algorithm.own_functions.values()))
+        return Needs("", "", _input_folders(config), tuple(config.algorithm.custom_functions.values()))
     token = uuid4().hex
     with durable.naming(folder / TOKEN, RunError):
         durable.write(folder / TOKEN, token.encode())
-    return Needs(str(folder), token, _input_folders(config), tuple(config.algorithm.own_functions.values()))
+    return Needs(str(folder), token, _input_folders(config), tuple(config.algorithm.custom_functions.values()))
 
 
 def rollout_needs(config: Config, rank: Needs) -> Needs:

@@ -66,23 +66,23 @@ def test_a_strangers_code_is_named_and_not_run(
 
 def test_trust_is_given_once_also_for_a_copy_and_not_for_other_code(foreign: Path, tmp_path: Path) -> None:
     config = configfile.load(foreign / configfile.CONFIG)
-    consent.ask(foreign, [config], trust=True)
-    consent.ask(foreign, [config])
+    consent.require(foreign, [config], trust=True)
+    consent.require(foreign, [config])
     copy = shutil.copytree(foreign, tmp_path / "elsewhere" / "copy")
     copied = configfile.load(copy / configfile.CONFIG)
-    consent.ask(copy, [copied])
+    consent.require(copy, [copied])
     (copy / "reward.py").write_text("def score(**_):\n    return 1.0\n")
     with pytest.raises(ConfigError, match="--trust"):
-        consent.ask(copy, [copied])
+        consent.require(copy, [copied])
 
 
 def test_a_run_that_is_made_here_asks_nothing(tmp_path: Path, math_config: Callable[..., Config]) -> None:
     config = math_config("reward.function=rewards:score")
     folder = loop.new_folder(config, tmp_path / "runs")
-    consent.ask(folder, [config])
+    consent.require(folder, [config])
     shutil.rmtree(tmp_path / "state")
     with pytest.raises(ConfigError, match="rewards:score"):
-        consent.ask(folder, [config])
+        consent.require(folder, [config])
 
 
 def test_a_run_that_is_made_here_asks_nothing_after_its_code_beside_it_was_deleted(
@@ -96,12 +96,12 @@ def test_a_run_that_is_made_here_asks_nothing_after_its_code_beside_it_was_delet
     code.unlink()
     stored = configfile.load(folder / configfile.CONFIG)
     assert consent.code(stored) == {"../rewards.py:score"}
-    consent.ask(folder, [stored])
+    consent.require(folder, [stored])
     # Another file that the name would find is not the one that was agreed to.
     (elsewhere.parent / "rewards.py").touch()
     monkeypatch.chdir(elsewhere)
     with pytest.raises(ConfigError, match=r"rewards\.py:score"):
-        consent.ask(folder, [stored])
+        consent.require(folder, [stored])
 
 
 def test_a_line_of_another_user_is_no_consent(
@@ -112,9 +112,9 @@ def test_a_line_of_another_user_is_no_consent(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     loop.new_folder(config, tmp_path / "runs")
     with pytest.raises(ConfigError, match="rewards:score"):
-        consent.ask(folder, [config])
+        consent.require(folder, [config])
     monkeypatch.setenv(consent.VARIABLE, "1")
-    consent.ask(folder, [config])
+    consent.require(folder, [config])
 
 
 def test_without_a_place_for_the_secret_a_run_is_made_and_says_so(
@@ -124,7 +124,7 @@ def test_without_a_place_for_the_secret_a_run_is_made_and_says_so(
     config = math_config("reward.function=rewards:score")
     folder = loop.new_folder(config, tmp_path / "runs")
     assert logged.text.count("cannot be recorded") == 1
-    consent.ask(folder, [config], trust=True)
+    consent.require(folder, [config], trust=True)
 
 
 KEY = "the key in OPENAI_API_KEY for"
@@ -214,9 +214,9 @@ def test_a_key_for_another_address_is_asked_for_again(tmp_path: Path, math_confi
         return structs.replace(math_config(), reward=Reward(scorers))
 
     folder = loop.new_folder(of("http://mine"), tmp_path / "runs")
-    consent.ask(folder, [of("http://mine")])
+    consent.require(folder, [of("http://mine")])
     with pytest.raises(ConfigError, match="OPENAI_API_KEY for http://evil"):
-        consent.ask(folder, [of("http://evil")])
+        consent.require(folder, [of("http://evil")])
 
 
 @pytest.mark.parametrize("address", ["local", "auto"])
@@ -306,7 +306,7 @@ def test_a_name_that_cannot_be_a_file_is_asked_for(
     config = structs.replace(math_config(), rollout=Rollout(limit=named))
     consent.give(tmp_path, config)
     with pytest.raises(ConfigError) as told:
-        consent.ask(tmp_path, [config]) if "large" in name else consent.ask(tmp_path / "other", [config])
+        consent.require(tmp_path, [config]) if "large" in name else consent.require(tmp_path / "other", [config])
     assert len(str(told.value)) < 1000
 
 
@@ -314,16 +314,16 @@ def test_the_lines_of_a_consent_are_read_to_a_bound(tmp_path: Path, math_config:
     with (tmp_path / consent.FILE).open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(ConfigError, match="--trust"):
-        consent.ask(tmp_path, [math_config("reward.function=rewards:score")])
+        consent.require(tmp_path, [math_config("reward.function=rewards:score")])
     (tmp_path / consent.FILE).unlink()
     os.mkfifo(tmp_path / consent.FILE)
     with pytest.raises(ConfigError, match="--trust"):
-        consent.ask(tmp_path, [math_config("reward.function=rewards:score")])
+        consent.require(tmp_path, [math_config("reward.function=rewards:score")])
 
 
 def test_many_names_are_told_in_a_sentence(tmp_path: Path, math_config: Callable[..., Config]) -> None:
     scorers: dict[str, Scorer] = {f"{number}": FunctionScorer(function=f"evil{number}:score") for number in range(50)}
     config = structs.replace(math_config(), reward=Reward(scorers))
     with pytest.raises(ConfigError, match=r"'evil0:score'.* and 40 more: read") as told:
-        consent.ask(tmp_path, [config])
+        consent.require(tmp_path, [config])
     assert len(str(told.value)) < 1000

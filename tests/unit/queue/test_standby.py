@@ -498,10 +498,10 @@ def test_a_run_that_is_restored_by_the_user_who_made_it_needs_no_consent(
     consent.give(tmp_path / "run", config)
     asyncio.run(_two_versions(actor))
     restore(address, tmp_path / "new")
-    consent.ask(tmp_path / "new", [config])
+    consent.require(tmp_path / "new", [config])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     with pytest.raises(ConfigError, match="--trust"):
-        consent.ask(tmp_path / "new", [config])
+        consent.require(tmp_path / "new", [config])
 
 
 def test_a_copy_by_an_earlier_version_is_refused_in_a_sentence(

@@ -50,7 +50,7 @@ LOOK_S = 0.001
 def main(fd: int) -> None:
     """Run the template process. `fd` is its socket to the actor."""
     reaper.stand()
-    process.take_any_text()
+    process.escape_unprintable()
     channel = socket.socket(fileno=fd)
     setup = receive(channel, LoadReward)
     try:
