@@ -19,7 +19,7 @@ from streamppo.rollout.engine import Completion, Sampling
 from streamppo.rollout.sglang import server, verify_weights
 
 pytest_plugins = ["sglang_case"]
-pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 KEY = "a key"
 PROMPT = np.arange(3, 60, dtype=np.int32)
 SERVER = (

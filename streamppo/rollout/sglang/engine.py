@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DEATHS = 3
-"""A request fails after this many deaths of SGLang during it."""
+"""A request fails after this many deaths of SGLang, or broken connections, during it."""
 T = TypeVar("T")
 Fields: TypeAlias = Mapping[str, object]
 """The fields of a request."""
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class SGLangDied(Exception):
-    """SGLang died during this call; the message is the reason."""
+    """SGLang died during this call, or its connection broke; the message is the reason."""
 
 
 async def start(
@@ -216,6 +216,21 @@ class SGLangEngine:
             self._cancel_calls.discard(call.cancel)
         raise SGLangDied(end.result())
 
+    async def _until_answer(self, work: Awaitable[T]) -> T:
+        """As `_until_death`, for a request: where only its connection broke, as SGLang lives, no other is lost."""
+        life = self._life
+
+        async def answer() -> T:
+            try:
+                return await work
+            except ConnectionError as broken:
+                if await life.link.death():
+                    raise
+                log.info("a request is sent again: %s", broken)
+                raise SGLangDied(str(broken)) from broken
+
+        return await self._until_death(answer())
+
     async def _until_serving(self) -> None:
         """Wait until SGLang runs and its weights are certain. Raises the error of a failed restart."""
         if self._serving.is_set() and self._certain.is_set():
@@ -239,7 +254,7 @@ class SGLangEngine:
             await self._until_serving()
             with suppress(SGLangDied):
                 return await self._sample(prompt, sampling, cuts)
-        raise ModelError(f"SGLang died {DEATHS} times over one prompt of {len(prompt)} tokens")
+        raise ModelError(f"SGLang died or hung up {DEATHS} times over one prompt of {len(prompt)} tokens")
 
     async def _sample(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         self._requests += 1
@@ -277,14 +292,14 @@ class SGLangEngine:
 
     async def _at_once(self, routed: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:
         version = self._held
-        answer = await self._until_death(link.call("generate", **fields))
+        answer = await self._until_answer(link.call("generate", **fields))
         await self._until_death(self._certain.wait())
         return wire.completion(answer, version, cuts=candidates, kv=self._setup.kv, routed=routed)
 
     async def _generate_in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
         with self._streams.open(cuts, self._held, candidates=candidates) as stream:
             try:
-                await self._until_death(stream.read(link.stream(**fields)))
+                await self._until_answer(stream.read(link.stream(**fields)))
                 await self._until_death(self._certain.wait())
             except SGLangDied as died:
                 if stream.handed:

@@ -74,10 +74,15 @@ class ServerLink:
         """See `Link.death`.
 
         Only SGLang's HTTP process is asked. /health would sample a token, which a server does not while it is paused or
-        takes weights, and a death of its other processes ends the HTTP process too.
+        takes weights, and a death of its other processes ends the HTTP process too. A connection that breaks is no
+        death: a server that stood still closes those that were idle when it goes on.
         """
         try:
-            (await self._client.get("/model_info", timeout=SILENT_S)).raise_for_status()
+            try:
+                answer = await self._client.get("/model_info", timeout=SILENT_S)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                answer = await self._client.get("/model_info", timeout=SILENT_S)
+            answer.raise_for_status()
         except httpx.HTTPError as error:
             return f"the server at {self._url} gives no answer ({type(error).__name__})"
         return ""

@@ -1,6 +1,7 @@
 """What a server answers: events become answers, and faults errors."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from http.server import HTTPServer, SimpleHTTPRequestHandler
@@ -180,3 +181,34 @@ def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_this_network(
         for host in ("127.0.0.1", "localhost"):
             run(case(host))
         other_server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "status", "death"),
+    [
+        ([], 200, ""),
+        ([httpx.ReadError], 200, ""),
+        ([httpx.RemoteProtocolError], 200, ""),
+        ([httpx.ReadError, httpx.ConnectError], 200, "gives no answer .ConnectError"),
+        ([httpx.ReadTimeout], 200, "gives no answer .ReadTimeout"),
+        ([], 502, "gives no answer .HTTPStatusError"),
+    ],
+)
+def test_only_a_server_whose_http_process_is_gone_is_dead(breaks: list[type], status: int, death: str) -> None:
+    """/health is as that of a server that is paused: it asks for a token, which does not come."""
+    faults = list(breaks)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return httpx.Response(503)
+        if faults:
+            raise faults.pop(0)("broken")
+        return httpx.Response(status, json={"model_path": "m"})
+
+    async def case() -> None:
+        client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://localhost:1")
+        found = await Server(client, "http://localhost:1", 4, INFO).death()
+        assert re.search(death, found) if death else found == ""
+        await client.aclose()
+
+    run(case())

@@ -94,10 +94,31 @@ def test_a_prompt_over_which_it_always_dies_is_given_up() -> None:
         fake = Fake()
         engine = await opened(fake)
         fake.deadly = True
-        with pytest.raises(ModelError, match="died 3 times over one prompt of 2 tokens"):
+        with pytest.raises(ModelError, match="died or hung up 3 times over one prompt of 2 tokens"):
             await engine.generate(PROMPT, Sampling(1))
         fake.deadly = False
         assert (await engine.generate(PROMPT, Sampling(1))).tokens.tolist() == [7]
+        await engine.stop()
+
+    run(case())
+
+
+def test_a_request_whose_connection_breaks_is_sent_again_and_costs_no_other(log_lines: list[str]) -> None:
+    async def case() -> None:
+        fake = Fake()
+        engine = await opened(fake)
+        fake.gate.clear()
+        other = asyncio.ensure_future(engine.generate(PROMPT, Sampling(1)))
+        await asyncio.sleep(0.05)
+        fake.deadly = True
+        broken = asyncio.ensure_future(engine.generate(PROMPT, Sampling(1)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        fake.deadly = False
+        fake.gate.set()
+        assert [(await one).versions.tolist() for one in (broken, other)] == [[5], [5]]
+        assert log_lines == ["a request is sent again: it fell over"]
+        assert (fake.lives, len(fake.keys), engine.usage().restarts) == ([0], 2, 0)
         await engine.stop()
 
     run(case())
