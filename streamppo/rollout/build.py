@@ -203,7 +203,8 @@ def _start(
         (url,) = settings.urls
         key = os.environ.get(settings.api_key_env, "")
         server.check_address(url, key)
-        return partial(server.connect, settings, key, slots, strings)
+        learner = {"dtype": config.model.dtype, "enable_fp32_lm_head": config.model.float32_head}
+        return partial(server.connect, settings, key, slots, strings, learner)
     version = wire.installed_version()
     launch_settings = in_process.LaunchSettings(
         version,

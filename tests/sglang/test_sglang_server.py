@@ -131,7 +131,7 @@ def test_a_load_that_takes_long_is_no_death_of_the_server(
     async def use() -> None:
         engine = await opened(setting, f"rollout.engine.urls=['{url}']")
         try:
-            carrier, prompt = engine._life.carrier, case.prompts(1)[0]
+            carrier, prompt = engine._session.carrier, case.prompts(1)[0]
             carry = carrier.carry
 
             async def carry_slowly(version: int, *, flush: bool) -> None:
@@ -158,7 +158,7 @@ def test_tokens_of_weights_that_another_program_pushed_are_refused(setting: case
         try:
             prompt = case.prompts(1)[0]
             assert set((await engine.generate(prompt, Sampling(5))).versions) == {0}
-            link = engine._life.link
+            link = engine._session.link
             for name in ("0", "0-ffffffff", "default"):
                 await link.call("update_weight_version", new_version=name, abort_all_requests=False)
                 with pytest.raises(ModelError, match=f"sampled with weights '{name}', which this actor never pushed"):

@@ -1,6 +1,6 @@
 """Checks of a started SGLang: its version, its server's settings, and the room for the longest row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang.link import Answer
@@ -54,6 +54,13 @@ def check_server(info: Mapping[str, Answer], url: str) -> None:
                 f"the SGLang server at {url} has {name} = {size}, with which it takes no weights from outside: start "
                 "one server for each replica (--tp-size N --base-gpu-id M), and name all of them in rollout.engine.urls"
             )
+
+
+def differences(info: Mapping[str, Answer], learner: Mapping[str, object]) -> Iterator[str]:
+    """Yield each setting of a server that makes its log-probs differ from those of a `learner` with these settings."""
+    for name, wanted in learner.items():
+        if info.get(name, wanted) not in (wanted, "auto"):
+            yield f"{name} = {info[name]}, and the learner has {wanted}"
 
 
 def longest(info: Mapping[str, Answer]) -> int:

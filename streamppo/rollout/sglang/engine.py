@@ -218,13 +218,13 @@ class SGLangEngine:
 
     async def _until_answer(self, work: Awaitable[T]) -> T:
         """As `_until_death`, for a request: where only its connection broke, as SGLang lives, no other is lost."""
-        life = self._life
+        session = self._session
 
         async def answer() -> T:
             try:
                 return await work
             except ConnectionError as broken:
-                if await life.link.death():
+                if await session.link.death():
                     raise
                 log.info("a request is sent again: %s", broken)
                 raise SGLangDied(str(broken)) from broken

@@ -121,11 +121,14 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
             yield answer
 
 
-async def connect(settings: SGLangEngine, key: str, slots: int, strings: Sequence[str], number: int) -> ServerLink:
+async def connect(
+    settings: SGLangEngine, key: str, slots: int, strings: Sequence[str], learner: Mapping[str, object], number: int
+) -> ServerLink:
     """Wait for the only server of `settings.urls`, and reset state that a dead client may have left in it.
 
     It is a `Start` after partial application of all arguments but `number`. At most `slots` completions run at once;
-    they end at `strings`. Raises `ModelError` for a server that cannot be reached or used.
+    they end at `strings`. Other settings than the `learner`'s are logged. Raises `ModelError` for a server that cannot
+    be reached or used.
     """
     (url,) = settings.urls
     async with AsyncExitStack() as undo:
@@ -136,6 +139,8 @@ async def connect(settings: SGLangEngine, key: str, slots: int, strings: Sequenc
         server = ServerLink(client, url, slots, info)
         checks.check_cache(info, settings.kv, server.version, routes=settings.routes)
         checks.check_strings(info, strings)
+        for difference in checks.differences(info, learner):
+            log.warning("the SGLang server at %s has %s: log-probs differ more than they need", url, difference)
         with suppress(ValueError, NotImplementedError):
             await server.call("end_weight_update")
         await server.call("continue_generation")

@@ -135,6 +135,20 @@ def test_a_server_of_another_kind_is_not_waited_for(status: int) -> None:
     run(asyncio.wait_for(case(), 20))
 
 
+@pytest.mark.parametrize(
+    ("info", "names"),
+    [
+        ({}, []),
+        ({"dtype": "auto", "enable_fp32_lm_head": True}, []),
+        ({"dtype": "bfloat16", "enable_fp32_lm_head": False}, ["enable_fp32_lm_head = False"]),
+        ({"dtype": "float16", "enable_fp32_lm_head": False}, ["dtype = float16", "enable_fp32_lm_head = False"]),
+    ],
+)
+def test_settings_of_a_server_that_differ_from_the_learners_are_named(info: dict[str, Any], names: list[str]) -> None:
+    found = list(checks.differences(info, {"dtype": "bfloat16", "enable_fp32_lm_head": True}))
+    assert [sentence.split(",")[0] for sentence in found] == names
+
+
 def test_rows_that_sglang_would_truncate_are_refused() -> None:
     assert checks.longest(INFO) == 512
     checks.check_room(512, 512)
@@ -207,7 +221,7 @@ def test_only_a_server_whose_http_process_is_gone_is_dead(breaks: list[type], st
 
     async def case() -> None:
         client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://localhost:1")
-        found = await Server(client, "http://localhost:1", 4, INFO).death()
+        found = await ServerLink(client, "http://localhost:1", 4, INFO).death()
         assert re.search(death, found) if death else found == ""
         await client.aclose()
 
